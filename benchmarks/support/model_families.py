@@ -24,7 +24,7 @@ from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.model.capabilities import told
+from forge.rl.model.capabilities import one_line
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import (
     TOLERANCE,
@@ -177,21 +177,21 @@ def examine(family: Family) -> Finding:
     try:
         model = build(family)
     except Exception as error:
-        return Finding(way="not built", reason=told(error))
+        return Finding(way="not built", reason=one_line(error))
     try:
         policy = TreePolicy(model)
         check_policy(policy)
     except InvalidArgument as refusal:
         return Finding(way="refused", reason=str(refusal))
     except Exception as error:  # a check that raises anything else is a defect
-        return Finding(way="failed", reason=told(error), exact=False)
+        return Finding(way="failed", reason=one_line(error), exact=False)
     way = "merged"
     if policy.unmerged:
         way = "alone" if policy.way.separate else "by sequence"
     try:
         errors = (*errors_of(policy, short_samples(model)), *errors_of(policy, deep_samples(model)))
     except Exception as error:
-        return Finding(way="failed", reason=f"{way}: {told(error)}", exact=False)
+        return Finding(way="failed", reason=f"{way}: {one_line(error)}", exact=False)
     exact = all(one <= TOLERANCE[model.dtype] for one in errors)
     return Finding(way=way, reason=policy.unmerged, errors=errors, exact=exact)
 

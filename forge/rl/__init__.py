@@ -1,5 +1,5 @@
-"""Reinforcement learning on merged prefix trees, with torch. Rests on `forge.core` alone.
+"""Reinforcement learning on prefix trees, with torch. Imports `forge.core` alone.
 
-Floors, each of which imports only what is below: `learner`, `mtp`, `model`, `parallel`, `tree`,
-`attention`; `losses` imports none of them, and `config` and `algorithms` import no torch.
+Layers, each imports only those to its right: `learner`, `mtp`, `model`, `parallel`, `tree`,
+`attention`. `losses` imports none of them; `config` and `algorithms` import no torch.
 """

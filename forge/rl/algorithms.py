@@ -1,7 +1,7 @@
-"""The algorithms by name: which objective, with which bounds, normalization and baseline.
+"""The algorithms by name: objective, bounds, normalization and baseline of each.
 
-Owns the presets and the loading of custom losses; imports no torch. Formulas are in
-`losses.objectives`; docs/algorithms.md says why the defaults are what they are.
+Owns the presets and the loading of custom losses; imports no torch. `losses.objectives` has the
+formulas, docs/algorithms.md the reasons for the defaults.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Normalization = Literal["token", "sequence", "global"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What an algorithm does unless told otherwise."""
+    """Defaults of an algorithm."""
 
     clip_low: float = 0.0
     clip_high: float = 0.0
     """Bounds of the ratio, 1 - low and 1 + high; both 0: this algorithm does not clip."""
     normalization: Normalization = "token"
     normalization_tokens: int = 1
-    """What `global` divides by, with the number of samples."""
+    """Divisor of `global`, besides the number of samples."""
     baseline: Baseline = "group_mean"
     spread: Spread = "none"
     critic: bool = False
-    """Advantages are a critic's, from returns: baseline and spread must be none."""
+    """A critic computes advantages from returns: baseline and spread must be none."""
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -50,11 +50,11 @@ PRESETS: Mapping[str, Preset] = {
     "ppo_clip": Preset(clip_low=0.2, clip_high=0.2),
 }
 CUSTOM = Preset()
-"""Of a loss of one's own."""
+"""Defaults of a custom loss."""
 
 
 def preset(algorithm: str) -> Preset:
-    """Of a name or of `package.module:function`; `InvalidArgument` for any other text."""
+    """The preset of a name or of `package.module:function`. Raises `InvalidArgument`."""
     if algorithm in PRESETS:
         return PRESETS[algorithm]
     module, colon, function = algorithm.partition(":")
@@ -67,9 +67,9 @@ def preset(algorithm: str) -> Preset:
 
 
 def load_custom(algorithm: str, options: Mapping[str, float]) -> Callable[..., Any]:
-    """The function named, with its options bound: a `forge.rl.losses.LossFunction`.
+    """The named function with its options bound: a `forge.rl.losses.LossFunction`.
 
-    Raises `InvalidArgument` when it cannot be imported or does not take the options.
+    Raises `InvalidArgument` when it cannot be imported or does not accept the options.
     """
     module_name, _, name = algorithm.partition(":")
     try:

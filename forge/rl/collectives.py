@@ -1,10 +1,9 @@
-"""Sums over the ranks of a group, none of which is left waiting for one that ran out of memory.
+"""Sums over the ranks of a group, safe when one rank runs out of memory.
 
-Owns every exchange between ranks that compute the same trees. Ahead of each, all say whether they
-got there; one whose memory did not suffice says so instead of taking part, wherever the others are
-by then, and all of them leave the attempt at that point. What is tried next is
-`forge.rl.learner.learner`'s. One that fails in another way is gone for the others, who can tell
-that from failures of their own.
+Owns every exchange between ranks that compute the same trees. Before each exchange all ranks
+report whether they reached it. A rank without memory reports that instead, and all ranks abandon
+the attempt at this point; `forge.rl.learner.learner` retries. A rank that fails in another way
+closes its connection: the others raise `RankLost`, which differs from their own failures.
 """
 
 from __future__ import annotations
@@ -15,28 +14,27 @@ from torch import Tensor
 
 
 class RankShortage(MemoryError):
-    """Memory did not suffice on another rank of the group."""
+    """Another rank of the group ran out of memory."""
 
 
 class RankLost(RuntimeError):
-    """Another rank of the group does not answer: a consequence, of which it alone knows the
-    cause."""
+    """Another rank of the group does not respond; that rank reports the cause."""
 
 
 def all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Over all ranks, in place. Raises `RankShortage` when one of them is not going to come, and
-    `RankLost` when one is gone."""
+    """Reduce over all ranks, in place. Raises `RankShortage` when a rank ran out of memory, and
+    `RankLost` when one does not respond."""
     meet(group, tensor.device)
     _reduce(tensor, op, group)
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, *, shortage: bool = False) -> None:
-    """All ranks come here before they go on together; with `shortage` this one does not go on.
+    """Barrier before an exchange; `shortage` reports that this rank ran out of memory.
 
-    Raises `RankShortage` on the ranks without a shortage when there is one that has, and
-    `RankLost` when one is gone.
+    Raises `RankShortage` on the other ranks when a rank reports a shortage, and `RankLost` when
+    one does not respond.
     """
     rank = dist.get_rank(group)
     short = torch.tensor([rank + 1 if shortage else 0], dtype=torch.int32, device=device)
@@ -49,4 +47,4 @@ def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGrou
     try:
         dist.all_reduce(tensor, op=op, group=group)
     except RuntimeError as error:
-        raise RankLost(f"a rank of the group is gone: {error}") from error
+        raise RankLost(f"a rank of the group does not respond: {error}") from error

@@ -1,7 +1,7 @@
-"""What may be set about learning: optimizer, objective, correction, critic, heads.
+"""Settings of learning: optimizer, objective, correction, critic, draft heads.
 
-Owns these settings and their validation; imports no torch, so that a process can read and refuse
-settings before it.
+Owns these settings and their validation. Imports no torch, so that a process validates settings
+before it loads torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 try:
     from msgspec import Meta
 except ModuleNotFoundError:
-    # Services check these bounds, and have msgspec; `forge.rl` alone needs torch and transformers.
+    # Services have msgspec and check these bounds; `forge.rl` alone needs torch and transformers.
     Meta = dict  # type: ignore[assignment, misc]
 
 from forge.core.errors import InvalidArgument
@@ -31,7 +31,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 
 FINAL_RATE_SHARE = 0.1
-"""Of the learning rate, where a falling schedule ends."""
+"""Share of the learning rate at the end of a falling schedule."""
 DEFAULT_RATIO_CAP = 5.0
 """ScaleRL (arXiv 2510.13786) finds CISPO insensitive between 4 and 8."""
 
@@ -65,6 +65,7 @@ class OptimizerConfig:
 
     @property
     def betas(self) -> tuple[float, float]:
+        """Both decay rates, as torch takes them."""
         return self.adam_beta1, self.adam_beta2
 
 
@@ -124,7 +125,7 @@ class ObjectiveConfig:
         return own if self.normalization == "auto" else self.normalization
 
     def check(self, correction: Correction) -> None:
-        """Raises `InvalidArgument` for settings that cannot be, or that would have no effect."""
+        """Raises `InvalidArgument` for settings that are invalid or without effect."""
         name, clips = self.algorithm, preset(self.algorithm).clip_high > 0
         for key, value in (
             ("objective.clip_low", self.clip_low),
@@ -210,29 +211,29 @@ class MtpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
-    """How to step."""
+    """Settings of the optimizer step."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     total_updates: int = 0
-    """Update at which the learning-rate schedule ends; a constant one needs none."""
+    """Update at which a falling learning-rate schedule ends."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     correction: Correction = field(default_factory=Correction)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """Of an algorithm that has one."""
+    """Used by algorithms with a critic."""
     mtp: MtpConfig = field(default_factory=MtpConfig)
-    passes: int = 1
-    """Updates per batch, each on all of it."""
+    epochs: int = 1
+    """Updates per batch, each on the whole batch."""
     token_budget: int = 16384
-    """Most tokens in one forward pass; more become several, with accumulated gradients."""
+    """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: int = 256
-    """Where the lowering of the budget ends, when memory does not suffice."""
+    """Lower bound of the budget, which is halved when memory runs out."""
 
     def rate(self, update: int) -> float:
         """Learning rate of an update, counted from 0."""
         return self.optimizer.learning_rate * self.rate_share(update)
 
     def rate_share(self, update: int) -> float:
-        """Of the full learning rate, as warm-up and schedule have it."""
+        """Share of the full learning rate by warm-up and schedule, at an update."""
         rise = min(1.0, (update + 1) / max(1, self.optimizer.warmup_steps))
         done = min(1.0, update / max(1, self.total_updates))
         match self.optimizer.learning_rate_schedule:

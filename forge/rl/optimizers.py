@@ -1,10 +1,10 @@
-"""Optimizers by name: which parameters each steps, and how.
+"""Optimizers by name, and the parameters that each steps.
 
-Owns the choice and the parameter groups; rates and when to step are `forge.rl.learner.learner`'s.
+Owns the parameter groups; `forge.rl.learner.learner` owns learning rates and steps.
 
     adamw       AdamW in fp32, fused
     adamw_8bit  the same with its two moments in 8 bits (bitsandbytes, an optional package)
-    muon        Muon on the matrices of the trunk, AdamW on all else
+    muon        Muon on the matrices of the backbone, AdamW on the other parameters
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Optimizers:
         extra: Sequence[Tensor] = (),
         extra_rate_scale: float = 1.0,
     ) -> None:
-        """Over the parameters of a transformers model that require a gradient, and `extra` ones,
-        by AdamW at a scaled rate.
+        """Steps the parameters of a transformers model that require a gradient, and `extra`
+        parameters by AdamW at a scaled rate.
 
         Raises `InvalidArgument` when the optimizer's package is missing.
         """
         self.name = config.name
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        matrices = _trunk_matrices(model) if config.name == "muon" else []
+        matrices = _backbone_matrices(model) if config.name == "muon" else []
         taken = {id(parameter) for parameter in matrices}
         others = [p for p in self.parameters if id(p) not in taken]
         self._parts: list[torch.optim.Optimizer] = []
@@ -61,10 +61,10 @@ class Optimizers:
             self.parameters += extra
 
     def step(self, rate: float) -> None:
-        """Update every parameter, at that learning rate.
+        """Update every parameter at this learning rate.
 
-        Raises `ConfigError` when memory does not suffice for what an optimizer keeps of each
-        parameter, which it takes with its first step: no smaller batch would help.
+        Raises `ConfigError` when the first step has no memory for the optimizer's state: smaller
+        batches would not help.
         """
         for part in self._parts:
             for group in part.param_groups:
@@ -78,7 +78,7 @@ class Optimizers:
                     raise
                 raise ConfigError(
                     f"optimizer.name = {self.name!r}: there is no memory for its state beside "
-                    f"weights and gradients ({shortage}): take 'adamw_8bit', LoRA or a smaller "
+                    f"weights and gradients ({shortage}): use 'adamw_8bit', LoRA or a smaller "
                     "model"
                 ) from error
 
@@ -88,11 +88,11 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """The state for `load_state_dict`."""
         return {"name": self.name, "parts": [part.state_dict() for part in self._parts]}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises `InvalidArgument` for the state of another optimizer, or over other weights."""
+        """Raises `InvalidArgument` for the state of another optimizer or of other weights."""
         name, parts = state.get("name"), state.get("parts", ())
         sizes, own = _sizes(parts), _sizes([part.state_dict() for part in self._parts])
         if name == self.name and sizes == own:
@@ -112,7 +112,7 @@ class Optimizers:
 
 
 def load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """What it has seen, from its `state_dict()`; its constants stay this run's, not the saved."""
+    """Load moments from a `state_dict()`; the constants stay those of this run."""
     constants = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -126,8 +126,8 @@ def _sizes(parts: Iterable[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for part in parts for group in part["param_groups"]]
 
 
-def _trunk_matrices(model: Any) -> list[Tensor]:
-    """What Muon is meant for: the maps between hidden states. Embedding and head are tables."""
+def _backbone_matrices(model: Any) -> list[Tensor]:
+    """The parameters for Muon: maps between hidden states, without embedding and head."""
     tables = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())

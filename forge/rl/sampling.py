@@ -1,9 +1,8 @@
-"""Draws token ids from logits, with the exact log-probability each had in the distribution drawn
-from.
+"""Samples token ids from logits, with the exact log-probability of each in its distribution.
 
-Randomness is counter-based: the draw at a position depends on the row's seed and that position
-alone. So a row's tokens do not depend on its batch-mates, and a request that another worker takes
-over half-way goes on with the draws it would have had.
+Randomness is counter-based: the draw at a position depends on the row's seed and the position
+alone. So a row's tokens do not depend on the other rows of its batch, and a worker that takes over
+a request continues with the same draws.
 
 Shape suffixes: B rows, V vocabulary, K a block of the vocabulary.
 """
@@ -20,22 +19,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _NUCLEUS_GUESS = 256
-"""A nucleus is nearly always found among this many likeliest tokens, without a full sort."""
+"""Most nuclei are within this number of likeliest tokens, which saves the full sort."""
 _CDF_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBatch:
+    """One sampled token per row."""
+
     ids: torch.Tensor
     """int64, shape [B]."""
     logprobs: torch.Tensor
-    """float32 natural log, shape [B]; 0 for rows sampled greedily, which had no other
-    choice. Not finite where the logits are not."""
+    """float32 natural log, shape [B]; 0 for greedy rows. Not finite where the logits are not."""
     kept_logprobs: torch.Tensor | None = None
-    """float32, shape [B]: natural log of the share of probability that top-k and top-p left; 0 for
-    rows without a cut and greedy ones. None when no row has a cut."""
+    """float32, shape [B]: natural log of the share of probability that top-k and top-p kept; 0 for
+    rows without a cut and greedy rows. None when no row has a cut."""
     all_logprobs: torch.Tensor | None = None
-    """float32, shape [B, V]: the distribution drawn from, if it was asked for; of greedy rows at
+    """float32, shape [B, V]: the whole distribution, if requested; for greedy rows that at
     temperature 1, with their other cuts."""
 
 
@@ -43,7 +43,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """One number in [0, 1) per row, a function of (seed, position): two rounds of splitmix64."""
     state = np.asarray(seeds, dtype=np.uint64)
     counter = np.asarray(positions, dtype=np.uint64)
-    # uint64 wraps around, which is what the mixing rests on.
+    # The mixing relies on the wrap-around of uint64.
     mixed = _mix(_mix(state + _GOLDEN) + counter * _GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
 
@@ -60,14 +60,14 @@ def sample(
     """One token per row, by inverting the cumulative distribution at `uniform_B`.
 
     Order of the cuts: temperature, then top-k (0 keeps all), then top-p on what is left,
-    renormalised, as in transformers. Temperature 0 takes the likeliest token. Ties at a cut are
-    kept. `keep_all` gives the whole distribution, too.
+    renormalized, as in transformers. Temperature 0 takes the likeliest token. Ties at a cut are
+    kept. `keep_all` returns the whole distribution, too.
     """
     logits_BV = logits_BV.float()
     greedy_B = temperature_B <= 0
     if not keep_all and bool(greedy_B.all()):
         likeliest = logits_BV.max(-1)
-        # Not plain zero: what is not finite must stay so, or broken weights would not show.
+        # Not a constant zero: a logit that is not finite must stay so, to reveal broken weights.
         return SampledBatch(ids=likeliest.indices, logprobs=likeliest.values * 0.0)
     if bool((temperature_B != 1).any()):
         logits_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
@@ -89,7 +89,7 @@ def sample(
 
 
 def _kept(whole_BV: torch.Tensor, cut_BV: torch.Tensor, greedy_B: torch.Tensor) -> torch.Tensor:
-    """The log of the share of probability that the cuts left; rounding never makes it more."""
+    """The log of the share of probability that the cuts kept, clamped to at most 0."""
     kept_B = (cut_BV.logsumexp(-1) - whole_BV.logsumexp(-1)).clamp(max=0)
     return torch.where(greedy_B, 0.0, kept_B)
 
@@ -124,7 +124,7 @@ def _cut_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     sorted_BK = probs_BV.topk(guess, dim=-1).values
     if bool((sorted_BK.sum(-1) < mass_B).any()):
         sorted_BK = probs_BV.sort(dim=-1, descending=True).values
-    # A token stays when the ones likelier than it do not fill the nucleus yet.
+    # A token is kept if the likelier tokens do not fill the nucleus.
     before_BK = sorted_BK.cumsum(-1) - sorted_BK
     kept_B = (before_BK < mass_B[:, None]).sum(-1).clamp(min=1)
     floor_B = sorted_BK.gather(1, kept_B[:, None] - 1)
@@ -134,10 +134,10 @@ def _cut_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
 
 
 def _invert_cdf(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds `uniform_B` of the row's sum.
+    """The first token whose cumulative probability exceeds `uniform_B` times the row's sum.
 
-    In two levels, blocks and then tokens of one block: a running sum over a whole vocabulary costs
-    more than the softmax did.
+    Two levels, blocks and then the tokens of one block: a cumulative sum over the vocabulary costs
+    more than the softmax.
     """
     rows, vocabulary = probs_BV.shape
     padded = -(-vocabulary // _CDF_BLOCK) * _CDF_BLOCK
@@ -154,9 +154,9 @@ def _invert_cdf(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor
 
 
 def _first_above(ends_BK: torch.Tensor, target_B: torch.Tensor) -> torch.Tensor:
-    """Index of the first running sum above the target; rounding never picks an empty share."""
-    # NaN compares above everything: without the last index it would point behind the row.
+    """Index of the first cumulative sum above the target, never of a token without probability."""
+    # NaN sorts above every number: the clamp keeps its index inside the row.
     first_B = torch.searchsorted(ends_BK, target_B[:, None], right=True)[:, 0]
-    # Where the running sum reaches its last value: nothing behind it has any probability.
+    # The last token with probability: the cumulative sum is constant after it.
     last_B = torch.searchsorted(ends_BK, ends_BK[:, -1:].contiguous())[:, 0]
     return torch.minimum(first_B, last_B).clamp(max=ends_BK.shape[-1] - 1)

@@ -1,5 +1,5 @@
-"""The learner: batches of complete groups in, new weights out.
+"""The trainer: takes batches of complete groups and publishes new weights.
 
-Floors, each of which imports only what is below: `actors`, `learner`, `reporting`, `checkpoint`,
-`model` and `data`. `starting_weights` holds programs of their own.
+Layers, each imports only those to its right: `actors`, `learner`, `reporting`, `checkpoint`,
+`model`, `data`. `starting_weights` holds separate programs.
 """

@@ -5,6 +5,7 @@ from services.trainer.config import TrainerConfig
 
 
 def load_app() -> type:
+    """Import the app, and torch with it, only after the settings are valid."""
     from services.trainer.app import TrainerApp
 
     return TrainerApp

@@ -1,4 +1,4 @@
-"""Wiring of the trainer: learner, training, weights, servicers."""
+"""Builds and connects the parts of a trainer process: actors, batch source, servicers."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class TrainerApp:
         self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
 
     async def start(self) -> None:
+        """Starts actors, servicers and training."""
         self._evaluator = self._make_evaluator()
         self._context.metadata["incarnation"] = secrets.token_hex(8)
         actors = self._context.actors
@@ -98,7 +99,7 @@ class TrainerApp:
         self._driver = asyncio.create_task(self._drive(self._training))
 
     async def drain(self) -> None:
-        """Lose no step that was taken: what is in hand ends, then a checkpoint."""
+        """Finish the current step and save a checkpoint, so no step is lost."""
         if self._driver is not None:
             self._driver.cancel()
         if self._evaluator is not None:
@@ -111,13 +112,14 @@ class TrainerApp:
             self._clock.stop()
 
     async def stop(self) -> None:
+        """Stops training and closes the metric sinks."""
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait({self._driver})
         await asyncio.to_thread(self._record.close_sinks)
 
     async def _drive(self, training: ActorRef) -> None:
-        """Keep training going until it is finished."""
+        """Advance training until it has finished or a fatal error stops the process."""
         self._address = await self._own_address()
         more = True
         while more:
@@ -133,16 +135,16 @@ class TrainerApp:
                 log.warning("training_waits", error=str(error))
                 await asyncio.sleep(_RETRY_S)
             except Exception:
-                # The actor's supervisor has it: it restarts, or ends the process.
+                # The actor's supervisor restarts it or ends the process.
                 await asyncio.sleep(_RETRY_S)
 
     async def _own_address(self) -> str:
-        """Where others reach this process; known once it is registered."""
+        """The address under which this process is registered; waits for the registration."""
         incarnation = self._context.metadata["incarnation"]
         discovery = self._context.coordinator.discover("trainer")
         while True:
             with suppress(Unavailable):
-                # An entry of the same id may be that of a process just killed.
+                # An entry with the same id may belong to a process just killed.
                 (own, *_) = await discovery.wait(
                     timeout_s=self._config.lease_ttl_s,
                     where=lambda found: found.metadata.get("incarnation") == incarnation,
@@ -154,7 +156,7 @@ class TrainerApp:
         return self._publisher
 
     def _make_evaluator(self) -> Evaluator | None:
-        """Raises `InvalidArgument` naming file, line and field of a task that cannot be."""
+        """Raises `InvalidArgument` that names file, line and field of an invalid task."""
         config = self._config
         if not config.evaluation.tasks:
             return None

@@ -74,7 +74,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """The way from returns to advantages."""
+    """How returns become advantages."""
 
     baseline: Literal["auto", Baseline] = "auto"
     """Value subtracted from a return; auto: the algorithm's own."""
@@ -89,6 +89,7 @@ class AdvantageSettings:
     """Leave out groups whose rollouts all earned the same, apart from speed (DAPO)."""
 
     def rules(self, own: Preset) -> AdvantageRules:
+        """The settings with `auto` replaced by the values of the algorithm's preset."""
         return AdvantageRules(
             baseline=own.baseline if self.baseline == "auto" else self.baseline,
             spread=own.spread if self.normalize_std == "auto" else self.normalize_std,
@@ -162,7 +163,7 @@ class TrainerConfig(ServiceConfig):
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     def validate(self) -> None:
-        """Raises `InvalidArgument` for an objective that cannot be, naming setting and value."""
+        """Raises `InvalidArgument` that names setting and value of an invalid combination."""
         schedule = self.optimizer.learning_rate_schedule
         if schedule != "constant" and not self.max_steps:
             raise InvalidArgument(
@@ -204,7 +205,7 @@ class TrainerConfig(ServiceConfig):
             correction=self.correction,
             critic=self.critic,
             mtp=self.mtp,
-            passes=self.passes_per_batch,
+            epochs=self.passes_per_batch,
             token_budget=self.token_budget,
             token_budget_floor=self.token_budget_floor,
         )
@@ -221,5 +222,5 @@ class TrainerConfig(ServiceConfig):
         )
 
     def threads(self) -> int:
-        """Intra-operation threads to use, of each rank."""
+        """Intra-operation threads of each rank."""
         return self.torch_threads or max(1, (os.cpu_count() or 2) // 2 // self.ranks)

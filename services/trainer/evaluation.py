@@ -1,11 +1,11 @@
-"""Evaluation while training goes on: held-out tasks, sampled and scored beside it.
+"""Evaluation during training: held-out tasks, sampled and scored beside it.
 
-    due -> every worker serves the weights -> submitted -> all groups ended -> told
+    due -> every worker serves the weights -> submitted -> all groups ended -> recorded
 
-Owns when one is due, the names of its tasks, and its way to the record, one at a time. Tasks are
-named by run, step and the step's version, and the scheduler knows tasks by name: so whatever ends
-in between, the same is asked again, and nothing is sampled twice; a step that is taken again has
-weights of its own, and is evaluated again. Nothing of it comes back to training.
+Owns the schedule of evaluations, the ids of their tasks and their results, one evaluation at a
+time. Task ids contain run, step and weight version, and the scheduler ignores known ids: after any
+restart the same tasks are submitted again and nothing is sampled twice. A repeated step has other
+weights and is evaluated again. Results have no effect on training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVED_POLL_S = 0.2
 _RUN_FILE = "run-id"
 
 DEFAULTS = common_pb2.Task(scaffold="blackbox", group_size=1, purpose=common_pb2.PURPOSE_EVAL)
-"""Of fields that a line of the file leaves out."""
+"""Defaults of fields that a line of the file omits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class _Due:
     tag: str
     weight_version: int
     fresh: bool
-    """The weights of `step` are the newest; otherwise it only counts if it was begun before."""
+    """The weights of `step` are the newest; otherwise only a submitted evaluation is followed."""
 
 
 class Evaluator:
@@ -59,7 +59,7 @@ class Evaluator:
         run_id: str,
         poll_s: float = POLL_S,
     ) -> None:
-        """`tasks` have no ids yet; a `run_id` tells this run from others of the same cluster."""
+        """`tasks` have no ids yet; `run_id` distinguishes runs of one cluster."""
         self._operator = operator
         self._record = record
         self._tasks = tasks
@@ -72,9 +72,9 @@ class Evaluator:
         self._name = f"eval-{digest.hexdigest()}"
         self._waiting: deque[_Due] = deque()
         self._current: _Due | None = None
-        """In flight."""
+        """The evaluation in flight."""
         self._skipped: list[int] = []
-        """Steps left out since one was told."""
+        """Steps skipped since the last recorded evaluation."""
         self._work: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -82,32 +82,32 @@ class Evaluator:
         return self._settings.due(step, max_steps=self._max_steps)
 
     def resumed(self) -> None:
-        """Training goes on from the record's step, whose weights are published. What was begun
-        before, by another process maybe, and has not been told, is followed again; what is of
-        steps that were taken back is not."""
-        self._forget_taken_back()
+        """Training resumes from the record's step, whose weights are published. Evaluations that
+        were submitted and not recorded, perhaps by another process, are followed again; those of
+        rewound steps are dropped."""
+        self._drop_rewound()
         step = self._record.step
         versions = {each.step: each.weight_version for each in self._record.steps}
-        told = max((each.step for each in self._record.evaluations), default=-1)
-        for earlier in range(told + 1, step):
+        recorded = max((each.step for each in self._record.evaluations), default=-1)
+        for earlier in range(recorded + 1, step):
             if self._due(earlier) and not self._known(earlier):
                 version = versions.get(earlier, self._record.weight_version)
                 self._wait(earlier, version, fresh=False)
         self._begin(step)
 
     def reached(self, step: int, *, published: bool = True) -> None:
-        """A step was taken, and inference may have its weights, or not. Never waits."""
+        """A step was taken, and its weights are published or not. Never waits."""
         if not self._due(step) or self._known(step):
             return
         if not published:
             self._skip(step, "its weights are not published yet")
         elif self._current is not None and step != self._max_steps:
-            self._skip(step, f"that of step {self._current.step} is still in flight")
+            self._skip(step, f"the evaluation of step {self._current.step} is still in flight")
         else:
             self._begin(step)
 
     async def stop(self) -> None:
-        """Follow nothing any more, and begin nothing; the next start does."""
+        """Stop following and begin nothing; the next start continues."""
         self._stopped = True
         left = self._current
         if self._work is None or left is None:
@@ -117,23 +117,23 @@ class Evaluator:
         log.info("evaluation_left", step=left.step, tag=left.tag)
 
     def tag(self, step: int) -> str:
-        """Of the groups that evaluate the weights of `step`, one of the record's, or 0."""
+        """The tag of the groups that evaluate `step`, which is in the record, or 0."""
         versions = [each.weight_version for each in self._record.steps if each.step == step]
-        # There is one beginning, however often it is gone back to.
+        # Step 0 has the same weights after each rewind, so its tag has no version.
         return "-".join([self._name, f"s{step}", *(f"v{version}" for version in versions)])
 
     def _known(self, step: int) -> bool:
-        in_hand = {each.step for each in (*self._waiting, self._current) if each is not None}
-        return step in in_hand or any(each.step == step for each in self._record.evaluations)
+        pending = {each.step for each in (*self._waiting, self._current) if each is not None}
+        return step in pending or any(each.step == step for each in self._record.evaluations)
 
     def _show(self, in_flight: bool) -> None:
         self._record.evaluating = in_flight
         metrics.show_evaluating(in_flight)
 
-    def _skip(self, step: int, why: str) -> None:
+    def _skip(self, step: int, reason: str) -> None:
         self._skipped.append(step)
         metrics.show_no_evaluation("skipped")
-        log.warning("evaluation_skipped", step=step, reason=why)
+        log.warning("evaluation_skipped", step=step, reason=reason)
 
     def _begin(self, step: int) -> None:
         if self._stopped:
@@ -150,8 +150,8 @@ class Evaluator:
         due = _Due(step=step, tag=self.tag(step), weight_version=weight_version, fresh=fresh)
         self._waiting.append(due)
 
-    def _forget_taken_back(self) -> None:
-        """Steps after the record's never were: what is in hand of them is told to nobody."""
+    def _drop_rewound(self) -> None:
+        """Drop the evaluations of steps after the record's."""
         step = self._record.step
         self._waiting = deque(due for due in self._waiting if due.step <= step)
         self._skipped = [skipped for skipped in self._skipped if skipped <= step]
@@ -174,9 +174,9 @@ class Evaluator:
             log.error("evaluation_crashed", exc_info=error)
 
     async def _evaluate(self, due: _Due) -> None:
-        """Follow one to its end, through every outage of the others."""
+        """Follow an evaluation to its end, through outages of scheduler and inference."""
         began_s = asyncio.get_running_loop().time()
-        told = False
+        logged = False
         while True:
             try:
                 if not await self._submitted(due):
@@ -190,34 +190,34 @@ class Evaluator:
                     metrics.show_no_evaluation("refused")
                     log.error("evaluation_refused", step=due.step, error=str(error))
                     return
-                if not told:
+                if not logged:
                     log.warning("evaluation_waits", step=due.step, error=str(error))
-                told = True
+                logged = True
             await asyncio.sleep(self._poll_s)
         if due.step <= self._record.step:
             duration_s = asyncio.get_running_loop().time() - began_s
-            self._tell(due, results, duration_s)
+            self._report(due, results, duration_s)
 
     async def _submitted(self, due: _Due) -> bool:
-        """Whether its tasks are in the queue now; one that is too late to begin is not."""
+        """Whether the tasks are in the queue now; False if it is too late to begin."""
         begun = [group async for group in self._operator.groups(due.tag)]
         if not begun and not due.fresh:
             return False
         if not begun:
             await self._served(due.weight_version)
-        # Those that were submitted before are known by their ids.
+        # The scheduler ignores tasks that were submitted before.
         new = await self._operator.submit(self._named(due.tag))
         if new:
             log.info("evaluation_begun", step=due.step, tag=due.tag, groups=len(self._tasks))
         return True
 
     async def _served(self, weight_version: int) -> None:
-        """Until no worker samples from older weights."""
+        """Wait until no worker samples from older weights."""
         while True:
             status = await self._operator.inference_status()
             if status.weight_version >= weight_version:
                 return
-            # Sooner than the rest: while it waits, training goes on.
+            # A short interval: newer weights may follow soon.
             await asyncio.sleep(min(self._poll_s, SERVED_POLL_S))
 
     def _named(self, tag: str) -> list[common_pb2.Task]:
@@ -228,7 +228,7 @@ class Evaluator:
             named.append(own)
         return named
 
-    def _tell(self, due: _Due, results: Sequence[DomainResult], duration_s: float) -> None:
+    def _report(self, due: _Due, results: Sequence[DomainResult], duration_s: float) -> None:
         evaluation = evaluation_of(
             results,
             step=due.step,
@@ -263,7 +263,7 @@ def evaluation_of(
     skipped: int,
     tag: str,
 ) -> pb.Evaluation:
-    """What one came to: each domain, and all rollouts together."""
+    """The result of an evaluation: of each domain, and of all rollouts together."""
     rollouts = sum(each.rollouts for each in results)
     failed = sum(each.failed for each in results)
     sampled = [each for each in results if each.min_weight_version >= 0]
@@ -304,22 +304,22 @@ def _domain_evaluation(result: DomainResult, tag: str) -> pb.DomainEvaluation:
 
 
 def _interval(results: Sequence[DomainResult]) -> Interval:
-    """Of the mean outcome over all tasks."""
+    """Confidence interval of the mean outcome over all tasks."""
     interval = mean_interval([list(each.task_outcomes.values()) for each in results])
     assert interval is not None, "an evaluation has tasks"
     return interval
 
 
 def run_id_in(directory: Path) -> str:
-    """The name of the run that has its checkpoints there; given once, and kept with them.
+    """The random id of the run with checkpoints in this directory, stored beside them.
 
-    Raises `ConfigError` where it cannot be kept.
+    Raises `ConfigError` when it cannot be stored.
     """
     file = directory / _RUN_FILE
     try:
         if not file.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            # Write beside and rename: a kill in between leaves no half a name.
+            # Write beside and rename: a kill in between leaves no partial id.
             unfinished = file.with_suffix(".new")
             unfinished.write_text(secrets.token_hex(8))
             unfinished.replace(file)

@@ -1,6 +1,6 @@
-"""What the trainer counts, for Prometheus.
+"""The trainer's Prometheus metrics.
 
-Owns names and updates. The values of a step come from `services.trainer.reporting.step_metrics`.
+Owns names and updates. `services.trainer.reporting.step_metrics` computes the values of a step.
 """
 
 from __future__ import annotations
@@ -11,49 +11,59 @@ from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
-WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest version of the weights published.")
+WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest published weight version.")
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
-_SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches that gave no usable gradient.")
+_SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
 _FLAT = counter(
-    "forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same but for speed."
+    "forge_trainer_flat_groups_total",
+    "Groups whose rollouts all have the same outcome and process reward.",
 )
-_EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories that do not add up.")
+_EXCLUDED = counter(
+    "forge_trainer_excluded_trajectories_total", "Inconsistent trajectories, which are left out."
+)
 _UNTIMED = counter(
-    "forge_trainer_untimed_trajectories_total", "Trajectories without a speed, for want of times."
+    "forge_trainer_untimed_trajectories_total", "Trajectories without a speed: times are missing."
 )
 _MEMORY = counter(
-    "forge_trainer_memory_retries_total", "Batches begun anew in smaller trees, for want of memory."
+    "forge_trainer_memory_retries_total",
+    "Retries of a batch in smaller trees after memory ran out.",
 )
 _CHECKPOINT_STEP = gauge("forge_trainer_checkpoint_step", "Step of the newest durable checkpoint.")
-_CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Writing the newest checkpoint.")
+_CHECKPOINT_S = gauge(
+    "forge_trainer_checkpoint_seconds", "Duration of writing the newest checkpoint."
+)
 _CHECKPOINT_FAILING = gauge(
     "forge_trainer_checkpoint_failing", "1 when the newest checkpoint could not be written."
 )
 _STEP_S = histogram(
-    "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
+    "forge_trainer_step_seconds", "Duration of a step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
 _TRUNCATED = counter(
-    "forge_trainer_truncated_turns_total", "Turns sampled with top_p or top_k that were trained on."
+    "forge_trainer_truncated_turns_total", "Trained turns that were sampled with top_p or top_k."
 )
 _LEFT_OUT = counter(
     "forge_trainer_truncated_turns_left_out_total",
-    "Turns sampled with top_p or top_k that were left out: the share that the cut left is unknown.",
+    "Turns sampled with top_p or top_k and left out: the share of allowed tokens is unknown.",
 )
 _UNKNOWN = counter(
     "forge_trainer_sampling_unknown_turns_total",
-    "Turns trained on that were recorded before top_p and top_k were.",
+    "Trained turns of earlier releases, which did not record top_p and top_k.",
 )
 _THROUGHPUT = gauge(
-    "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, over computing the step."
+    "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, per second of the step."
 )
-_WAIT_S = gauge("forge_trainer_wait_seconds", "From the end of a step until the next batch.")
-_PUBLISH_S = gauge("forge_trainer_publish_seconds", "Copying and announcing the newest weights.")
-_CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Copying what a checkpoint saves.")
+_WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
+_PUBLISH_S = gauge(
+    "forge_trainer_publish_seconds", "Duration of copying and announcing the newest weights."
+)
+_CAPTURE_S = gauge(
+    "forge_trainer_checkpoint_capture_seconds", "Duration of copying the state for a checkpoint."
+)
 _LOST_S = counter(
-    "forge_trainer_lost_seconds_total", "Steps taken back, resuming, batches given up."
+    "forge_trainer_lost_seconds_total", "Time lost to rewound steps, resumes and skipped batches."
 )
-_RUN_S = gauge("forge_trainer_run_seconds", "Of the run, stops on purpose left out.")
+_RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")
 _GAUGES = {
     name: gauge(f"forge_trainer_{name}", help)
     for name, help in (
@@ -63,21 +73,21 @@ _GAUGES = {
         ("groups", "Groups of the newest batch."),
         ("trajectories", "Trajectories of the newest batch."),
         ("entropy", "Mean entropy over trained tokens, nats."),
-        ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
-        ("masked_fraction", "Share of tokens left out by the off-policy correction."),
+        ("clip_fraction", "Share of trained tokens whose ratio exceeds a bound of the loss."),
+        ("masked_fraction", "Share of trained tokens that the off-policy correction masks."),
         ("reference_kl", "Mean k3 estimate of KL(policy || reference) per token."),
         ("behavior_kl", "Mean k3 estimate of KL(behavior || policy) per token."),
-        ("inference_gap_mean", "Mean |log pi - log pi_behavior|, freshest tokens."),
-        ("inference_gap_staleness", "Staleness of the freshest tokens."),
+        ("inference_gap_mean", "Mean |log pi - log pi_behavior| over tokens of least staleness."),
+        ("inference_gap_staleness", "Staleness of these tokens."),
         ("grad_norm", "Gradient norm before clipping."),
-        ("staleness_mean", "Mean weight versions between sampling and training."),
-        ("staleness_max", "Most weight versions between sampling and training."),
+        ("staleness_mean", "Mean number of weight versions between sampling and training."),
+        ("staleness_max", "Largest number of weight versions between sampling and training."),
         ("logprob_gap_mean", "Mean |log pi - log pi_behavior|."),
         ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
         ("sample_tokens", "Tokens of all samples of the newest batch."),
-        ("tree_tokens", "Tokens of its merged trees: those that were computed."),
-        ("merge_ratio", "Tokens of all samples over tokens of the merged trees."),
-        ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
+        ("tree_tokens", "Tokens of the prefix trees of the newest batch, which were computed."),
+        ("merge_ratio", "Tokens of all samples over tokens of the prefix trees."),
+        ("token_budget", "Most tokens in one forward pass; lowered when memory runs out."),
         ("value_loss", "Half the mean squared error of the critic's values."),
         ("value_explained_variance", "Share of the targets' variance that values explain."),
         ("balance_loss", "Load-balance loss of the experts."),
@@ -86,38 +96,38 @@ _GAUGES = {
     )
 }
 _ACCEPTANCE = gauge(
-    "forge_trainer_mtp_acceptance", "Share of drafts that would be accepted, by head.", ["head"]
+    "forge_trainer_mtp_acceptance", "Share of drafts that would be accepted.", ["head"]
 )
 _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
 _DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_domain_{name}", help, ["domain"])
     for name, help in (
         ("trajectories", "Trajectories of the newest batch."),
-        ("trained_tokens", "Tokens trained on in the newest step."),
+        ("trained_tokens", "Trained tokens of the newest step."),
         ("length_tokens", "Mean sampled tokens per trajectory."),
         ("completion_s", "Median completion time in the newest batch, seconds."),
         ("timed_trajectories", "Trajectories of the newest batch that have a completion time."),
-        ("speed_baseline_s", "Completion time with speed 1/2 in the newest batch, seconds."),
+        ("speed_baseline_s", "Completion time of speed 1/2 in the newest batch, seconds."),
         ("entropy", "Mean entropy over trained tokens, nats."),
-        ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
-        ("staleness_mean", "Mean weight versions between sampling and training."),
+        ("clip_fraction", "Share of trained tokens whose ratio exceeds a bound of the loss."),
+        ("staleness_mean", "Mean number of weight versions between sampling and training."),
         ("gradient_share", "Share of the sum over tokens of |d loss / d log pi|."),
         ("yield_j", "Effective agent training yield so far."),
     )
 }
-_EVALUATIONS = counter("forge_trainer_evaluations_total", "Evaluations that fell due.", ["result"])
+_EVALUATIONS = counter("forge_trainer_evaluations_total", "Due evaluations.", ["result"])
 _EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
 _EVALUATION_GAUGES = {
     name: gauge(f"forge_trainer_evaluation_{name}", help)
     for name, help in (
-        ("step", "Step that the newest evaluation is about."),
-        ("min_weight_version", "Oldest weights that sampled in the newest evaluation."),
-        ("max_weight_version", "Newest weights that sampled in the newest evaluation."),
+        ("step", "Step of the newest evaluation."),
+        ("min_weight_version", "Oldest weight version that sampled in the newest evaluation."),
+        ("max_weight_version", "Newest weight version that sampled in the newest evaluation."),
         ("mean_reward", "Mean outcome reward of the newest evaluation."),
         ("mean_reward_low", "Lower end of its 95 % confidence interval."),
         ("mean_reward_high", "Upper end of its 95 % confidence interval."),
         ("rollouts", "Rollouts of the newest evaluation."),
-        ("failed", "Rollouts of the newest evaluation that were given up."),
+        ("failed", "Failed rollouts of the newest evaluation."),
     )
 }
 _EVALUATION_DOMAIN_GAUGES = {
@@ -126,15 +136,15 @@ _EVALUATION_DOMAIN_GAUGES = {
         ("mean_reward", "Mean outcome reward in the newest evaluation."),
         ("mean_reward_low", "Lower end of its 95 % confidence interval."),
         ("mean_reward_high", "Upper end of its 95 % confidence interval."),
-        ("solved_share", "Share of rollouts in the newest evaluation whose outcome was 1."),
+        ("solved_share", "Share of rollouts in the newest evaluation with outcome 1."),
         ("length_tokens", "Mean sampled tokens per rollout in the newest evaluation."),
-        ("failed", "Rollouts in the newest evaluation that were given up."),
+        ("failed", "Failed rollouts in the newest evaluation."),
     )
 }
 
 
 def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
-    """To Prometheus."""
+    """A step was taken."""
     _STEPS.inc()
     _TOKENS.inc(metrics.trained_tokens)
     _FLAT.inc(batch.flat_groups)
@@ -163,30 +173,30 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
 
 
 def show_checkpoint(step: int, write_s: float) -> None:
-    """To Prometheus: one is durable."""
+    """A checkpoint is durable."""
     _CHECKPOINT_STEP.set(step)
     _CHECKPOINT_S.set(write_s)
     _CHECKPOINT_FAILING.set(0)
 
 
 def show_checkpoint_failed() -> None:
-    """To Prometheus: one could not be written."""
+    """A checkpoint could not be written."""
     _CHECKPOINT_FAILING.set(1)
 
 
 def show_skipped(batch: BatchSamples) -> None:
-    """To Prometheus: a batch that changed nothing."""
+    """A batch was skipped."""
     _SKIPPED.inc()
     _EXCLUDED.inc(batch.excluded)
 
 
 def show_evaluating(in_flight: bool) -> None:
-    """To Prometheus."""
+    """An evaluation began or ended."""
     _EVALUATING.set(in_flight)
 
 
 def show_evaluation(evaluation: pb.Evaluation) -> None:
-    """To Prometheus: one ended."""
+    """An evaluation ended."""
     _EVALUATIONS.labels("done").inc()
     for name, shown in _EVALUATION_GAUGES.items():
         shown.set(getattr(evaluation, name))
@@ -196,5 +206,5 @@ def show_evaluation(evaluation: pb.Evaluation) -> None:
 
 
 def show_no_evaluation(result: Literal["skipped", "refused"]) -> None:
-    """To Prometheus: one that fell due was left out, or refused by the scheduler."""
+    """A due evaluation was skipped, or refused by the scheduler."""
     _EVALUATIONS.labels(result).inc()

@@ -1,4 +1,4 @@
-"""TrainerService over gRPC: reads the record, asks the training actor.
+"""TrainerService over gRPC. Reads the record and sends messages to the training actor.
 
 Owns no state.
 """
@@ -20,7 +20,7 @@ SCOPES = "operator"
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):
-    """What operators see of training."""
+    """Serves status, metrics and checkpoints to operators."""
 
     def __init__(self, record: TrainingRecord, training: ActorRef) -> None:
         self._record = record
@@ -29,11 +29,13 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def GetTrainerStatus(
         self, request: pb.GetTrainerStatusRequest, context: Any
     ) -> pb.GetTrainerStatusResponse:
+        """The state of training, with the newest step and evaluation."""
         return self._record.status()
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: Any
     ) -> AsyncIterator[pb.WatchStepsResponse]:
+        """Sends the metrics of steps after `after_step`, then of each new step."""
         async with aclosing(self._record.watch(request.after_step)) as steps:
             async for metrics in steps:
                 yield pb.WatchStepsResponse(metrics=metrics)
@@ -41,6 +43,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Any
     ) -> pb.SaveCheckpointResponse:
+        """Saves a checkpoint now; responds once it is durable."""
         timeout_s = context.time_remaining() or UNBOUNDED_S
         step, path = await self._training.ask(SaveCheckpoint(), timeout_s=timeout_s)
         return pb.SaveCheckpointResponse(step=step, path=path)

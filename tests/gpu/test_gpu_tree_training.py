@@ -45,14 +45,14 @@ def model_of(device: str, *, head_dim: int = 64, heads: int = 4) -> Any:
 
 
 def forest() -> list[Sample]:
-    """A trunk of 300 tokens with branches of up to 200."""
+    """A backbone of 300 tokens with branches of up to 200."""
     rng = Random(5)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(count)]
 
-    trunk = ids(300)
-    leaves = [trunk + ids(200), trunk + ids(40), trunk[:100] + ids(150)]
+    backbone = ids(300)
+    leaves = [backbone + ids(200), backbone + ids(40), backbone[:100] + ids(150)]
     return [make_sample(one, (len(one) - 30, len(one)), rng=rng) for one in leaves]
 
 
@@ -111,7 +111,7 @@ def test_a_step_on_a_gpu_equals_one_on_a_cpu(budget: int) -> None:
 
 
 def test_bf16_with_an_fp32_head_stays_close() -> None:
-    """A bf16 trunk moves gradients by bf16 rounding, and logits are never all held."""
+    """A bf16 backbone moves gradients by bf16 rounding, and logits are never all held."""
     expected = gradient_on("cpu", budget=1 << 30, autocast=None)
     found = gradient_on("cuda", budget=1 << 30, autocast=torch.bfloat16)
     assert max(relative_errors(found, expected)) <= 0.1

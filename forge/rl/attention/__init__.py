@@ -1,2 +1,2 @@
-"""Attention over a prefix tree: which kernel calls it takes, and the calls. Imports no other
-room."""
+"""Attention over a prefix tree: the schedule of kernel calls, and the calls. Imports no other
+room of `forge.rl`."""

@@ -1,9 +1,8 @@
 """Tree attention as one FlexAttention call, for devices that have its kernel.
 
-Owns the translation of a schedule into a block mask. The same slices that make dense calls on a
-CPU say which blocks of 128 tokens are attended, fully or under the mask: in depth-first order a
-key is seen by the contiguous range from itself to the end of its subtree, so blocks are compared by
-their bounds alone and the mask of all pairs is never computed.
+Owns the translation of a schedule into a block mask: which blocks of 128 tokens are attended, fully
+or under the mask. In depth-first order a key is visible to the contiguous range from itself to the
+end of its subtree, so blocks are compared by their bounds alone, without a mask of all pairs.
 
 Shapes: Q query blocks, K key blocks.
 """
@@ -21,18 +20,18 @@ from forge.rl.attention.schedule import AttentionSchedule
 
 BLOCK_TOKENS = 128
 _FAR = 1 << 30
-"""Beyond any position: a window that hides nothing."""
+"""A window larger than any position, without effect."""
 _VARIANTS = 64
 """Most compilations of the kernel: one per combination of type, heads, with or without a backward,
-one block or several. Beyond torch's own limit of 8 it would compute on unfused, in a table of all
-pairs."""
+one block or several. Beyond torch's default limit of 8 it falls back to an unfused computation with
+a table of all pairs."""
 _OPTIONS: dict[str, Any] = {"BACKEND": "TRITON"}
-"""Always the kernel of blocks: the one for short queries, which torch prefers below 128 tokens, has
-no configuration for grouped heads of more than 128 queries together, and fails."""
+"""Force the block kernel: the kernel for short queries, which torch prefers below 128 tokens, fails
+for grouped heads with more than 128 queries together."""
 _SMALL_BLOCKS = {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}
-"""Of the forward in fp32 and of heads beyond 256, as torch itself has them in the backward. On an
-H200 torch's own need more shared memory than there is (fp32 heads of 160 or 192, bf16 heads of
-512), or spill registers by the kilobyte (other fp32 heads from 64 on)."""
+"""Block sizes of the forward in fp32 and for heads above 256, as torch uses in the backward. On an
+H200 torch's own sizes exceed the shared memory (fp32 heads of 160 or 192, bf16 heads of 512) or
+spill kilobytes of registers (other fp32 heads from 64 on)."""
 
 
 def flex_runs(q: Tensor) -> bool:
@@ -49,8 +48,8 @@ def flex_tree_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """What `tree_attention` computes, in the type of v: under autocast, norms of queries and keys
-    leave these in fp32, for which there are no tensor cores."""
+    """Like `tree_attention`, in the type of v: under autocast, norms return queries and keys in
+    fp32, for which there are no tensor cores."""
     size = _FAR if window is None or window >= schedule.depth else window
     key = (size, q.device)
     if key not in schedule.block_masks:
@@ -71,13 +70,13 @@ def flex_tree_attention(
 def tree_block_mask(
     schedule: AttentionSchedule, *, window: int = _FAR, device: torch.device | str = "cpu"
 ) -> BlockMask:
-    """Which blocks are seen, which of them in full, and the mask for the others."""
+    """The visible blocks, which of them are fully visible, and the mask of the others."""
     prefix, tokens = schedule.prefix, schedule.tokens
     ends, places = schedule.ends_K, schedule.positions_K
     key_starts, key_stops = _bounds(tokens)
     query_starts, query_stops = (bounds + prefix for bounds in _bounds(tokens - prefix))
-    # A block of keys is seen from its first token to the end of its longest subtree, and by all of
-    # a block of queries if those come after it and before the end of its shortest one.
+    # A key block is visible from its first token to the end of its longest subtree, and to a whole
+    # query block that lies after it and before the end of its shortest subtree.
     first_end, last_end = _extremes(ends)
     low, high = _extremes(places)
     query_low, query_high = _extremes(places[prefix:])
@@ -85,7 +84,7 @@ def tree_block_mask(
     seen &= query_low[:, None] - high < window
     full = (query_starts[:, None] >= key_stops - 1) & (query_stops[:, None] <= first_end)
     full &= query_high[:, None] - low < window
-    # The kernel's own bounds checks belong to blocks under the mask.
+    # Incomplete blocks stay under the mask: only there the kernel checks bounds.
     full &= (key_stops - key_starts == BLOCK_TOKENS) & (
         query_stops - query_starts == BLOCK_TOKENS
     ).unsqueeze(1)
@@ -129,14 +128,14 @@ def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of each block."""
+    """Smallest and largest value of each block."""
     short = -len(values) % BLOCK_TOKENS
     blocks = torch.cat([values, values[-1:].expand(short)]).view(-1, BLOCK_TOKENS)
     return blocks.amin(1), blocks.amax(1)
 
 
 def _ordered(blocks_QK: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and their indices, those first."""
+    """Number of key blocks of each query block, and all block indices with these first."""
     counts = blocks_QK.sum(1, dtype=torch.int32)
     indices = blocks_QK.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return counts[None, None].to(device), indices.to(torch.int32)[None, None].to(device)

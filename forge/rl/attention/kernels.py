@@ -1,7 +1,7 @@
-"""The dense attention calls that trees are made of, with their log-sum-exp and their backward.
+"""Dense attention calls with their log-sum-exp and backward, the parts of tree attention.
 
-Owns one pair of functions per way to compute them. Which calls a tree takes is
-`forge.rl.attention.schedule`; how their results become one is `forge.rl.attention.tree_attention`.
+Owns one forward and backward per implementation. `forge.rl.attention.schedule` chooses the calls of
+a tree; `forge.rl.attention.tree_attention` merges their results.
 
 Shapes: H query heads, K key/value heads (H is a multiple), N queries, M keys, D head size.
 """
@@ -18,12 +18,12 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 CHUNK_SCORES = 1 << 26
-"""Most scores that the portable kernel holds at once, over all heads."""
+"""Most scores held at once by the portable kernel, over all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a call computes beside its tensors."""
+    """Parameters of a call besides its tensors."""
 
     causal: bool
     mask: Tensor | None
@@ -67,7 +67,7 @@ class Portable:
     """Matrix products alone: any device, any type, a chunk of queries at a time."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Chunked, so that memory is bounded whatever the call."""
+        """In chunks, so that memory is bounded."""
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
         for rows in _rows(q, k):
             scores = _scores(q[:, :, rows], k, shape, rows)
@@ -79,7 +79,7 @@ class Portable:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same chunks again, from the log-sum-exp."""
+        """In the same chunks, recomputed from the log-sum-exp."""
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for rows in _rows(q, k):
             scores = _scores(q[:, :, rows], k, shape, rows)
@@ -95,7 +95,7 @@ class Portable:
 
 
 def kernel_for(device: torch.device) -> Kernel:
-    """The fastest that runs there."""
+    """The fastest kernel of a device."""
     return CpuFlash() if device.type == "cpu" else Portable()
 
 

@@ -1,15 +1,15 @@
-"""How the attention of one tree is cut into dense kernel calls.
+"""Divides the attention of one tree into dense kernel calls.
 
-Owns the choice between few large calls and little masked work. The calls themselves are
-`forge.rl.attention.tree_attention`.
+Owns the trade-off between few large calls and few masked pairs. `forge.rl.attention.tree_attention`
+makes the calls.
 
-Every call has a fixed cost, worth some thousands of query-key pairs on a CPU, while trees of short
-answers have hundreds of nodes of a few tokens. So a run of small neighbouring subtrees becomes one
-block with a dense mask wherever the masked pairs cost less than the calls they replace; long
-chains stay causal calls and full slabs, which compute no masked pair at all.
+Every call has a fixed cost, equal to some thousands of query-key pairs on a CPU, and trees of short
+answers have hundreds of nodes of a few tokens. So a run of small neighboring subtrees becomes one
+block with a dense mask if its masked pairs cost less than the calls it replaces. Long chains remain
+causal calls and full slabs, which compute no masked pair.
 
-A layout may begin with a *prefix*: ancestors that are attended and do not attend, because another
-pass or another rank computes them. It is the path to the first token after it, so a chain.
+A layout may begin with a *prefix*: ancestors that are attended but have no queries, because another
+pass or rank computes them. The prefix is a chain: the path to the first token after it.
 
 Shapes: K tokens of the layout, prefix included: the keys, and after the prefix also the queries;
 N queries of a call, M keys.
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 CALL_FLOPS = 6e6
-"""Fixed cost of one call, forward and backward, in what a CPU core computes meanwhile."""
+"""Fixed cost of one call, forward and backward, in operations of a CPU core."""
 CHAIN_TOKENS = 192
-"""Longest causal call. Longer chains are halved into two and a slab: the CPU kernel computes much
-of what a causal mask hides (a chain of 1,024 runs 1.2 times as fast, one of 512 1.4 times)."""
+"""Longest causal call. Longer chains are divided into two halves and a slab: in a causal call the
+CPU kernel computes many masked pairs (a chain of 1,024 is 1.2 times as fast divided, 512 1.4)."""
 PAIR_FLOPS = 14
 """Forward and backward operations per query-key pair and channel: seven products of 2 FLOPs."""
 
@@ -59,21 +59,21 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
-    """Which keys of a call its queries see: a few numbers per token, until it is asked for."""
+    """Visibility of a call's keys, stored as a few numbers per token instead of a mask."""
 
     places_N: Tensor
     """Layout indices of the queries."""
     places_M: Tensor
     """Those of the keys."""
     ends_M: Tensor
-    """Where the subtrees of the keys end."""
+    """Ends of the keys' subtrees."""
     firsts_N: Tensor | None = None
-    """Position of the first key in each query's window; None: all are in reach."""
+    """Position of the first key in each query's window; None without windows."""
     positions_M: Tensor | None = None
-    """Of the keys, where there are windows."""
+    """Positions of the keys; None without windows."""
 
     def visible(self) -> Tensor:
-        """Boolean [N, M]: which keys are the query or an ancestor of it, and in reach."""
+        """Boolean [N, M]: whether the key is the query or an ancestor of it, in its window."""
         seen_NM = self.places_N[:, None] < self.ends_M
         seen_NM &= self.places_M <= self.places_N[:, None]
         if self.firsts_N is not None and self.positions_M is not None:
@@ -92,14 +92,14 @@ class Call:
     """One dense kernel call."""
 
     queries: slice
-    """Counted without the prefix."""
+    """Range of queries, which excludes the prefix."""
     keys: slice | Tensor
     """A layout range, or layout indices."""
     causal: bool = False
     sight: Sight | None = None
-    """None: all is seen, or what is causal."""
+    """None: all keys are visible, or the causal ones."""
     merges: bool = False
-    """Its keys are further ones of queries that another call came to before."""
+    """An earlier call has computed the same queries over other keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,21 +109,21 @@ class AttentionSchedule:
     tokens: int
     """K."""
     prefix: int
-    """Tokens that are only attended."""
+    """Number of prefix tokens, which have keys but no queries."""
     depth: int
     """Tokens of the longest root-to-leaf path."""
     nodes: tuple[Node, ...]
     blocks: tuple[Block, ...]
     slabs: tuple[Slab, ...]
     ends_K: Tensor
-    """Where the subtree of each token ends: query q attends key k if k <= q < ends_K[k]."""
+    """End of each token's subtree: query q attends key k if k <= q < ends_K[k]."""
     positions_K: Tensor
     block_masks: dict[tuple[int, torch.device], BlockMask] = field(default_factory=dict)
-    """Kept by `forge.rl.attention.flex`, by window."""
+    """Cache of `forge.rl.attention.flex`, by window and device."""
     _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
 
     def calls(self, window: int | None = None) -> tuple[Call, ...]:
-        """Those of full attention, or of one that sees `window` tokens, the query's included."""
+        """The calls of full attention, or of a window of `window` tokens including the query."""
         size = 0 if window is None or window >= self.depth else window
         if size not in self._calls:
             made = self._windowed(size) if size else self._full()
@@ -143,7 +143,7 @@ class AttentionSchedule:
             yield Call(queries=self._queries(queries), keys=slice(start, end), merges=True)
 
     def _windowed(self, window: int) -> Iterator[Call]:
-        """One call per block: its ancestors in reach, gathered, and itself, under a mask."""
+        """One masked call per block, over the block and its gathered ancestors in the window."""
         for block in self.blocks:
             reach = int(self.positions_K[block.start : block.end].min()) - window + 1
             spans = [*self._path(block.start, reach), (block.start, block.end)]
@@ -179,10 +179,10 @@ class AttentionSchedule:
 def schedule_attention(
     nodes: Sequence[Node], *, channels: int, prefix: int = 0
 ) -> AttentionSchedule:
-    """Cut the attention over `nodes` (of a layout, in its order) into calls.
+    """Divide the attention over `nodes` (in layout order) into calls.
 
-    `channels` is query heads times head size: the wider the attention, the more a masked pair
-    costs against a call. The first `prefix` tokens are attended only.
+    `channels` is query heads times head size: with more channels a masked pair costs more relative
+    to a call. The first `prefix` tokens have no queries.
     """
     first = bisect_left(nodes, (prefix,))
     scheduler = _Scheduler(nodes[first:], call_pairs=CALL_FLOPS / (PAIR_FLOPS * channels))
@@ -203,7 +203,7 @@ def schedule_attention(
 
 
 def _prefix_slabs(nodes: Sequence[Node]) -> Iterator[Slab]:
-    """The chain of the prefix, cut where its subtrees end."""
+    """Slabs of the prefix chain, divided where subtrees end."""
     for index, node in enumerate(nodes):
         following = nodes[index + 1] if index + 1 < len(nodes) else None
         if following is None or following.subtree_end != node.subtree_end:
@@ -212,7 +212,7 @@ def _prefix_slabs(nodes: Sequence[Node]) -> Iterator[Slab]:
 
 
 class _Scheduler:
-    """Bottom-up choice, per subtree, of one masked block or a chain, a slab and its children."""
+    """Chooses bottom-up, per subtree: one masked block, or a chain, a slab and its children."""
 
     def __init__(self, nodes: Sequence[Node], *, call_pairs: float) -> None:
         self._nodes = nodes
@@ -230,7 +230,7 @@ class _Scheduler:
             self._choose(index)
 
     def blocks(self) -> list[Block]:
-        """The blocks in layout order; fills `slabs` on the way."""
+        """The blocks in layout order; also fills `slabs`."""
         blocks: list[Block] = []
         pending = [self._roots]
         while pending:
@@ -269,7 +269,7 @@ class _Scheduler:
         self._cost[index] = min(whole, apart)
 
     def _runs(self, siblings: Sequence[int]) -> list[list[int]]:
-        """Siblings, grouped where one masked block of both costs less than one more call."""
+        """Siblings, grouped if one masked block of them costs less than one more call."""
         runs: list[list[int]] = []
         tokens = 0  # of the newest run; 0 when it must not grow
         for index in siblings:

@@ -1,19 +1,19 @@
 """Attention over a prefix tree, exact, for any transformers model.
 
-Owns the attention function that replaces a model's own during tree-merged training, and its
-backward. What the tree looks like is `forge.core.prefix_tree`; how its attention is cut into kernel
-calls is `forge.rl.attention.schedule`.
+Owns the attention function that replaces a model's own during training on prefix trees, and its
+backward. `forge.core.prefix_tree` plans the tree; `forge.rl.attention.schedule` divides its
+attention into kernel calls.
 
 A token attends its ancestors and itself. In depth-first order this needs two kinds of dense
-kernel calls and no gather: each block of the layout attends itself, and each node with
-descendants is attended in full by all of them,
+kernel calls and no gather: each block of the layout attends itself, and all descendants of a node
+attend the node in full,
 
     slab (s, e, t):   Q[e:t)  x  K[s:e), V[s:e)     every query below sees the whole node
 
-Partial results over disjoint keys merge by their log-sum-exp, as in ring attention. The backward
-of each call reuses the merged output and log-sum-exp, which makes its probabilities the final
-ones: partial gradients then simply add up. In a sliding-window layer a block's ancestors in reach
-are few: they are gathered, and one call does it.
+Partial results over disjoint keys are merged by their log-sum-exp, as in ring attention. The
+backward of each call uses the merged output and log-sum-exp, so its probabilities are the final
+ones and partial gradients add up. In a sliding-window layer the few ancestors of a block inside the
+window are gathered, for one call per block.
 
 Shapes: B is always 1 (one tree), H query heads, K key/value heads, L tokens of the pass, M tokens
 of its layout (more than L by the prefix), D head size.
@@ -39,16 +39,16 @@ TREE_ATTENTION = "forge_tree"
 
 
 class Prefix(Protocol):
-    """Where the keys and values of a pass's prefix come from."""
+    """Source of the keys and values of a pass's prefix."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, M, D]: the prefix before those given, differentiable."""
+        """Keys and values [1, K, M, D] with those of the prefix first, differentiable."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeInput:
-    """What attention needs to know of a pass; travels through the model as the keyword `tree`."""
+    """The tree of a pass, for attention; the keyword `tree` of the model's forward."""
 
     schedule: AttentionSchedule
     prefix: Prefix | None = None
@@ -63,7 +63,7 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:
         kernel = kernel_for(q.device)
         _, heads, tokens, size = q.shape
-        # [B, L, H, D] in memory: what the kernel writes and what the projection after it reads.
+        # [B, L, H, D] in memory: the layout of the kernel's output and the projection's input.
         out = q.new_empty((1, tokens, heads, size)).transpose(1, 2)
         lse = q.new_empty((1, tokens, heads)).transpose(1, 2)
         for call in calls:
@@ -114,7 +114,7 @@ def _add(total: Tensor, keys: slice | Tensor, part: Tensor) -> None:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take the attention over further keys into `out` and `lse`, in place."""
+    """Merge the attention over further keys into `out` and `lse`, in place."""
     out.lerp_(part, torch.sigmoid(part_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
@@ -130,10 +130,10 @@ def tree_attention(
 ) -> Tensor:
     """Attention output [1, H, L, D] for q [1, H, L, D] and k, v [1, K, M, D], differentiable.
 
-    `window` is how many tokens a query sees, itself included; None: all. Computed by FlexAttention
-    where it runs, else in dense calls in fp32 or wider, returned in v's type: on a CPU the backward
-    of small bf16 calls is six times slower than fp32, and merging wants the precision anyway.
-    Raises `InvalidArgument` for what it cannot do.
+    `window` is the number of tokens that a query sees, itself included; None: all. Computed by
+    FlexAttention where it runs, else in dense calls in fp32 or wider and returned in v's type: on a
+    CPU the backward of small bf16 calls is six times slower than fp32, and merging needs the
+    precision. Raises `InvalidArgument` for unsupported inputs.
     """
     if q.shape[0] != 1 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
         raise InvalidArgument(
@@ -173,7 +173,7 @@ def _attention_forward(  # noqa: PLR0913
         raise InvalidArgument(f"{TREE_ATTENTION} takes no attention mask and no dropout")
     for feature in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(feature) is not None:
-            raise InvalidArgument(f"{TREE_ATTENTION} does not do `{feature}`")
+            raise InvalidArgument(f"{TREE_ATTENTION} does not support `{feature}`")
     if tree.prefix is not None:
         layer: int = module.layer_idx  # type: ignore[assignment]
         key, value = tree.prefix.extend(layer, key, value)

@@ -1,7 +1,7 @@
-"""A batch of samples, merged into trees and ready for the learner.
+"""A batch of samples, merged into prefix trees and ready for the learner.
 
-Owns the plan of a whole batch and what it is counted by. One tree is `forge.rl.tree.batch`; how
-samples are cut into trees is `forge.core.prefix_tree`.
+Owns the plan of a whole batch and its counts. One tree is `forge.rl.tree.batch`;
+`forge.core.prefix_tree` divides samples into trees.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from forge.rl.tree.batch import TreeBatch, build_tree_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """A batch, merged and ready; made ahead of its step, on any thread."""
+    """A planned batch, made before its step, on any thread."""
 
     trees: tuple[TreeBatch, ...]
     plan_s: float
     samples: tuple[Sample, ...] = ()
-    """What was merged: to be merged anew within another budget."""
+    """The merged samples, for another plan with another budget."""
     token_budget: int = 0
 
     @property
     def largest_tree(self) -> int:
-        """Tokens of the largest pass: what memory is needed for."""
+        """Tokens of the largest pass, which determine the memory."""
         return max((tree.pass_tokens for tree in self.trees), default=0)
 
     @property
     def trained_tokens(self) -> int:
-        """Over all samples."""
+        """Trained tokens of all samples."""
         return sum(tree.trained_tokens for tree in self.trees)
 
     @property
     def size(self) -> BatchSize:
-        """What the loss is divided by."""
+        """Denominators of the loss."""
         return BatchSize(
             tokens=self.trained_tokens, samples=sum(len(tree.lengths_S) for tree in self.trees)
         )
@@ -57,7 +57,7 @@ class BatchPlan:
 def plan_batch(
     samples: Sequence[Sample], *, token_budget: int, channels: int, relay: bool = True
 ) -> BatchPlan:
-    """Merge a batch's samples into trees, on any thread: no weights are involved.
+    """Merge a batch's samples into trees, on any thread; needs no weights.
 
     `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. Raises
     `InvalidArgument` for a malformed sample.

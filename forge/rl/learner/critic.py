@@ -1,12 +1,12 @@
-"""The critic of PPO: values on the policy's own trunk, advantages from them, and their loss.
+"""The critic of PPO: values from the policy's backbone, advantages from them, and their loss.
 
 Owns the value head, generalized advantage estimation (GAE, arXiv 1506.02438) and the clipped value
-loss. The value of a token is that of the state it was sampled in, so it is a number per row of the
-merged tree: samples that share a context share its value, and what differs per sample is only what
-was earned from there on. The head is saved with the learner's state and never sent to inference.
+loss. The value of a token is that of the state it was sampled in: one number per row of the prefix
+tree. Samples with a shared context share its value and differ only in their returns. The head is
+saved with the learner's state and never published.
 
-The episode of GAE is one turn: its last token is paid the turn's return-to-go, which holds all
-that the trajectory earned from there on, and tokens within a turn are not discounted.
+The episode of GAE is one turn. Its last token gets the turn's return-to-go, which contains all
+later rewards of the trajectory; tokens within a turn are not discounted.
 
     delta_t = V_{t+1} - V_t,   delta_last = G - V_last,   A_t = delta_t + lambda A_{t+1}
 
@@ -27,22 +27,22 @@ from forge.rl.config import CriticConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """Of one tree's tokens, fixed before the batch changes anything; all [T], no gradient."""
+    """Values and advantages of one tree's tokens before the first update; all [T], no gradient."""
 
     values: Tensor
     targets: Tensor
-    """What the values are to become: A + V."""
+    """Targets of the values: A + V."""
     advantages: Tensor
 
 
 class Critic:
-    """A value head with its rules."""
+    """A value head, its advantages and its loss."""
 
     def __init__(
         self, channels: int, config: CriticConfig, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`channels` is the size of the trunk's hidden states, `dtype` the type of its weights;
-        the head is in fp32 at the least. All values begin at 0."""
+        """`channels` is the size of the backbone's hidden states, `dtype` the type of its weights;
+        the head is in fp32 or wider. All values begin at 0."""
         self.config = config
         wide = torch.promote_types(dtype, torch.float32)
         self.head = nn.Linear(channels, 1, dtype=wide, device=device)
@@ -52,12 +52,12 @@ class Critic:
     def credit(
         self, values_T: Tensor, returns_T: Tensor | None, weights_T: Tensor, lengths_S: Tensor
     ) -> Credit:
-        """Advantages times `weights_T`: the domain's, and the share a grammar allowed.
+        """Advantages times `weights_T`: the domain's weight and the share allowed by a grammar.
 
-        Raises `InvalidArgument` for samples that came without returns.
+        Raises `InvalidArgument` for samples without returns.
         """
         if returns_T is None:
-            raise InvalidArgument("a critic learns from returns: the samples have none")
+            raise InvalidArgument("a critic needs returns; the samples have none")
         values_T = values_T.detach()
         advantages_T = gae(values_T, returns_T, lengths_S, lam=self.config.gae_lambda)
         return Credit(
@@ -67,18 +67,18 @@ class Critic:
         )
 
     def loss(self, values_T: Tensor, credit: Credit) -> Tensor:
-        """[T], before `value_coef`: half the squared error, or the clipped value's if more."""
+        """[T] half the squared error, or that of the clipped value if larger; no `value_coef`."""
         error_T = (values_T - credit.targets).square()
         if self.config.value_clip:
-            away_T = (values_T - credit.values).clamp(
+            change_T = (values_T - credit.values).clamp(
                 -self.config.value_clip, self.config.value_clip
             )
-            error_T = torch.maximum(error_T, (credit.values + away_T - credit.targets).square())
+            error_T = torch.maximum(error_T, (credit.values + change_T - credit.targets).square())
         return error_T / 2
 
 
 def gae(values_T: Tensor, returns_T: Tensor, lengths_S: Tensor, *, lam: float) -> Tensor:
-    """[T] advantages of each sample's tokens; `returns_T` holds the sample's return everywhere."""
+    """[T] advantages; `returns_T` has the sample's return at each of its tokens."""
     starts_S = lengths_S.cumsum(0) - lengths_S
     lasts_T = torch.zeros_like(values_T, dtype=torch.bool)
     lasts_T[lengths_S.cumsum(0) - 1] = True

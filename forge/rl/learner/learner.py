@@ -1,9 +1,8 @@
-"""One optimizer step on a batch of samples, and the state a checkpoint needs to repeat it.
+"""One optimizer step on a batch of samples, and the state that a checkpoint needs to repeat it.
 
-Owns gradient accumulation, several passes over a batch, the guards against a step that is not
-finite and against memory that does not suffice, and the optimizer. Its settings are
-`forge.rl.learner.types`, what is optimized is `forge.rl.losses`; where batches come from and what
-happens to the weights afterwards is the trainer service's.
+Owns gradient accumulation, several epochs over a batch, the guards against a step that is not
+finite and against a shortage of memory, and the optimizer. Settings are in `forge.rl.config`, the
+objectives in `forge.rl.losses`; batches and published weights belong to the trainer service.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from forge.rl.tree.batch import TreeBatch
 
 @dataclass(slots=True, kw_only=True)
 class _Frozen:
-    """Log-probs of a tree that stay as they are over the passes."""
+    """Log-probs of a tree that stay fixed over the epochs of a batch."""
 
     old: Tensor
     reference: Tensor | None
     credit: Credit | None
-    """With a critic: advantages and values as the batch began."""
+    """With a critic: advantages and values at the beginning of the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Gradient:
-    """Of a whole batch: on the parameters, unless `failed`."""
+    """Result of a batch's gradient, which is on the parameters unless `failed`."""
 
     plan: BatchPlan
     loss: float = 0.0
@@ -63,14 +62,14 @@ class _Gradient:
     retries: int = 0
     shortage: str = ""
     failed: str = ""
-    """Why there is none."""
+    """Why there is no gradient; "" if there is one."""
 
 
 class Reference(Protocol):
-    """What a KL penalty keeps the policy close to; nothing changes it."""
+    """The frozen reference policy of a KL penalty."""
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        """As of a `TreePolicy`: log-probs and entropies [T]."""
+        """Log-probs and entropies [T], as `TreePolicy.logprobs` returns them."""
         ...
 
 
@@ -86,9 +85,9 @@ class Learner:
         served: ServedValues | None = None,
     ) -> None:
         """`reference` is needed for a KL penalty alone; with `served` the loss is that of the
-        weights that inference gets.
+        published weights.
 
-        Raises `InvalidArgument` for an objective that cannot be.
+        Raises `InvalidArgument` for an invalid objective.
         """
         self.policy = policy
         self.config = config
@@ -103,7 +102,7 @@ class Learner:
         self.steps = 0
         """Optimizer steps taken so far."""
         self.token_budget = config.token_budget
-        """In force: lowered when memory did not suffice, until the process ends."""
+        """Current budget: lowered when memory runs out, until the process ends."""
         self._critic: Critic | None = None
         if self.objective.critic:
             size = policy.model.config.get_text_config(decoder=True).hidden_size
@@ -112,7 +111,7 @@ class Learner:
             )
             policy.value_head = self._critic.head
         self.mtp = MtpTraining(policy, config.mtp, config.optimizer) if config.mtp.heads else None
-        """Heads that draft; None without."""
+        """Training of the draft heads; None without heads."""
         self._optimizer = Optimizers(
             policy.model,
             config.optimizer,
@@ -121,7 +120,7 @@ class Learner:
         )
 
     def plan(self, samples: Sequence[Sample], *, token_budget: int = 0) -> BatchPlan:
-        """`plan_batch` for this policy; 0 is the budget in force."""
+        """`plan_batch` for this policy; 0 is the current budget."""
         return plan_batch(
             samples,
             token_budget=token_budget or self.token_budget,
@@ -132,8 +131,8 @@ class Learner:
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
         """Update on a batch, unless its loss or gradient is not finite.
 
-        Advantages that are all zero make a step by momentum alone; a batch without a trained token
-        is skipped. `weight_version` names the weights stepped from.
+        If all advantages are zero, the step is by momentum alone; a batch without a trained token
+        is skipped. `weight_version` is that of the weights before the step.
         """
         began = time.perf_counter()
         first = self._gradient(plan, weight_version)
@@ -141,7 +140,7 @@ class Learner:
         grad_norm, skipped = 0.0, first.failed or ("" if plan.trees else "no trained tokens")
         if not skipped:
             grad_norm, skipped = self._update(first.loss)
-        cut_short = "" if skipped else self._later_passes(plan, frozen, weight_version)
+        cut_short = "" if skipped else self._later_epochs(plan, frozen, weight_version)
         self._optimizer.zero_grad()
         return StepResult(
             loss=first.loss,
@@ -160,12 +159,12 @@ class Learner:
         )
 
     def _gradient(self, plan: BatchPlan, weight_version: int) -> _Gradient:
-        """Of a whole batch, in trees as small as memory demands.
+        """The gradient of a whole batch, with smaller trees after each shortage of memory.
 
-        Each attempt begins from nothing, as if the batch had been planned like that: nothing of
-        the one before stays in the gradients.
+        Each attempt begins with zero gradients and the same random state, as if the batch had been
+        planned with its budget.
         """
-        if plan.token_budget > self.token_budget:  # planned ahead of a shortage
+        if plan.token_budget > self.token_budget:  # planned before a shortage
             plan = self.plan(plan.samples)
         before, rng = self.token_budget, torch.get_rng_state()
         tried = _Gradient(plan=plan)
@@ -186,7 +185,7 @@ class Learner:
                     f"out of memory in a tree of {tried.plan.largest_tree} tokens, which no "
                     f"token_budget down to {self.config.token_budget_floor} cuts: {shortage}"
                 )
-                # One sample that never fits is no reason to cut all others small.
+                # One sample that never fits must not lower the budget of the other batches.
                 self.token_budget = before
                 return tried
             tried.plan = smaller
@@ -196,7 +195,7 @@ class Learner:
     def _attempt(
         self, plan: BatchPlan, weight_version: int, frozen: list[_Frozen]
     ) -> tuple[float, list[TokenStats], str]:
-        """`accumulate`, and what was said where memory did not suffice, on whatever rank."""
+        """`accumulate`, and the error of a rank that ran out of memory, or ""."""
         group, device = self.policy.group, self.policy.device
         try:
             loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
@@ -204,16 +203,16 @@ class Learner:
                 meet(group, device)
             return loss, stats, ""
         except (RuntimeError, MemoryError) as error:
-            shortage, told = memory_shortage(error), isinstance(error, RankShortage)
+            shortage, remote = memory_shortage(error), isinstance(error, RankShortage)
             if not shortage:
                 raise
-        # From here on nothing holds the traceback, and with it the activations.
-        if group is not None and not told:
+        # After the except block the traceback is freed, and with it the activations.
+        if group is not None and not remote:
             meet(group, device, shortage=True)
         return 0.0, [], shortage
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
-        """The batch within the largest lower budget that changes anything; None: there is none."""
+        """The batch within the largest lower budget that makes passes smaller; None: none does."""
         self._optimizer.zero_grad()
         torch.cuda.empty_cache()
         before = self.token_budget
@@ -229,12 +228,12 @@ class Learner:
     def _pass_tokens(self, plan: BatchPlan) -> int:
         return max((self.policy.pass_tokens(tree) for tree in plan.trees), default=0)
 
-    def _later_passes(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
-        """More updates on a batch; why they were cut short, or ""."""
-        for _ in range(1, self.config.passes):
+    def _later_epochs(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
+        """The updates after the first; why they were cut short, or ""."""
+        for _ in range(1, self.config.epochs):
             loss, _, shortage = self._attempt(plan, weight_version, frozen)
             if shortage:
-                # The next batch is cut smaller; this one has had its first update.
+                # Lower the budget for the next batch; this one has had its first update.
                 self._smaller(plan)
                 return f"out of memory: {shortage}"
             _, cut_short = self._update(loss)
@@ -247,7 +246,7 @@ class Learner:
     ) -> tuple[float, list[TokenStats]]:
         """The loss over the whole batch; its gradient is on the parameters.
 
-        `frozen` is filled by the first pass over a batch and used by the later ones.
+        `frozen` is filled in the first epoch and used in the later ones.
         """
         self._optimizer.zero_grad()
         with self._served.in_place() if self._served else nullcontext():
@@ -299,7 +298,7 @@ class Learner:
                     clipped=share.clipped,
                     masked=share.masked,
                     reference_kl=share.reference_kl,
-                    pull=_magnitude(logprobs_T),
+                    gradient_size=_gradient_size(logprobs_T),
                     lengths=tree.lengths_S,
                     domains=tree.domains_S,
                 )
@@ -317,7 +316,7 @@ class Learner:
         return self.policy.logprobs_and_values(tree)
 
     def _freeze(self, tree: TreeBatch, logprobs_T: Tensor, values_T: Tensor | None) -> _Frozen:
-        """Taken in the first pass, before any update: recomputing costs no forward of its own."""
+        """Log-probs of the first epoch, before any update: `recomputed` needs no extra forward."""
         recomputed = self.config.objective.old_logprobs == "recomputed"
         reference_T = None
         if self._reference is not None:
@@ -335,7 +334,7 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that the next step depends on."""
+        """All state that the next step depends on, except the policy's weights."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
@@ -345,7 +344,7 @@ class Learner:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises `InvalidArgument` when a `state_dict()` is not of a learner like this one."""
+        """Raises `InvalidArgument` for the `state_dict()` of a different learner."""
         critic = state.get("critic", {})
         if bool(critic) != (self._critic is not None):
             raise InvalidArgument(
@@ -357,11 +356,11 @@ class Learner:
             self.mtp.heads.check(state["mtp"]["heads"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; load the weights first. Raises like `check_state`."""
+        """Continue from `state_dict()`; load the weights first. Raises like `check_state`."""
         self.check_state(state)
         if self._critic is not None:
             self._critic.head.load_state_dict(state["critic"])
-        # A run may begin to train heads, or cease to, at any checkpoint.
+        # A run may begin or end the training of heads at any checkpoint.
         if self.mtp is not None and state.get("mtp"):
             self.mtp.load_state_dict(state["mtp"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -369,7 +368,7 @@ class Learner:
         torch.set_rng_state(state["torch_rng"])
 
     def _update(self, loss: float) -> tuple[float, str]:
-        """Gradient norm, and why there was no update."""
+        """Update the weights; returns the gradient norm, and why there was no update, or ""."""
         parameters, largest = self._optimizer.parameters, self.config.optimizer.grad_clip
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, largest))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -381,7 +380,7 @@ class Learner:
         return grad_norm, ""
 
 
-def _magnitude(logprobs_T: Tensor) -> Tensor:
-    """How strongly the loss just differentiated pulls at each token."""
+def _gradient_size(logprobs_T: Tensor) -> Tensor:
+    """|d loss / d log pi| of each token, after the backward."""
     gradient_T = logprobs_T.grad
     return torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T.abs()

@@ -1,4 +1,4 @@
-"""The outcome of an optimizer step; the step itself is `forge.rl.learner.learner`."""
+"""The result of an optimizer step of `forge.rl.learner.learner`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from forge.rl.mtp import MtpStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did."""
+    """Result of one step."""
 
     loss: float
     grad_norm: float
     """Before clipping."""
     skipped: str
-    """Why the weights were left alone; "" when they were updated."""
+    """Why the weights were not updated; "" when they were."""
     stats: PolicyStats
-    """Of the first pass, like loss and gradient norm: before this batch changed anything."""
+    """Statistics of the first epoch, before any update, like loss and gradient norm."""
     compute_s: float
     plan: BatchPlan
-    """What was computed: not the plan given, if that did not fit into memory."""
+    """The computed plan: another than the given one if that did not fit into memory."""
     domains: Mapping[str, DomainStats] = field(default_factory=dict)
-    """Of the first pass too."""
+    """Statistics of the first epoch by domain."""
     critic: CriticStats = CriticStats()  # noqa: RUF009
-    """Of the values as the batch began; zeros without a critic."""
+    """Statistics of the values before the update; zeros without a critic."""
     balance_loss: float = 0.0
-    """Load-balance loss of the experts, as the batch began; not in `loss`. 0 without one."""
+    """Load-balance loss of the experts before the update, not part of `loss`; 0 without one."""
     mtp: MtpStats = MtpStats()  # noqa: RUF009
-    """Of the heads as the batch began."""
+    """Statistics of the draft heads before the update."""
     cut_short: str = ""
-    """Why the batch's later passes were left out, after an update; "" when none was."""
+    """Why later epochs of the batch were left out; "" when none was."""
     memory_retries: int = 0
-    """How often the batch was begun anew in smaller trees, for want of memory."""
+    """Retries of the batch in smaller trees after memory ran out."""
     shortage: str = ""
-    """What the allocator said, the last time."""
+    """Error of the allocator at the last shortage."""

@@ -1,8 +1,7 @@
 """Losses over the trained tokens of merged trees.
 
-`objectives` has the formulas, `correction` what is done about tokens another policy sampled,
-`reference` the KL penalty, `objective` puts them together, `stats` tells about them. What a custom
-loss gets is `tokens.TrainedTokens`.
+`objectives` has the formulas, `correction` the off-policy correction, `reference` the KL penalty,
+`objective` combines them, `stats` has statistics. A custom loss takes `tokens.TrainedTokens`.
 """
 
 from forge.rl.config import DEFAULT_RATIO_CAP, ObjectiveConfig

@@ -1,8 +1,8 @@
-"""Off-policy correction: what happens to tokens that another distribution sampled.
+"""Off-policy correction: weights and masks for tokens sampled from another distribution.
 
-Owns weights and masks between the behavior policy mu (what the engine sampled from, possibly
-several weight versions ago) and the policy that ratios are taken against. Masked tokens give no
-gradient and stay in the count that the loss is divided by, so a mask never makes others heavier.
+Owns weights and masks between the behavior policy mu (that of the engine, possibly several weight
+versions old) and the old policy of the ratios. Masked tokens give no gradient but count in the
+loss's denominator, so a mask does not increase the weight of other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge.rl.losses.tokens import TrainedTokens
 
 
 def correction_weights(correction: Correction, tokens: TrainedTokens) -> Tensor | None:
-    """[T], no gradient; None when every token counts fully. 0 is a masked token."""
+    """[T] without gradient, 0 for masked tokens; None when all weights are 1."""
     kept_T = _kept(correction, tokens)
     if not correction.weight_cap:
         return kept_T

@@ -5,10 +5,10 @@ it, pooled over layers:
 
     coef * X * sum_x (counts_x / rows) * (mass_x / rows)
 
-with counts how often expert x was chosen and mass the sum of its probabilities. It is over the
-samples of a batch, not over the tree: a token counts as often as there are samples that contain it.
-A product of two means does not add up over passes, so counts are taken for the whole batch before
-any pass is differentiated; they have no gradient themselves.
+where counts_x is how often expert x was chosen and mass_x the sum of its probabilities. Sums are
+over the samples of a batch, not over the tree: a token counts once per sample that contains it. A
+product of two means is not a sum over passes, so the counts of the whole batch are taken before any
+backward pass; counts have no gradient.
 
 Shapes: L tokens of a pass, X experts.
 """
@@ -25,7 +25,7 @@ from forge.core.errors import InvalidArgument
 
 
 class RouterBalance:
-    """What the routers of one model did with a batch."""
+    """Router statistics of one model over a batch."""
 
     def __init__(self, config: Any, *, coef: float) -> None:
         """Raises `InvalidArgument` for a model without experts."""
@@ -37,21 +37,21 @@ class RouterBalance:
             )
         self.coef = coef
         self._top_k: int = top_k
-        self.sealed = False
-        """Counts are those of a whole batch: passes add nothing to them."""
+        self.complete = False
+        """Counts are those of the whole batch: further passes do not add to them."""
         self.value = 0.0
-        """Of the loss, as far as its passes have been differentiated."""
+        """Sum of the loss over passes that were differentiated."""
         self._counts_X: Tensor | None = None
         self._rows = 0.0
 
     def reset(self) -> None:
         """Begin a batch."""
-        self.sealed = False
+        self.complete = False
         self.value = 0.0
         self._counts_X, self._rows = None, 0.0
 
     def mass(self, router_logits: Sequence[Tensor], weights_L: Tensor) -> Tensor:
-        """[X], differentiable; counts on the way what a pass that is run forward chose."""
+        """[X] sum of router probabilities over tokens and layers, differentiable."""
         total_X = router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64)
         for logits in router_logits:
             probs_LX = logits.flatten(0, -2).softmax(-1, dtype=wide(logits))
@@ -59,8 +59,8 @@ class RouterBalance:
         return total_X
 
     def count(self, router_logits: Sequence[Tensor], weights_L: Tensor) -> None:
-        """Add the choices of a pass."""
-        if self.sealed:
+        """Add the experts chosen in a pass."""
+        if self.complete:
             return
         for logits in router_logits:
             chosen_LK = logits.detach().flatten(0, -2).softmax(-1).topk(self._top_k).indices
@@ -71,18 +71,18 @@ class RouterBalance:
             self._rows += float(weights_L.sum())
 
     def totals(self) -> Tensor | float:
-        """Counts and rows in one vector, to be added up over ranks; 0 before the first pass."""
+        """Counts and rows in one vector, to be summed over ranks; 0 before the first pass."""
         if self._counts_X is None:
             return 0.0
         rows = self._counts_X.new_tensor([self._rows])
         return torch.cat([self._counts_X, rows])
 
     def replace_totals(self, totals: Tensor) -> None:
-        """Those of all ranks."""
+        """Set the totals to the sums over all ranks."""
         self._counts_X, self._rows = totals[:-1], float(totals[-1])
 
     def loss(self, mass_X: Tensor) -> Tensor:
-        """The share of a pass, once everything is counted."""
+        """A pass's part of the loss; needs the counts of the whole batch."""
         assert self._counts_X is not None
         scale = self.coef * len(mass_X) / self._rows**2
         share = scale * (self._counts_X.to(mass_X) * mass_X).sum()
@@ -91,5 +91,5 @@ class RouterBalance:
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Its type, fp32 at the least."""
+    """The tensor's type, at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)

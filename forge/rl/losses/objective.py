@@ -1,8 +1,8 @@
-"""From settings to the loss of a pass: objective, correction, penalty, normalization.
+"""The loss of a pass from the settings: objective, correction, penalty, normalization.
 
-Owns the choice, and the one place where a loss per token becomes a number.
-A batch is summed over several passes, so every denominator is the whole batch's: a token weighs
-the same wherever it was packed.
+Owns the choice of the loss and the reduction from loss per token to a number. A batch is a sum over
+passes, so every denominator is that of the whole batch: a token's weight does not depend on its
+pass.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from forge.rl.losses.tokens import LossFunction, TrainedTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """Of the whole batch, over all its passes: what a loss is divided by."""
+    """Size of a whole batch, over all passes: the denominators of the loss."""
 
     tokens: int
-    """Trained ones."""
+    """Trained tokens."""
     samples: int
-    """With at least one trained token."""
+    """Samples with at least one trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassLoss:
-    """What a pass adds to the loss of its batch."""
+    """A pass's part of the loss of its batch."""
 
     loss: Tensor
     """Scalar, differentiable."""
     clipped: Tensor
-    """[T] tokens whose ratio met a bound."""
+    """[T] whether the token's ratio exceeds a bound."""
     masked: Tensor
-    """[T] tokens left out by the correction."""
+    """[T] whether the correction masks the token."""
     reference_kl: Tensor
-    """[T] k3 estimate of the distance to the reference, or zeros."""
+    """[T] k3 estimate of the KL to the reference, or zeros."""
 
 
 class Objective:
-    """A validated `ObjectiveConfig` with its correction, ready to be evaluated."""
+    """A validated `ObjectiveConfig` with its correction."""
 
     def __init__(self, config: ObjectiveConfig, correction: Correction | None = None) -> None:
-        """Raises `InvalidArgument` naming the field that cannot be."""
+        """Raises `InvalidArgument` that names an invalid setting."""
         self.config = config
         self.correction = correction or Correction()
         config.check(self.correction)
@@ -67,16 +67,16 @@ class Objective:
         self.normalization = config.normalized_by
         self.normalization_tokens = config.normalization_tokens or own.normalization_tokens
         self.critic = own.critic
-        """Whether advantages are a critic's."""
+        """Whether a critic computes the advantages."""
         self._loss = self._objective()
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy's log-probs are wanted."""
+        """Whether log-probs of a reference policy are needed."""
         return self.config.kl_coef > 0
 
     def evaluate(self, tokens: TrainedTokens, size: BatchSize) -> PassLoss:
-        """The share of one pass in the loss of a batch of that size."""
+        """One pass's part of the loss of a batch of this size."""
         penalized = self._penalized(tokens)
         loss_T = self._loss(penalized)
         if loss_T.shape != tokens.logprobs.shape:
@@ -89,7 +89,7 @@ class Objective:
         weights_T = correction_weights(self.correction, tokens)
         if weights_T is not None:
             masked_T = weights_T == 0
-            # Not multiplied by 0: a masked token may well be the one that is infinite.
+            # Not a product with 0: the loss of a masked token may be infinite.
             loss_T = torch.where(masked_T, 0.0, loss_T * weights_T)
         distance_T = _zeros(tokens, tokens.logprobs.dtype)
         if tokens.reference is not None:
@@ -111,7 +111,7 @@ class Objective:
         )
 
     def normalized(self, loss_T: Tensor, tokens: TrainedTokens, size: BatchSize) -> Tensor:
-        """The share of a pass in a mean over the batch, as this objective takes means."""
+        """A pass's part of the mean over the batch, by this objective's normalization."""
         match self.normalization:
             case "token":
                 return loss_T.sum() / size.tokens
@@ -123,7 +123,7 @@ class Objective:
     def _clipped(self, tokens: TrainedTokens) -> Tensor:
         name = self.config.algorithm
         if name == "cispo":
-            # In fp32, like the behavior log-probs: a ratio at the cap is not beyond it.
+            # In fp32, like the behavior log-probs: rounding must not put a ratio above the cap.
             gaps_T = tokens.logprobs.detach().float() - tokens.old.float()
             return gaps_T.exp() > self.config.ratio_cap
         if not self.clip_high:
@@ -154,5 +154,5 @@ class Objective:
 
 
 def _zeros(tokens: TrainedTokens, dtype: torch.dtype) -> Tensor:
-    """[T], of one element: these are held while the model is differentiated."""
+    """[T] zeros that share one element, since they are held during the backward."""
     return tokens.logprobs.new_zeros((), dtype=dtype).expand(tokens.logprobs.shape)

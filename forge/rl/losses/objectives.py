@@ -1,8 +1,8 @@
 """The objectives: policy-gradient losses, one value per trained token.
 
 Owns the formulas, each with its source. Log-probs come from `forge.rl.model.policy`, advantages
-from `forge.core.credit.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes. A
-sequence is a sample: one turn's answer.
+from `forge.core.credit.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes.
+The papers' "sequence" is a sample here: one turn's answer.
 
 Shapes: T trained tokens, S samples.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from forge.rl.losses.tokens import TrainedTokens
 
 MAX_LOG_RATIO = 20.0
-"""Of a whole sequence; where TRL 1.16 bounds it, too, in its VESPO loss."""
+"""Largest log-ratio of a sequence, as in the VESPO loss of TRL 1.16."""
 
 
 def cispo_loss(
@@ -40,8 +40,8 @@ def clipped_loss(
         -min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t)
 
     GRPO, Dr.GRPO, DAPO and REINFORCE++ share it and differ in bounds, baseline and normalization.
-    `dual_clip` bounds the unclipped ratio too (0: it does not), which limits what a negative
-    advantage can do (INTELLECT-2, arXiv 2505.07291; TRL's `delta`).
+    `dual_clip` bounds the unclipped ratio, too (0: no bound), which limits the loss of a negative
+    advantage (INTELLECT-2, arXiv 2505.07291; TRL's `delta`).
     """
     ratio_T = tokens.ratio
     bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
@@ -50,13 +50,13 @@ def clipped_loss(
 
 
 def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
-    """GSPO (arXiv 2507.18071): the ratio is the sequence's, length-normalized.
+    """GSPO (arXiv 2507.18071): the length-normalized ratio of the sequence.
 
         s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|),   s_it = sg(s_i) * pi(o_it) / sg(pi(o_it))
         -min(s_it * A_it, clip(s_it, 1 - clip_low, 1 + clip_high) * A_it)
 
-    This is the paper's token form: value and gradient of its sequence form where the advantage is
-    the same all over a sequence, and defined where it is not.
+    This is the paper's token form: it equals the sequence form if all advantages of a sequence are
+    equal, and is also defined if they are not.
     """
     ratio_T = tokens.spread(sequence_ratio(tokens))
     ratio_T = ratio_T * (tokens.logprobs - tokens.logprobs.detach()).exp()
@@ -65,19 +65,19 @@ def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
 
 
 def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
-    """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as TRL has it.
+    """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as in TRL.
 
         R_i = pi(o_i) / pi_old(o_i),   -min(R_i * A_i, clip(R_i, 1 - clip_low, 1 + clip_high) * A_i)
 
-    R_i is e^20 at most. Spread over the sequence's tokens: summed over them this is the sequence's
-    loss, and its gradient is R_i * sum_t A_it * grad log pi(o_it). The leave-one-out baseline is
-    the advantage's.
+    R_i is at most e^20. The loss is spread over the sequence's tokens: its sum over them is the
+    sequence's loss, with gradient R_i * sum_t A_it * grad log pi(o_it). The advantages contain the
+    leave-one-out baseline.
     """
     ratio_T = tokens.spread(_whole_ratio(tokens))
     shares_T = tokens.spread(1.0 / tokens.lengths.to(ratio_T.dtype))
     free_T = ratio_T * (shares_T + tokens.logprobs - tokens.logprobs.detach())
     bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * shares_T
-    # Which of the two is smaller is the sequence's affair, so it is decided on values.
+    # The minimum is per sequence, so it is chosen by value.
     kept_T = torch.where(
         outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high),
         bounded_T,
@@ -87,18 +87,19 @@ def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
 
 
 def reinforce_loss(tokens: TrainedTokens) -> Tensor:
-    """REINFORCE (Williams, 1992), per token: -A_t * log pi(o_t), whatever was sampled from."""
+    """REINFORCE (Williams, 1992), per token: -A_t * log pi(o_t), without a ratio."""
     return -(tokens.advantages * tokens.logprobs)
 
 
 def sequence_ratio(tokens: TrainedTokens) -> Tensor:
-    """[S] GSPO's ratio: geometric mean over a sample's tokens; no gradient."""
+    """[S] GSPO's ratio: geometric mean over a sample's tokens, without gradient."""
     means_S = tokens.sums(tokens.logprobs.detach() - tokens.old) / tokens.lengths
     return means_S.exp()
 
 
 def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """[T] whether PPO's clip takes a token's gradient away: beyond the bound it pushes towards."""
+    """[T] whether PPO's clip removes the token's gradient: the ratio is beyond the bound in the
+    direction of the advantage."""
     high_T = (ratio_T > 1 + clip_high) & (advantages_T > 0)
     low_T = (ratio_T < 1 - clip_low) & (advantages_T < 0)
     return high_T | low_T
@@ -107,7 +108,7 @@ def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high
 def clipped_tokens(
     tokens: TrainedTokens, name: str, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """[T] `outside` at the level the named algorithm takes its ratios."""
+    """[T] `outside` with the ratio of the named algorithm."""
     if name == "gspo":
         ratio_T = tokens.spread(sequence_ratio(tokens))
     elif name == "rloo":
@@ -118,5 +119,5 @@ def clipped_tokens(
 
 
 def _whole_ratio(tokens: TrainedTokens) -> Tensor:
-    """[S] RLOO's ratio, of e^20 at most: a product over many stale tokens overflows otherwise."""
+    """[S] RLOO's ratio, at most e^20: a product over many stale tokens would overflow."""
     return tokens.sums(tokens.logprobs.detach() - tokens.old).clamp(max=MAX_LOG_RATIO).exp()

@@ -1,11 +1,11 @@
-"""The penalty for moving away from a frozen reference policy.
+"""The KL penalty against a frozen reference policy.
 
 Owns Schulman's three estimators of KL(pi || pi_ref) from tokens drawn from pi ("Approximating KL
-Divergence", 2020), and where each enters. With x = log pi - log pi_ref:
+Divergence", 2020), and their uses. With x = log pi - log pi_ref:
 
-    k1 = x                unbiased; its own gradient says nothing, so it enters the advantage
+    k1 = x                unbiased; its own gradient has mean 0, so it is part of the advantage
     k2 = x^2 / 2          a loss: its gradient is that of KL, token by token
-    k3 = e^(-x) - 1 + x   a loss: unbiased, never negative; GRPO's choice
+    k3 = e^(-x) - 1 + x   a loss: unbiased, never negative; used by GRPO
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from forge.rl.losses.tokens import TrainedTokens
 def kl_loss(tokens: TrainedTokens, estimator: KlEstimator) -> Tensor:
     """[T] k2 or k3, differentiable."""
     assert tokens.reference is not None, "a KL penalty needs a reference"
-    away_T = tokens.logprobs - tokens.reference
+    log_ratio_T = tokens.logprobs - tokens.reference
     if estimator == "k2":
-        return away_T.square() / 2
-    return (-away_T).exp() - 1 + away_T
+        return log_ratio_T.square() / 2
+    return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 
 def kl_to_go(tokens: TrainedTokens) -> Tensor:
-    """[T] k1 summed from each token to the end of its sample, no gradient.
+    """[T] k1 summed from each token to the end of its sample, without gradient.
 
-    Taken off the advantages it makes the policy gradient that of the sample's KL, as RLOO (arXiv
-    2402.14740) and REINFORCE++ (arXiv 2501.03262) do it.
+    Subtracted from the advantages it adds the gradient of the sample's KL, as in RLOO (arXiv
+    2402.14740) and REINFORCE++ (arXiv 2501.03262).
     """
     assert tokens.reference is not None, "a KL penalty needs a reference"
     return tokens.following(tokens.logprobs.detach() - tokens.reference)
 
 
 def kl_mean(tokens: TrainedTokens) -> Tensor:
-    """[T] k3 of the tokens, no gradient: what is told about the distance."""
+    """[T] k3 of the tokens without gradient, for metrics."""
     with torch.no_grad():
         return kl_loss(tokens, "k3")

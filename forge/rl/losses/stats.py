@@ -1,6 +1,6 @@
-"""What to watch about a step: how the policy trained on relates to the one that sampled.
+"""Statistics of a step: how the trained policy differs from the policy that sampled.
 
-Owns the statistics over a batch's tokens. Nothing here has a gradient.
+Owns the statistics over a batch's tokens, all without gradient.
 
 Shape: T trained tokens.
 """
@@ -16,21 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
-    """What a pass over one tree tells about its trained tokens; all [T], detached."""
+    """Columns over the trained tokens of one tree; all [T], detached."""
 
     logprobs: Tensor
     behavior: Tensor
     entropy: Tensor
     versions: Tensor
     clipped: Tensor
-    """Bool: the ratio met a bound of the loss."""
+    """Bool: the ratio exceeds a bound of the loss."""
     masked: Tensor
-    """Bool: left out by the off-policy correction."""
+    """Bool: masked by the off-policy correction."""
     reference_kl: Tensor
-    pull: Tensor
-    """|d loss / d log pi|: how strongly the step pulls at the token."""
+    gradient_size: Tensor
+    """|d loss / d log pi|."""
     lengths: Tensor
-    """[S]: tokens of a sample follow each other."""
+    """[S] tokens of each sample; tokens of a sample are contiguous."""
     domains: tuple[str, ...]
     """[S]"""
 
@@ -44,17 +44,17 @@ class DomainStats:
     clip_fraction: float
     staleness_mean: float
     gradient_share: float
-    """Of the sum over all tokens of |d loss / d log pi|."""
+    """Share of the sum over all tokens of |d loss / d log pi|."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStats:
-    """How the policy trained on relates to the one that sampled, over a batch's tokens."""
+    """Differences between trained and sampling policy, over a batch's tokens."""
 
     clip_fraction: float = 0.0
-    """Share of tokens whose ratio met a bound of the loss."""
+    """Share of tokens whose ratio exceeds a bound of the loss."""
     masked_fraction: float = 0.0
-    """Share of tokens left out by the off-policy correction."""
+    """Share of tokens masked by the off-policy correction."""
     entropy: float = 0.0
     """Mean, nats."""
     reference_kl: float = 0.0
@@ -66,7 +66,7 @@ class PolicyStats:
     """k3 estimate of KL(pi_behavior || pi), staleness included."""
     inference_gap_mean: float = 0.0
     """Mean of |log pi - log pi_behavior| over the tokens of least staleness: trainer against
-    engine, with as little of the policy's own movement in it as the batch allows."""
+    engine, with the least movement of the policy that the batch allows."""
     inference_gap_staleness: float = 0.0
     """The staleness of those tokens."""
     staleness_mean: float = 0.0
@@ -75,7 +75,7 @@ class PolicyStats:
 
 
 def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyStats:
-    """Over all tokens of a batch; `weight_version` is that of the policy trained on."""
+    """Statistics over all tokens of a batch; `weight_version` is that of the trained policy."""
     if not stats:
         return PolicyStats()
     gaps_T = torch.cat([one.logprobs.float() - one.behavior for one in stats])
@@ -100,7 +100,7 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
 
 
 def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[str, DomainStats]:
-    """By domain, over all tokens of a batch."""
+    """Statistics by domain, over all tokens of a batch."""
     names = sorted({name for one in stats for name in one.domains})
     if not names:
         return {}
@@ -122,14 +122,14 @@ def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[st
     tokens = torch.bincount(kinds_T, minlength=len(names)).tolist()
     entropy, clipped = sums([one.entropy for one in stats]), sums([one.clipped for one in stats])
     staleness = sums([weight_version - one.versions for one in stats])
-    pulls = sums([one.pull for one in stats])
+    sizes = sums([one.gradient_size for one in stats])
     return {
         name: DomainStats(
             tokens=tokens[kind],
             entropy=entropy[kind] / tokens[kind],
             clip_fraction=clipped[kind] / tokens[kind],
             staleness_mean=staleness[kind] / tokens[kind],
-            gradient_share=pulls[kind] / (sum(pulls) or 1.0),
+            gradient_share=sizes[kind] / (sum(sizes) or 1.0),
         )
         for kind, name in enumerate(names)
     }

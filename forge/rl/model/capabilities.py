@@ -1,6 +1,6 @@
-"""What a transformers model computes, as far as merging prefixes is concerned.
+"""Whether a transformers model allows merged prefixes, according to its configuration.
 
-Owns reading it off a configuration. `forge.rl.model.probe` compares what is left to chance.
+`forge.rl.model.probe` verifies the answer by computing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MERGED_LAYERS = ("full_attention", "sliding_attention")
-"""Layer types whose outputs depend on a token's ancestors alone, by their positions."""
+"""Layer types whose outputs depend only on a token's ancestors and their positions."""
 LENGTH_ROTARY = ("dynamic", "longrope")
-"""Rotary embeddings that differ with the length of the whole sequence, not only with position."""
+"""Rotary embeddings that depend on the length of the whole sequence."""
 
 
 def _number(config: Any, name: str) -> int:
-    """An attribute that is one number; 0 where there is none, or where layers differ in it."""
+    """A numeric attribute, the largest of a list; 0 without one."""
     try:
         value = getattr(config, name, None)
-    except Exception:  # of whatever kind: an error where layers have values of their own
+    except Exception:  # some configurations raise where layers have values of their own
         value = vars(config).get(name)
     if isinstance(value, (list, tuple)) and value:
         value = max(value)
@@ -35,20 +35,20 @@ def attention_channels(config: Any) -> int:
 
 
 def pair_cost(channels: int) -> float:
-    """What one query-key pair costs, relative to a token's work outside of attention.
+    """Cost of one query-key pair, relative to the cost of a token outside of attention.
 
-    Per layer 4 operations per channel and pair, against 2 per weight; a layer of width h has about
-    12 h^2 weights, and its heads are about as wide as it is.
+    A layer does 4 operations per channel and pair, and 2 per weight and token. A layer of width h
+    has about 12 h^2 weights, and its heads together are about h wide.
     """
     return 1.0 / (6 * channels)
 
 
 def prefix_cost(config: Any) -> float:
-    """What a token of a pass's prefix takes of memory, of what one of its own does.
+    """Memory of a prefix token, relative to the memory of a pass's own token.
 
-    Per layer its key and its value, against what autograd holds of a token between the layer's
-    input and its output: six times its width, five times that of queries and of keys, seven times
-    that of the feed-forward layer.
+    Per layer a prefix token takes its key and value. For an own token autograd holds, in multiples
+    of widths: six times the layer's, five times those of queries and keys, seven times the
+    feed-forward layer's.
     """
     text = config.get_text_config(decoder=True)
     queries = attention_channels(config)
@@ -60,12 +60,12 @@ def prefix_cost(config: Any) -> float:
 
 
 def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
-    """Of one token, held in one layer while it is differentiated; its input is apart."""
+    """Elements that autograd holds of one token in one layer, without the layer's input."""
     return 6 * width + 5 * queries + 5 * keys + 7 * inner
 
 
 def logit_scale(config: Any) -> float:
-    """Granite divides its logits, Cohere multiplies them."""
+    """Factor on the logits: Granite divides its logits, Cohere multiplies them."""
     scale: float = getattr(config, "logit_scale", None) or (
         1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     )
@@ -73,7 +73,7 @@ def logit_scale(config: Any) -> float:
 
 
 def unmergeable(model: Any) -> str:
-    """Why a token's state is more than a function of its ancestors' keys and values; "" if not."""
+    """Why a token's state depends on more than its ancestors' keys and values; "" if not."""
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ())
     others = sorted(map(str, layers.difference(MERGED_LAYERS)))
@@ -86,7 +86,7 @@ def unmergeable(model: Any) -> str:
 
 
 def depends_on_length(model: Any) -> bool:
-    """Whether the configuration says that states differ with the length of the sequence."""
+    """Whether, by the configuration, states depend on the length of the sequence."""
     return bool(_length_rotary(model.config.get_text_config(decoder=True)))
 
 
@@ -95,7 +95,7 @@ def _length_rotary(config: Any) -> list[str]:
 
 
 def forget_lengths(model: Any) -> None:
-    """Make the next pass independent of how long the sequences before it were.
+    """Make the next pass independent of the lengths of earlier sequences.
 
     Dynamic rotary embeddings of transformers keep the frequencies of the longest sequence seen.
     """
@@ -110,7 +110,7 @@ def forget_lengths(model: Any) -> None:
 
 
 def _rotary_types(parameters: Any) -> Iterator[str]:
-    """Of all layers; some models have parameters per layer type."""
+    """Types of all rotary embeddings; some models have parameters per layer type."""
     if not isinstance(parameters, dict):
         return
     kind = parameters.get("rope_type")
@@ -125,12 +125,12 @@ class Way:
     """How a model's trees are computed."""
 
     unmerged: str = ""
-    """Why sequence by sequence; "" if merged."""
+    """Why trees are computed sequence by sequence; "" if merged."""
     separate: bool = False
-    """Each sample is computed alone, rather than as the beginning of a longer one."""
+    """Each sample is computed alone, even if it is the beginning of a longer sample."""
 
 
-def told(error: BaseException) -> str:
-    """One short line."""
+def one_line(error: BaseException) -> str:
+    """An error's type and first line."""
     (line, *_) = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

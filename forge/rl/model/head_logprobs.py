@@ -1,8 +1,8 @@
-"""Log-probabilities from the trunk's states, without ever holding all logits.
+"""Log-probabilities from the backbone's states, without a table of all logits.
 
-Owns the end of a model in training: the last norm and the language-model head in fp32 (or wider),
-for the rows asked, a chunk at a time. Of a row the backward is held no more than the state before
-the norm, and computes the rest again. Which rows are asked is `forge.rl.tree.batch`.
+Owns the last norm and the language-model head during training: both run in fp32 or wider, for the
+requested rows, one chunk at a time. For its backward a row keeps only the state before the norm;
+the rest is recomputed. `forge.rl.tree.batch` chooses the rows.
 
 Shapes: L tokens of a pass, R rows, r those of a chunk, E edges, C hidden channels, V vocabulary.
 """
@@ -22,17 +22,18 @@ from forge.rl.tree.parts import HeadRows
 CHUNK_ELEMENTS = 1 << 26
 """Most logits in one table: 256 MiB in fp32."""
 CHUNK_ROWS = 256
-"""Or channels, if more: no larger table saves time. A quarter of that costs little."""
+"""Rows of a table of logits, or channels if larger: beyond it a table saves no time. A quarter of
+it costs little."""
 KEPT_STATES = 4
-"""Probabilities kept for the backward rather than computed again, over the elements of the pass's
-states; the backward of the trunk's layers needs about seven times those on top of what it finds."""
+"""Probabilities kept for the backward instead of recomputed, as a multiple of the elements of the
+pass's states. The backward of the backbone's layers adds about seven times those elements."""
 TABLE_STATES = 3
-"""The same of the two tables at work: together they do not raise the peak of memory."""
+"""The same multiple for the two tables in use: together they do not raise the peak of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What a head is to compute beside its tensors."""
+    """The rows that a head computes, and how."""
 
     head: HeadRows
     norm: Callable[[Tensor], Tensor] | None
@@ -42,7 +43,7 @@ class _Rows:
     kept_elements: int
 
     def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
-        """What the head's weight meets."""
+        """Normed states over temperature: the input of the head's matrix product."""
         normed_rC = (states_rC if self.norm is None else self.norm(states_rC)).to(self.wide)
         return normed_rC / self.head.temperatures_R[chunk, None]
 
@@ -58,7 +59,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         logprobs_E = weight_VC.new_empty(head.rows_E.shape)
         entropy_R = weight_VC.new_empty(states_RC.shape[:1])
         left = rows.kept_elements if any(ctx.needs_input_grad) else 0
-        ctx.kept = {}  # not saved for the backward: each is let go of where it was used
+        ctx.kept = {}  # not saved_tensors: the backward frees each one after its use
         for chunk, edges in rows.chunks:
             logits_rV = rows.scaled(states_RC[chunk], chunk) @ weight_VC.T
             probs_rV = logits_rV.softmax(-1)
@@ -123,9 +124,9 @@ def edge_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [E] of a tree's edges, differentiable, and entropies [R] of its rows, not.
 
-    `norm` comes between the states and the head, None: nothing does. `chunk_rows` 0 chooses.
-    Computed in fp32, or in fp64 if the states are, whatever autocast says: log-prob differences
-    between trainer and sampler are dominated by the precision of the head.
+    `norm` is applied between states and head, if there is one. `chunk_rows` = 0 chooses the size.
+    Computed in fp32, or fp64 if the states are, also under autocast: the precision of the head
+    dominates the log-prob differences between trainer and sampler.
     """
     with torch.autocast(states_LC.device.type, enabled=False):
         wide = torch.promote_types(states_LC.dtype, torch.float32)
@@ -151,16 +152,16 @@ def kept_elements(states: int) -> int:
 
 
 def table_rows(states: int, weight_shape: tuple[int, ...]) -> int:
-    """How many rows of logits are computed at once; of these there are two tables at a time."""
+    """How many rows of logits are computed at once; two such tables exist at a time."""
     vocabulary, channels = weight_shape
-    # In tables no smaller than the weight, adding to its gradient is the least of the work.
+    # With tables as large as the weight, accumulating its gradient is a small part of the work.
     wanted = max(channels, CHUNK_ROWS)
     spared = TABLE_STATES * states // (2 * vocabulary)
     return min(max(spared, wanted // 4), wanted, max(1, CHUNK_ELEMENTS // vocabulary))
 
 
 def logits_logprobs(logits_RV: Tensor, head: HeadRows) -> tuple[Tensor, Tensor]:
-    """The same from logits that the model itself computed for the rows."""
+    """Like `edge_logprobs`, from logits that the model itself computed for the rows."""
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     all_RV = (logits_RV.to(wide) / head.temperatures_R[:, None]).log_softmax(-1)
     entropy_R = -(all_RV.detach().exp() * all_RV.detach()).sum(-1)

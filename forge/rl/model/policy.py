@@ -1,9 +1,9 @@
-"""A transformers causal language model as the policy being trained.
+"""A transformers causal language model as the policy under training.
 
-Owns the forward passes over a merged tree: trunk with tree attention, head on the rows needed, and
-which way a tree takes: one pass, several with relayed keys, one range per rank, or sequence by
-sequence for a model that trees do not fit. `forge.rl.model.probe` checks that this equals the
-model's own forward. Losses and optimizer steps are elsewhere.
+Owns the forward passes over a merged tree: the backbone with tree attention, and the head on the
+rows needed. A tree is computed in one pass, in several with relayed keys, as one range per rank, or
+sequence by sequence for a model without tree attention. `forge.rl.model.probe` checks the result
+against the model's own forward. Owns no loss and no optimizer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from forge.core.prefix_tree import Span
 from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.collectives import all_reduce
 from forge.rl.losses.moe_load_balance import RouterBalance
-from forge.rl.model.backbone import Trunk, TrunkOutput
+from forge.rl.model.backbone import Backbone, BackboneOutput
 from forge.rl.model.capabilities import (
     Way,
     depends_on_length,
     forget_lengths,
     logit_scale,
+    one_line,
     pair_cost,
     prefix_cost,
-    told,
     unmergeable,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
@@ -68,14 +68,14 @@ class TreePolicy:
         way: Way | None = None,
         own_attention: str = "",
     ) -> None:
-        """Takes over `model`'s attention implementation. `autocast` is the trunk's type, None
-        for the parameters' own; the head is always fp32 or wider. `way` is how trees are computed,
-        None: as the configuration says; `own_attention` the stock one, "": what the model has.
-        Raises `InvalidArgument` for a model without a language-model head.
+        """Replaces the attention implementation of `model`. `autocast` is the backbone's type,
+        None: that of the parameters; the head is always fp32 or wider. `way` is how trees are
+        computed, None: by the configuration; `own_attention` is the stock implementation, "":
+        that of the model. Raises `InvalidArgument` for a model without a language-model head.
 
-        `balance_coef` weighs the load-balance loss of a mixture of experts, which then is part of
-        every gradient. The ranks of `group` compute each tree together: they must hold the same
-        weights and be given the same batches.
+        `balance_coef` is the weight of the load-balance loss of a mixture of experts, which is
+        then part of every gradient. The ranks of `group` compute each tree together: they must
+        hold the same weights and get the same batches.
         """
         register()
         config = model.config.get_text_config(decoder=True)
@@ -84,15 +84,15 @@ class TreePolicy:
         self.channels = attention_channels(config)
         self.balance = RouterBalance(config, coef=balance_coef) if balance_coef else None
         self.value_head: torch.nn.Linear | None = None
-        """Set by who has a critic: values then come with the log-probs, edge by edge."""
+        """Set by a critic: each edge then has a value besides its log-prob."""
         self.states: TreeStates | None = None
-        """Set by who wants the trunk's last states of each tree, without their gradient."""
+        """Set to keep the backbone's last states of each tree, without gradient."""
         self._group = group
         self.own_attention: str = own_attention or model.config._attn_implementation
-        """The model's stock one."""
+        """The model's stock attention implementation."""
         self._pair_cost = pair_cost(self.channels)
         self._prefix_cost = prefix_cost(config)
-        self._trunk = Trunk(model)
+        self._backbone = Backbone(model)
         self._head = _head_of(model)
         self._logit_scale = logit_scale(config)
         self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
@@ -110,26 +110,26 @@ class TreePolicy:
 
     @property
     def family(self) -> str:
-        """What the model's class is called."""
+        """Name of the model's class."""
         return type(self.model).__name__
 
     @property
     def head_type(self) -> torch.dtype:
-        """Of the language-model head's weights."""
+        """Type of the language-model head's weights."""
         return self._head.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where log-probs are."""
+        """Device of the log-probs."""
         return self._head.device
 
     def arranged(self, batch: TreeBatch) -> TreeBatch:
-        """The tree as this model computes it: taken apart where samples are computed alone."""
+        """The tree as this model computes it: split where samples are computed alone."""
         return separated(batch) if self.way.separate else batch
 
     def begin(self, trees: Sequence[TreeBatch]) -> None:
-        """Announce the trees of one gradient. The load-balance loss is over all of them, so where
-        there are several they are routed once in advance; otherwise this costs nothing."""
+        """Announce the trees of one gradient. The load-balance loss is over all of them, so several
+        trees are routed once in advance; without that loss this costs nothing."""
         if self.balance is None:
             return
         self.balance.reset()
@@ -137,7 +137,7 @@ class TreePolicy:
             with torch.no_grad():
                 for tree in trees:
                     self._edges(self.arranged(tree))
-            self.balance.sealed = True
+            self.balance.complete = True
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Log-prob (differentiable) and entropy of the trained tokens, both [T]."""
@@ -150,7 +150,7 @@ class TreePolicy:
         return columns_T[:, 0], columns_T[:, 1], entropy_T
 
     def _tokens(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        if self.balance is not None and not self.balance.sealed:
+        if self.balance is not None and not self.balance.complete:
             self.balance.reset()
         batch = self.arranged(batch)
         columns_E, entropy_E = self._edges(batch)
@@ -158,8 +158,8 @@ class TreePolicy:
         return columns_E[edges_T], entropy_E[edges_T]
 
     def distributions(self, states_RC: Tensor, temperatures_R: Tensor) -> Tensor:
-        """[R, V] log-probs over the next token, from states as `states` holds them, differentiable
-        by these alone; fp32 or wider."""
+        """[R, V] log-probs over the next token from states as in `states`, fp32 or wider;
+        differentiable with respect to the states alone."""
         wide = torch.promote_types(states_RC.dtype, torch.float32)
         logits_RV = states_RC.to(wide) @ (self._head.detach().to(wide).T * self._logit_scale)
         if self._softcap:
@@ -167,18 +167,18 @@ class TreePolicy:
         return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
 
     def plain(self) -> TreePolicy:
-        """The same model for its log-probs alone: no values, no states, no balance."""
+        """The same model for log-probs alone: without values, states and load balance."""
         bare = copy(self)
         bare.value_head = bare.states = bare.balance = None
         return bare
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are a probability for."""
+        """Size of the vocabulary."""
         return self._head.shape[0]
 
     def pass_tokens(self, batch: TreeBatch) -> int:
-        """Of the largest pass that a tree takes, on whatever rank."""
+        """Tokens of the largest pass of a tree, over all ranks."""
         if self._group is None:
             return batch.pass_tokens
         return max(end - start for start, end in self._spans(batch, self._group))
@@ -189,7 +189,7 @@ class TreePolicy:
         return self._group
 
     def reduce_gradients(self) -> None:
-        """Add up what the ranks of the group have, after all trees of a batch."""
+        """Sum gradients over the ranks of the group, after all trees of a batch."""
         if self._group is not None:
             sum_gradients(self.model.parameters(), self._group)
             if self.balance is not None:
@@ -260,7 +260,7 @@ class TreePolicy:
         prefix = GatheredPrefix(group=group, slots=mine.slots, size=mine.size)
         earlier = self.balance.totals() if self.balance is not None else 0.0
         output = self._forward(mine.part, prefix)
-        if self.balance is not None and not self.balance.sealed:
+        if self.balance is not None and not self.balance.complete:
             own = self.balance.totals() - earlier  # what trees before have is all ranks' already
             assert isinstance(own, Tensor), "a pass has been made"
             all_reduce(own, group)
@@ -287,7 +287,7 @@ class TreePolicy:
     def _forward(
         self, part: TreePart, prefix: Prefix | None = None, *, count: bool = True
     ) -> PassOutput:
-        """One pass through the model; `count` unless it was made before."""
+        """One pass through the model; `count` is False when the pass is a repetition."""
         head = part.head.to(self.device)
         inputs: dict[str, Any] = {"input_ids": part.ids_L.to(self.device)[None], "use_cache": False}
         if self.balance is not None:
@@ -299,11 +299,11 @@ class TreePolicy:
                 if self.way.separate:
                     forget_lengths(self.model)
                 wanted = self.value_head is not None or self.states is not None
-                trunk, logits_RV = self._trunk.with_head(inputs, head.places_R, states=wanted)
+                backbone, logits_RV = self._backbone.with_head(inputs, head.places_R, states=wanted)
             else:
                 inputs["position_ids"] = part.positions_L.to(self.device)[None]
                 inputs["tree"] = TreeInput(schedule=part.schedule, prefix=prefix)
-                trunk = self._trunk(inputs, normed=self.states is not None)
+                backbone = self._backbone(inputs, normed=self.states is not None)
         if self.unmerged:
             logprobs_E, entropy_R = logits_logprobs(logits_RV, head)
         else:
@@ -311,48 +311,48 @@ class TreePolicy:
             if self._logit_scale != 1.0:
                 scaled = replace(head, temperatures_R=head.temperatures_R / self._logit_scale)
             logprobs_E, entropy_R = edge_logprobs(
-                trunk.states_LC, self._head, scaled, norm=trunk.norm
+                backbone.states_LC, self._head, scaled, norm=backbone.norm
             )
         if self.value_head is not None:
-            logprobs_E = torch.stack([logprobs_E, self._values(trunk, head)], dim=1)
-        if self.states is not None and trunk.normed_LC is not None and count:
-            self.states.keep(part, trunk.normed_LC)
+            logprobs_E = torch.stack([logprobs_E, self._values(backbone, head)], dim=1)
+        if self.states is not None and backbone.normed_LC is not None and count:
+            self.states.keep(part, backbone.normed_LC)
         mass_X = None
         if self.balance is not None:
             weights_L = part.weights_L.to(self.device)
-            mass_X = self.balance.mass(trunk.router_logits, weights_L)
+            mass_X = self.balance.mass(backbone.router_logits, weights_L)
             if count:
-                self.balance.count(trunk.router_logits, weights_L)
+                self.balance.count(backbone.router_logits, weights_L)
         return PassOutput(logprobs_E=logprobs_E, entropy_E=entropy_R[head.rows_E], mass_X=mass_X)
 
-    def _values(self, trunk: TrunkOutput, head: HeadRows) -> Tensor:
-        """[E]: of the state that each edge leaves from, in fp32 or wider like the log-probs."""
+    def _values(self, backbone: BackboneOutput, head: HeadRows) -> Tensor:
+        """[E] value of the state that each edge leaves, in fp32 or wider."""
         assert self.value_head is not None
         with torch.autocast(self.device.type, enabled=False):
-            states_RC = trunk.states_LC.index_select(0, head.places_R)
-            if trunk.norm is not None:
-                states_RC = trunk.norm(states_RC)
+            states_RC = backbone.states_LC.index_select(0, head.places_R)
+            if backbone.norm is not None:
+                states_RC = backbone.norm(states_RC)
             wide = torch.promote_types(states_RC.dtype, torch.float32)
             weight, bias = self.value_head.weight.to(wide), self.value_head.bias.to(wide)
             values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
         return values_R[head.rows_E]
 
     def over(self, model: Any, way: Way) -> TreePolicy:
-        """The same with another model's weights, in a way given."""
+        """A policy with another model's weights and the given way."""
         return TreePolicy(model, way=way, own_attention=self.own_attention)
 
     def take(self, way: Way) -> None:
-        """Compute trees like that from now on."""
+        """Compute trees this way from now on."""
         self.way = way
         attention = self.own_attention if way.unmerged else TREE_ATTENTION
         self.model.set_attn_implementation(attention)
 
     def settle(self, way: Way, *, known: str = "") -> None:
-        """Compute trees like that, and tell it unless that is `known`."""
+        """Compute trees this way; log the reason for unmerged trees unless it is `known`."""
         try:
             self.take(way)
         except (ValueError, AttributeError) as error:
-            way = Way(unmerged=f"it takes no other attention ({told(error)})", separate=True)
+            way = Way(unmerged=f"it takes no other attention ({one_line(error)})", separate=True)
             self.take(way)
         if way.unmerged and way.unmerged != known:
             alone = ", each sample alone" if way.separate else ""
@@ -365,7 +365,7 @@ class TreePolicy:
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
-        """Meanwhile the model computes as transformers has it."""
+        """Context in which the model uses its stock attention."""
         self.model.set_attn_implementation(self.own_attention)
         try:
             yield
@@ -374,8 +374,8 @@ class TreePolicy:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Meanwhile passes are this process's own, in the master weights' type."""
-        # What autocast rounds differs with the shape of a pass.
+        """Context in which passes use this process alone and the type of the master weights."""
+        # Rounding under autocast differs with the shape of a pass.
         autocast, self.autocast = self.autocast, None
         group, self._group = self._group, None
         try:

@@ -1,7 +1,7 @@
-"""Which floating-point type a device computes in fast.
+"""Which devices compute fast in bfloat16.
 
-A CPU without instructions for bfloat16 converts back and forth: on an AMD EPYC of 2021 a backward
-pass of SmolLM2-135M took 25 times as long in it as in float32.
+A CPU without instructions for bfloat16 converts each operand: on an AMD EPYC of 2021 a backward
+pass of SmolLM2-135M took 25 times as long in bfloat16 as in float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""By their names in `torch.cpu.get_capabilities()`, on x86-64 and on Arm."""
+"""Names in `torch.cpu.get_capabilities()`, on x86-64 and on Arm."""
 
 
 def computes_bfloat16(device: torch.device) -> bool:

@@ -1,9 +1,9 @@
-"""Which way a model can be trained, found by computing: merged, by sequence, or not at all.
+"""Finds by computing how a model can be trained: merged, by sequence, or not at all.
 
-Owns the comparison of every way with the model's own forward, one sequence at a time. It is made
-twice: on a copy of the model with every size made small (`forge.rl.model.small_config`), in fp64,
-by gradients too, with sequences beyond every window and threshold; and on the model itself, whose
-weights and code may differ from what its configuration says, with a few tokens.
+Owns the comparison of each way with the model's own forward on one sequence at a time. It compares
+twice. First on a copy with small sizes (`forge.rl.model.small_config`), in fp64, with gradients
+and with sequences beyond every window and threshold. Then on the model itself with a few tokens,
+since its weights and code may differ from its configuration.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample, plan_trees
-from forge.rl.model.capabilities import Way, forget_lengths, told
+from forge.rl.model.capabilities import Way, forget_lengths, one_line
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.small_config import THRESHOLD, small_config
 from forge.rl.tree.batch import build_tree_batch
 
 UNSPLIT = 1 << 30
 SMALL_BUDGETS = (UNSPLIT, 24)
-"""Whole, and relayed in several passes."""
+"""Token budgets: one pass, and relayed in several."""
 OWN_BUDGETS = (UNSPLIT, 4)
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Largest difference that is rounding, of a log-prob and relative of a parameter's gradient, by the
-model's type. In fp64 models compute norms, softmaxes and rotary embeddings in fp32 all the same."""
+"""Largest rounding difference of a log-prob, and of a parameter's gradient relative to its norm, by
+the model's type. Even in fp64, models compute norms, softmaxes and rotary embeddings in fp32."""
 ALPHABET = 12
-"""Distinct tokens of a small model's samples."""
+"""Distinct tokens in the samples of a small model."""
 SEED = 7
 
 
 def check_policy(policy: TreePolicy) -> None:
-    """Compare merged trees with the model's own forward, and train it in a way that equals it.
+    """Compare merged trees with the model's own forward, and set a way that equals it.
 
-    A model that computes something else than causal attention over ancestors and a plain head
-    is trained sequence by sequence from then on, each sample alone where it depends on the
-    length. Raises `InvalidArgument` for a model that cannot be trained in any way.
+    A model that is not plain causal attention over ancestors with a plain head is then trained
+    sequence by sequence, and each sample alone where states depend on the length. Raises
+    `InvalidArgument` for a model that no way computes.
     """
     known = policy.unmerged
     policy.settle(examine(policy), known=known)
 
 
 def examine(policy: TreePolicy) -> Way:
-    """The fastest way that equals the model's own forward, from the policy's present one on.
+    """The fastest way, at most that of the policy, that equals the model's own forward.
 
     Raises `InvalidArgument` for a model that no way computes.
     """
@@ -69,19 +69,19 @@ def _on_small_copy(policy: TreePolicy) -> Way:
     try:
         copy = small_copy(policy.model, policy.own_attention)
     except Exception as error:
-        return _unprobed(policy, f"a small copy of it cannot be built ({told(error)})")
+        return _unprobed(policy, f"a small copy of it cannot be built ({one_line(error)})")
     missing = kinds_of_modules(policy.model) - kinds_of_modules(copy)
     if missing:
-        return _unprobed(policy, f"a small copy of it is without {', '.join(sorted(missing))}")
+        return _unprobed(policy, f"a small copy of it lacks {', '.join(sorted(missing))}")
     try:
         probe = SmallProbe(copy, policy)
     except Exception as error:
-        return _unprobed(policy, f"a small copy of it does not run ({told(error)})")
+        return _unprobed(policy, f"a small copy of it does not run ({one_line(error)})")
     return probe.way()
 
 
 def _unprobed(policy: TreePolicy, reason: str) -> Way:
-    """What is safe without a probe of windows and lengths."""
+    """The way that is safe without a probe of windows and lengths."""
     with policy.exact(), policy.stock_attention():
         try:
             _refuse_later_tokens(policy, policy.model, _short_samples(policy.vocabulary))
@@ -89,16 +89,16 @@ def _unprobed(policy: TreePolicy, reason: str) -> Way:
             raise
         except Exception as error:
             raise InvalidArgument(
-                f"{policy.family} cannot be trained: its own forward fails: {told(error)}"
+                f"{policy.family} cannot be trained: its own forward fails: {one_line(error)}"
             ) from error
     return Way(unmerged=policy.way.unmerged or reason, separate=True)
 
 
 class SmallProbe:
-    """A small model, its samples, and what its own forward makes of each of them alone."""
+    """A small model, its samples, and the results of its own forward on each sample alone."""
 
     def __init__(self, model: Any, policy: TreePolicy) -> None:
-        """`policy` is over the model that this is a copy of. Raises whatever its forward does."""
+        """`policy` has the original of `model`. Raises any error of the model's forward."""
         self.model = model
         self._policy = policy
         self.samples = long_samples(model.get_input_embeddings().weight.shape[0])
@@ -111,7 +111,7 @@ class SmallProbe:
         self._tolerance = TOLERANCE[model.dtype]
 
     def way(self) -> Way:
-        """The fastest exact one. Raises `InvalidArgument` where there is none."""
+        """The fastest exact way. Raises `InvalidArgument` if there is none."""
         reason = self._policy.unmerged
         _refuse_later_tokens(self._policy, self.model, self.samples)
         if not reason:
@@ -129,13 +129,13 @@ class SmallProbe:
         )
 
     def difference(self, way: Way) -> str:
-        """What a way computes differently from the model's own forward; "" if nothing."""
+        """How a way's results differ from the model's own forward; "" if they do not."""
         budgets = SMALL_BUDGETS if not way.unmerged else SMALL_BUDGETS[:1]
         try:
             small = self._policy.over(self.model, way)
             errors = [self._errors(small, budget) for budget in budgets]
         except Exception as error:
-            return f"pass fails: {told(error)}"
+            return f"pass fails: {one_line(error)}"
         finally:
             with suppress(Exception):
                 self.model.set_attn_implementation(self._policy.own_attention)
@@ -162,7 +162,7 @@ class SmallProbe:
         return error, relative_error(gradients_of(self.model), expected)
 
     def _own(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Log-probs of each sample, and the gradient of their weighed sum."""
+        """Log-probs of each sample, and the gradient of their weighted sum."""
         self.model.zero_grad()
         found = []
         for sample in self.samples:
@@ -177,7 +177,7 @@ class SmallProbe:
 
 @torch.no_grad()
 def sight_of_later_tokens(model: Any, samples: Sequence[Sample]) -> float:
-    """How much log-probs change with tokens behind them, in sequences of one length."""
+    """How much log-probs change with later tokens, at a fixed sequence length."""
     ids = array("i", max(samples, key=lambda one: one.tokens).ids)
     cut = len(ids) // 2
     turned = ids[:cut] + ids[cut:][::-1]
@@ -191,20 +191,20 @@ def _refuse_later_tokens(policy: TreePolicy, model: Any, samples: Sequence[Sampl
     if not later <= TOLERANCE.get(model.dtype, min(TOLERANCE.values())):
         raise InvalidArgument(
             f"{policy.family} cannot be trained: a token's log-prob depends on later tokens, by "
-            f"{later:.3g}, so it is not that of the distribution sampled from"
+            f"{later:.3g}, so it is not the log-prob of the distribution sampled from"
         )
 
 
 def _difference(
     policy: TreePolicy, way: Way, samples: Sequence[Sample], budgets: Sequence[int]
 ) -> str:
-    """Of the model itself, by log-probs alone; "" if there is none."""
+    """How log-probs of the model itself differ; "" if they do not."""
     try:
         policy.take(way)
         found = float(torch.tensor([_deviation(policy, samples, one) for one in budgets]).max())
     except Exception as error:
-        return f"a pass fails: {told(error)}"
-    # bf16 weights read about 0.02 here; a model that is not merged exactly, whole nats.
+        return f"a pass fails: {one_line(error)}"
+    # bf16 weights differ by about 0.02; a model that cannot be merged differs by nats.
     if found <= TOLERANCE.get(policy.head_type, min(TOLERANCE.values())):
         return ""
     return f"log-probs differ from its own forward by {found:.3g}"
@@ -212,7 +212,7 @@ def _difference(
 
 @torch.no_grad()
 def _deviation(policy: TreePolicy, samples: Sequence[Sample], budget: int) -> float:
-    """Largest difference of a log-prob from the model's own, in trees within a budget."""
+    """Largest difference from the model's own log-probs, with trees within a budget."""
     differences = []
     for plan in plan_trees(samples, token_budget=budget):
         batch = build_tree_batch(plan, samples, channels=policy.channels)
@@ -226,7 +226,7 @@ def _deviation(policy: TreePolicy, samples: Sequence[Sample], budget: int) -> fl
 def small_copy(model: Any, attention: str) -> Any:
     """A model of the same class with small sizes and large random weights, in fp64 on the CPU.
 
-    Raises whatever the class does with such a configuration.
+    Raises any error of the class with such a configuration.
     """
     config = small_config(model.config)
     config._attn_implementation = attention
@@ -245,7 +245,7 @@ def small_copy(model: Any, attention: str) -> Any:
 
 @torch.no_grad()
 def randomize(model: Any) -> None:
-    """So large that scores, caps and gates are far from where they are linear."""
+    """Draw weights so large that scores, caps and gates leave their linear range."""
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         if parameter.dim() < 2:
@@ -257,8 +257,8 @@ def randomize(model: Any) -> None:
 
 
 def kinds_of_modules(model: Any) -> set[str]:
-    """The classes of transformers that a model consists of, each with what tells two modules of a
-    class apart: switches and names, and which sizes there are."""
+    """The transformers classes in a model, each with the traits that distinguish its modules:
+    switches, names, and which sizes exist."""
     found = set()
     for module in model.modules():
         if not type(module).__module__.startswith("transformers."):
@@ -278,7 +278,7 @@ def _trait(value: Any) -> str:
 
 
 def own_logprobs(model: Any, sample: Sample) -> Tensor:
-    """Of every token but the first, by the model's own forward on the sequence alone."""
+    """Log-probs of all tokens but the first, by the model's own forward on this sequence alone."""
     ids_L = torch.frombuffer(bytearray(sample.ids), dtype=torch.int32).long().to(model.device)
     forget_lengths(model)
     with torch.autocast(model.device.type, enabled=False):
@@ -294,9 +294,9 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest of any parameter's gradient, over its norm.
+    """The largest error of a parameter's gradient, relative to its norm.
 
-    A gradient that is zero but for rounding is measured against a thousandth of the largest.
+    The norm is at least a thousandth of the largest, for gradients that are zero up to rounding.
     """
     floor = 1e-3 * max(float(one.norm()) for one in expected.values())
     worst = 0.0
@@ -314,8 +314,8 @@ def _weights(sample: Sample, dtype: torch.dtype) -> Tensor:
 
 
 def long_samples(vocabulary: int) -> list[Sample]:
-    """Of up to 50 tokens, in a tree with forks below forks; two begin another one, the shorter of
-    them below every threshold. Tokens recur: which of two like ones counts is for the model."""
+    """Samples of up to 50 tokens, in a tree with nested forks. Two samples are prefixes of another;
+    the shorter is below every threshold. Tokens recur."""
     rng = Random(SEED)
     low, high = (3, min(vocabulary, 64) - 4) if vocabulary > 16 else (0, vocabulary)
     alphabet = rng.sample(range(low, high), min(ALPHABET, high - low))
@@ -330,13 +330,13 @@ def long_samples(vocabulary: int) -> list[Sample]:
 
 
 def _short_samples(vocabulary: int) -> list[Sample]:
-    """Few tokens: a pass of the whole model costs what its weights do."""
+    """Samples of few tokens, to keep a pass of the whole model short."""
     ids = [[3, 5, 7, 11, 13, 17], [3, 5, 7, 19, 23], [3, 5, 29, 31], [3, 5, 29, 31, 2]]
     return [as_sample([token % vocabulary for token in one]) for one in ids]
 
 
 def as_sample(ids: Sequence[int], rng: Random | None = None) -> Sample:
-    """All its tokens but the first are trained."""
+    """A sample whose tokens are all trained but the first."""
     count = len(ids) - 1
     advantages = [rng.uniform(-1, 1) if rng else 0.0 for _ in range(count)]
     return Sample(

@@ -1,9 +1,9 @@
-"""The loss of the weights that inference serves, with gradients for the weights behind them.
+"""Computes the loss of the weights that inference serves; gradients go to the master weights.
 
-Published weights are master weights rounded to a shorter type. Autocast rounds what linear layers
-multiply by, and leaves embeddings, norms and the head as they are: without more, the loss would be
-that of a policy which nobody samples from. Owns the rounding of what is left, for the time of a
-forward and its backward: gradients then go to the master weights as if nothing had been rounded.
+Published weights are master weights rounded to a shorter type. Autocast rounds the weights of
+linear layers, but not embeddings, norms and head: alone, it gives the loss of a policy that no
+engine samples from. Owns the rounding of those parameters during a forward and its backward
+(straight-through: the gradient treats the rounding as the identity).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 
 
 class ServedValues:
-    """Of one model's parameters."""
+    """Rounds the parameters of one model."""
 
     def __init__(
         self, model: Any, *, published: torch.dtype, autocast: torch.dtype | None = None
     ) -> None:
-        """`published` is the type that inference gets. Parameters already of it cost nothing."""
+        """`published` is the type that inference gets; parameters of that type cost nothing."""
         head = model.get_output_embeddings().weight
         rounded_by_autocast = {
             id(layer.weight)
@@ -38,9 +38,9 @@ class ServedValues:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, parameters have the values published; afterwards, those they had before.
+        """Context in which parameters have their published values.
 
-        What is computed within is differentiated within.
+        A forward inside the context must have its backward inside too.
         """
         master = []
         for one in self._parameters:

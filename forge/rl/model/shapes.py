@@ -1,4 +1,4 @@
-"""Whether saved tensors are those of a model, by names and shapes."""
+"""Compares saved tensors with those of a model, by names and shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def difference(own: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> str:
-    """How the shapes found differ from those of `own` tensors, by the first; "" if they do not."""
+    """The first difference between the shapes found and those of `own` tensors; "" if none."""
     expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
     given = {name: tuple(shape) for name, shape in found.items()}
     odd = [name for name in {**expected, **given} if expected.get(name) != given.get(name)]

@@ -1,7 +1,7 @@
-"""Multi-token prediction: heads that draft tokens, trained beside the policy and apart from it.
+"""Multi-token prediction: draft heads, trained beside the policy without an effect on it.
 
-`heads` are the modules, `losses` what a draft is measured by, `training` their own gradient and
-optimizer. The policy's trunk, embedding and head are read and never differentiated.
+`heads` has the modules, `losses` the losses of drafts, `training` the heads' gradient and
+optimizer. The policy's backbone, embedding and head are read and never differentiated.
 """
 
 from forge.rl.config import MtpConfig, MtpLoss

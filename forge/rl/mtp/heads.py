@@ -1,18 +1,17 @@
-"""The heads: each takes the draft one token further.
+"""The draft heads: each drafts one token beyond the head before it.
 
-Owns their modules and their names. Head k (from 1) is, with h the trunk's last hidden state, E the
-model's embedding, W its language-model head, all three detached:
+Owns their modules and tensor names. With h the backbone's last hidden state, E the model's
+embedding and W its language-model head, all detached, head k (from 1) computes:
 
     g_0(t) = h_t
     x      = F_k [norm(g_{k-1}(t - 1)); norm(E(o_t))]
     g_k(t) = x + SwiGLU(norm(x))
     q_k(. | o_<=t) = softmax(W norm(g_k(t)) / temperature)
 
-so q_k is the distribution of o_{t+1} from the trunk's state k tokens earlier and the k tokens
+so q_k is the distribution of o_{t+1}, given the backbone's state k tokens earlier and the k tokens
 since. This is the chain of DeepSeek-V3's MTP modules (arXiv 2412.19437, section 2.2) without
-attention inside, as in Hydra (arXiv 2402.05109): h has read the context already, so drafting needs
-no cache of its own. A head's state depends on one path alone, so on a merged tree there is one per
-token, whatever branches there are.
+attention, as in Hydra (arXiv 2402.05109): h already contains the context, so drafting needs no KV
+cache. A head's state depends on one path alone, so a merged tree has one per token.
 
 Shapes: R rows, C hidden channels.
 """
@@ -28,14 +27,14 @@ from forge.core.errors import InvalidArgument
 from forge.rl.model.shapes import difference
 
 PREFIX = "mtp."
-"""Of the heads' tensors, where they travel beside a model's own."""
+"""Prefix of the names of the heads' tensors among published weights."""
 INNER_RATIO = 2
-"""Width of the feed-forward layer over that of the hidden states."""
+"""Width of the feed-forward layer over the width of the hidden states."""
 EPSILON = 1e-6
 
 
 class MtpHead(nn.Module):
-    """One step further."""
+    """One draft head."""
 
     def __init__(self, channels: int, embedding_channels: int) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class MtpHead(nn.Module):
         self.out_norm = nn.RMSNorm(channels, eps=EPSILON)
 
     def forward(self, states_RC: Tensor, embeddings_RC: Tensor) -> Tensor:
-        """The next state, from that one token back and the embedding of the token since."""
+        """The next state, from the state one token back and the embedding of the next token."""
         joined = torch.cat([self.state_norm(states_RC), self.token_norm(embeddings_RC)], dim=-1)
         fused_RC = self.fuse(joined)
         normed_RC = self.mlp_norm(fused_RC)
@@ -60,7 +59,7 @@ class MtpHead(nn.Module):
 
 
 class MtpHeads(nn.ModuleList):
-    """Head 1, 2, ...: each goes on from the state of the one before."""
+    """Heads 1, 2, ...: each continues from the state of the head before it."""
 
     def __init__(self, count: int, *, channels: int, embedding_channels: int) -> None:
         super().__init__([MtpHead(channels, embedding_channels) for _ in range(count)])
@@ -70,7 +69,7 @@ class MtpHeads(nn.ModuleList):
         return {PREFIX + name: tensor for name, tensor in self.state_dict().items()}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `InvalidArgument` when what `named_tensors` gave is of other heads."""
+        """Raises `InvalidArgument` when the tensors have other names or shapes."""
         odd = difference(
             self.named_tensors(), {name: tensor.shape for name, tensor in tensors.items()}
         )
@@ -78,6 +77,6 @@ class MtpHeads(nn.ModuleList):
             raise InvalidArgument(f"MTP heads do not fit: {odd}")
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what `named_tensors` gave. Raises like `check`."""
+        """Load tensors of `named_tensors`. Raises like `check`."""
         self.check(tensors)
         self.load_state_dict({name.removeprefix(PREFIX): one for name, one in tensors.items()})

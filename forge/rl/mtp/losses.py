@@ -1,4 +1,4 @@
-"""What a draft is measured by, row by row.
+"""Losses and acceptance of drafts, row by row.
 
 Owns the losses between the policy's distribution p at a context, detached, and a head's q:
 
@@ -6,9 +6,9 @@ Owns the losses between the policy's distribution p at a context, detached, and 
     tv             1/2 sum_v |p_v - q_v|
     cross_entropy  -log q(o), o the token that was sampled
 
-The rest's mass in `topk_kl` is one outcome more, so probability that leaks out of the top k costs.
-`tv` is the share of drafts that is rejected: under lossless speculative sampling (arXiv 2211.17192)
-a draft from q is accepted with probability sum_v min(p_v, q_v) = 1 - tv.
+In `topk_kl` all tokens outside the top k are one more event, so mass outside the top k has a cost.
+`tv` is the share of rejected drafts: lossless speculative sampling (arXiv 2211.17192) accepts a
+draft from q with probability sum_v min(p_v, q_v) = 1 - tv.
 
 Shapes: R rows, V vocabulary, E edges that leave the rows.
 """
@@ -27,7 +27,7 @@ def topk_kl(policy_RV: Tensor, drafted_RV: Tensor, *, top_k: int) -> Tensor:
     inside = (log_p.exp() * (log_p - log_q)).sum(-1)
     if size == policy_RV.shape[-1]:
         return inside
-    # Summed rather than taken from 1: at small masses the difference has no digits left.
+    # Summed, not subtracted from 1: for small masses the difference would lose all digits.
     rest = torch.ones_like(policy_RV, dtype=torch.bool).scatter_(-1, places, False)
     rest_p = policy_RV.masked_fill(~rest, -torch.inf).logsumexp(-1)
     rest_q = drafted_RV.masked_fill(~rest, -torch.inf).logsumexp(-1)

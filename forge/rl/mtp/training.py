@@ -1,14 +1,14 @@
-"""Training of the heads: their gradient on merged trees, their optimizer, what to tell about them.
+"""Training of the draft heads: their gradient on merged trees, their optimizer, their statistics.
 
-The heads learn from the states and distributions that the policy's own step computes anyway, and
-nothing of theirs flows back: with heads or without, the policy's gradient is the same to the bit,
-and so is its clipping, for they are clipped and stepped by themselves. The loss of a batch is
+The heads learn from the states and distributions that the policy's step computes. No gradient flows
+back: the policy's gradient and its clipping are bitwise the same without heads, which have their
+own clipping and optimizer. The loss of a batch is
 
     1/K sum_k 1/N sum_t D_k(t)
 
-over the N trained tokens t of all its samples that have K tokens before their state's, D_k being
-the loss of head k against the policy at the context that t was sampled in. A context that several
-samples were sampled in counts once per sample; only `cross_entropy` looks at which token it was.
+over the N trained tokens t of all its samples that have K tokens before their state's; D_k is the
+loss of head k against the policy in the context of t. A context shared by several samples counts
+once per sample; only `cross_entropy` depends on the sampled token.
 
 Shapes: R rows of a rank's share of a tree, E edges, L layout tokens, C hidden channels, K heads.
 """
@@ -38,39 +38,39 @@ from forge.rl.tree.parts import HeadRows, parents
 from forge.rl.tree.states import TreeStates
 
 COPIES_HELD = 8
-"""Tables of a chunk's rows by vocabulary that a loss and its backward hold at once, about."""
+"""Approximate number of [rows, vocabulary] tables that a loss and its backward hold at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpStats:
-    """Of one batch, head by head; empty without heads."""
+    """Statistics of one batch by head; empty without heads."""
 
     losses: tuple[float, ...] = ()
     acceptance: tuple[float, ...] = ()
-    """Mean over trained tokens of sum_v min(p_v, q_v): how often a draft would be accepted, given
-    that those before it were."""
+    """Mean over trained tokens of sum_v min(p_v, q_v): the share of drafts that would be accepted
+    if the drafts before them were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     head: HeadRows
     counts_E: Tensor
-    """How many trained tokens of samples go through each edge."""
+    """Trained tokens of samples on each edge."""
     depths_R: Tensor
-    """Tokens before the one whose state the row is."""
+    """Number of tokens before the token of the row's state."""
 
 
 class MtpTraining:
-    """The heads of one policy."""
+    """Trains the draft heads of one policy."""
 
     def __init__(self, policy: TreePolicy, config: MtpConfig, optimizer: OptimizerConfig) -> None:
-        """`optimizer` has the constants of AdamW, and the bound on the norm of the gradient."""
+        """`optimizer` gives the constants of AdamW and the largest gradient norm."""
         self.config = config
         self._grad_clip = optimizer.grad_clip
         self._policy = policy
         self._embedding: torch.nn.Embedding = policy.model.get_input_embeddings()
         channels = policy.model.config.get_text_config(decoder=True).hidden_size
-        # Heads or not, what is random in the policy's training stays the same.
+        # The random numbers of the policy's training stay the same with heads and without.
         with torch.random.fork_rng(devices=[]):
             self.heads = MtpHeads(
                 config.heads, channels=channels, embedding_channels=self._embedding.weight.shape[1]
@@ -82,14 +82,14 @@ class MtpTraining:
         self._totals_KN = torch.zeros(0)
 
     def begin(self) -> None:
-        """A batch: no gradient, nothing counted."""
+        """Begin a batch: reset gradients and statistics."""
         self._optimizer.zero_grad()
         self._totals_KN = torch.zeros((self.config.heads, 3), dtype=torch.float64)
 
     def accumulate(self, tree: TreeBatch, *, tokens: int) -> None:
         """Add the gradient of the tree whose log-probs the policy computed last.
 
-        `tokens` is what the batch's loss is divided by.
+        The loss of the batch is divided by `tokens`.
         """
         rows = self._rows(tree)
         count = len(rows.head.places_R)
@@ -104,7 +104,7 @@ class MtpTraining:
             torch.autograd.backward(drafts, [leaf.grad for leaf in leaves])
 
     def _rows(self, tree: TreeBatch) -> _Rows:
-        """This rank's share of the contexts that something was sampled in."""
+        """This rank's share of the contexts of trained tokens."""
         counts_E = torch.bincount(tree.edges_T.cpu(), minlength=len(tree.layout.head.rows_E))
         head, group = tree.layout.head, self._policy.group
         if group is not None:
@@ -117,10 +117,10 @@ class MtpTraining:
         )
 
     def _drafts(self, tree: TreeBatch, places_R: Tensor) -> list[Tensor]:
-        """[R, C] state of each head. Rows with too little before them get some state or other."""
+        """[R, C] state of each head; arbitrary for rows with too few tokens before them."""
         parents_L = parents(tree.layout.nodes).clamp(min=0).to(places_R.device)
         ids_L = tree.layout.ids_L.to(places_R.device)
-        # Head k goes on from head k - 1 one token earlier: which tokens, from the last head down.
+        # Head k continues from head k - 1 one token earlier: find the tokens from the last head on.
         wanted = torch.unique(places_R)
         levels = [wanted]
         for _ in range(self.config.heads - 1):
@@ -154,8 +154,8 @@ class MtpTraining:
             (loss / (tokens * self.config.heads)).backward()  # type: ignore[no-untyped-call]
             seen_R = weights_R * reached_R
             accepted = (acceptance(policy_RV, drafted_RV.detach()) * seen_R).sum()
-            told = torch.stack([loss.detach(), accepted, seen_R.sum().to(loss)])
-            self._totals_KN[index] += told.double().cpu()
+            totals = torch.stack([loss.detach(), accepted, seen_R.sum().to(loss)])
+            self._totals_KN[index] += totals.double().cpu()
 
     def _loss(
         self,
@@ -180,7 +180,7 @@ class MtpTraining:
         return next(self.heads.parameters()).dtype
 
     def reduce_gradients(self) -> None:
-        """Add up what the ranks have, after all trees of a batch."""
+        """Sum gradients and statistics over the ranks, after all trees of a batch."""
         group = self._policy.group
         if group is not None:
             sum_gradients(self.heads.parameters(), group)
@@ -189,7 +189,7 @@ class MtpTraining:
             self._totals_KN = totals.cpu()
 
     def step(self, rate_share: float) -> None:
-        """Update the heads, unless their gradient is not finite; at that share of the rate."""
+        """Update the heads at this share of their learning rate; skip a gradient not finite."""
         parameters = list(self.heads.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
         if math.isfinite(norm):
@@ -198,7 +198,7 @@ class MtpTraining:
             self._optimizer.step()
 
     def stats(self) -> MtpStats:
-        """Of the trees since `begin`."""
+        """Statistics of the trees since `begin`."""
         losses, accepted, count = self._totals_KN.T
         count = count.clamp(min=1.0)
         return MtpStats(
@@ -206,10 +206,10 @@ class MtpTraining:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """The state for `load_state_dict`."""
         return {"heads": self.heads.named_tensors(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `InvalidArgument` when it is of other heads."""
+        """Raises `InvalidArgument` for the state of other heads."""
         self.heads.load_tensors(state["heads"])
         load_moments(self._optimizer, state["optimizer"])

@@ -1,14 +1,14 @@
-"""One tree over several ranks: each computes a range of the layout, exactly.
+"""One tree over several ranks (context parallelism): each computes a range of the layout, exactly.
 
-Owns the exchange between the ranks of a group that hold the same weights and the same batch. Ranges
-follow the depth-first order; where they begin is the choice of `forge.rl.parallel.partition`. A
-rank's queries attend the path to its first token on other ranks: those keys and values are gathered
-layer by layer, attended in slabs, and merged with the rank's own by log-sum-exp. Keys travel rather
-than queries, because they are few: one path per rank, shared by all that hangs on it. Backward,
-gradients of gathered keys are summed over ranks and return to who computed them.
+Owns the exchange between ranks of a group with the same weights and the same batch. Ranges follow
+the depth-first order; `forge.rl.parallel.partition` chooses them. A rank's queries attend the path
+to its first token on other ranks: these keys and values are gathered layer by layer, attended in
+slabs, and merged with the rank's own by log-sum-exp. Keys are exchanged instead of queries, because
+they are few: one path per rank, shared by its whole range. In the backward, gradients of gathered
+keys are summed over ranks and returned to their owners.
 
-Log-probs are gathered too, so every rank sees the whole tree's and computes the same loss, whatever
-the objective; each differentiates its own part, and parameter gradients are summed at the end.
+Log-probs are gathered too: every rank has those of the whole tree and computes the same loss for
+any objective. Each rank differentiates its own part; parameter gradients are summed at the end.
 
 Shapes: N tokens that are attended by other ranks, E distinct edges.
 """
@@ -32,7 +32,7 @@ from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, path_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one rank computes of a tree."""
+    """The part of a tree that one rank computes."""
 
     part: TreePart
     slots: Slots
@@ -43,7 +43,7 @@ class RankPart:
 
 
 def rank_part(layout: TreeLayout, spans: Sequence[Span], *, rank: int) -> RankPart:
-    """The range of a rank, of `spans`, which are the same on all of them."""
+    """The part of a rank; `spans` are the ranges of all ranks."""
     nothing = torch.zeros(0, dtype=torch.long)
     paths = [path_to(layout, start) if start < end else nothing for start, end in spans]
     start, end = spans[rank]
@@ -56,7 +56,7 @@ def rank_part(layout: TreeLayout, spans: Sequence[Span], *, rank: int) -> RankPa
 
 
 def _idle(layout: TreeLayout) -> TreePart:
-    """One token that nothing comes of: a rank without work takes part in every exchange."""
+    """A part of one token without effect: a rank without work must join every exchange."""
     part = cut_part(layout, (0, 1))
     head, none = part.head, part.edges_E[:0]
     return replace(
@@ -76,14 +76,14 @@ def _idle(layout: TreeLayout) -> TreePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredPrefix:
-    """One rank's prefix, from whoever computes it."""
+    """One rank's prefix, gathered from the ranks that compute it."""
 
     group: dist.ProcessGroup
     slots: Slots
     size: int
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Every rank calls this, in the order of the layers."""
+        """Keys and values with the prefix before them. All ranks call it in layer order."""
         if not self.size:
             return key, value
         keys, values = _Exchanged.apply(key, value, self)  # type: ignore[no-untyped-call]
@@ -119,9 +119,9 @@ class _Exchanged(torch.autograd.Function):
 
 
 def gather_edges(values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
-    """[E] from each rank's part, differentiable by each rank in its own part.
+    """[E] gathered from all ranks; each rank differentiates its own part.
 
-    Correct where every rank goes on to compute the same from it, as with a loss of all log-probs.
+    Correct only if every rank computes the same loss from the result.
     """
     out: Tensor = _Edges.apply(values_e, part, group)  # type: ignore[no-untyped-call]
     return out
@@ -143,7 +143,7 @@ class _Edges(torch.autograd.Function):
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Of all ranks' parts. A parameter that no rank has a gradient for is left without one."""
+    """Sum gradients over ranks. A parameter without a gradient on every rank stays without."""
     trained = [one for one in parameters if one.requires_grad]
     if not trained:
         return

@@ -1,11 +1,11 @@
-"""Which range of a tree each rank computes: equal work, within what a rank's memory holds.
+"""Divides a tree into one range per rank: equal work, within the memory of a rank.
 
-Owns the cut alone. What ranks then exchange is `forge.rl.parallel.context_parallel`; what a pass is
-cut to where one process computes a tree is `forge.core.prefix_tree`.
+Owns the ranges alone. `forge.rl.parallel.context_parallel` exchanges data between ranks;
+`forge.core.prefix_tree` divides trees into the passes of one process.
 
-Work is tokens, each weighed by what it attends. Memory is counted in tokens too, of which a
-`token_budget` says how many a pass holds: a rank's own tokens, and those of the path to its first
-one, of which there are keys and values alone.
+Work is the number of tokens, each weighted by the tokens it attends. Memory is counted in tokens,
+too, and bounded by `token_budget`: a rank's own tokens, plus the tokens of the path to its first
+one, which hold only keys and values.
 
 Shapes: L tokens of the layout.
 """
@@ -27,9 +27,9 @@ def rank_spans(
 ) -> list[Span]:
     """Ranges of equal work, some of them empty in a tiny tree.
 
-    Where one of them holds more than `budget` tokens (0: any number will do), the ranges whose
-    largest work is the least of all that hold no more; if there are none, of those whose largest
-    memory is the least. `prefix_cost` is what a token of the prefix takes of one's own.
+    If one of them holds more than `budget` tokens (0: no bound), the ranges within the budget whose
+    largest work is least; if there are none, the ranges whose largest memory is least.
+    `prefix_cost` is the memory of a prefix token relative to an own token.
     """
     work_L = 1 + pair_cost * (layout.positions_L + 1).double()
     total = work_L.cumsum(0)
@@ -54,7 +54,7 @@ def rank_spans(
 
 
 def held_tokens(layout: TreeLayout, span: Span, *, prefix_cost: float) -> float:
-    """Estimate of what the pass of a range holds for its backward, in tokens."""
+    """Estimate of the memory that a range's pass holds for its backward, in tokens."""
     start, end = span
     if start == end:
         return 0.0
@@ -66,19 +66,19 @@ def _spans(cuts: Sequence[int]) -> list[Span]:
 
 
 class _Bounds:
-    """How far a range may reach that begins at some token."""
+    """Bounds on the end of a range, by its first token."""
 
     def __init__(self, total: Tensor, positions_L: Tensor, prefix_cost: float) -> None:
-        """`total` [L + 1] is the work of all tokens before each, and of all."""
+        """`total` [L + 1] is the cumulative work: before each token, and of all tokens."""
         self._total = total
         self._starts_L = torch.arange(len(positions_L))
         self._prefix_L = prefix_cost * positions_L.double()
 
     def cuts(self, ranks: int, *, work: float, memory: float) -> list[int] | None:
-        """Where the ranges begin and end that keep within both bounds; None: no such ranges.
+        """Boundaries of ranges within both bounds; None if there are none.
 
-        A range that fits still fits when it ends earlier. So what the first ranks can cover is
-        everything up to some token, and the next one begins wherever it reaches farthest.
+        A range that fits still fits when it ends earlier. So the first ranks can cover everything
+        up to some token, and the next range begins where it reaches farthest.
         """
         tokens = len(self._starts_L)
         room_L = (memory - self._prefix_L).floor().clamp(min=0).long()
@@ -93,13 +93,13 @@ class _Bounds:
             return None
         cuts = [tokens]
         for last in reversed(covered[:-1]):
-            # Empty where the ranks before could have come as far.
+            # Empty if the ranks before can cover its end.
             cuts.append(int(begins_L[last]) if last < cuts[-1] else cuts[-1])
         return cuts[::-1]
 
     def least_memory(self, ranks: int, *, most: float) -> float:
-        """The least bound on memory within which there are ranges, to half a token; `most` is known
-        to do, but for rounding."""
+        """The least bound on memory with valid ranges, to half a token; `most` is sufficient up to
+        rounding."""
         low, high = 0.0, most + 0.5
         while high - low > 0.5:
             middle = (low + high) / 2

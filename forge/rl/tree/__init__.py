@@ -1,1 +1,1 @@
-"""A merged tree as tensors, cut into parts, and the passes over them. Imports `attention`."""
+"""A prefix tree as tensors, its parts, and the passes over them. Imports `attention`."""

@@ -1,8 +1,7 @@
-"""A tree plan as tensors: what goes into the model and where its samples' tokens come out.
+"""A tree plan as tensors: the model's inputs, and the places of its samples' tokens in the outputs.
 
-Owns the index arithmetic between samples and the merged layout. Planning is
-`forge.core.prefix_tree`; the passes of a tree are `forge.rl.tree.parts`, what is computed in them
-is `forge.rl.model.policy`.
+Owns the index arithmetic between samples and the merged layout. `forge.core.prefix_tree` plans
+trees, `forge.rl.tree.parts` has the parts of a tree, `forge.rl.model.policy` computes them.
 
 Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
 token at one place of the layout), R logit rows (a token some edge leaves from), S samples.
@@ -28,26 +27,26 @@ class TreeBatch:
 
     layout: TreeLayout
     parts: tuple[TreePart, ...]
-    """One pass each; more than one where the tree exceeds the budget."""
+    """One pass each; several if the tree exceeds the budget."""
     edges_T: Tensor
-    """Edge of each trained token: two samples through the same edge share its log-prob."""
+    """Edge of each trained token: two samples on the same edge share its log-prob."""
     behavior_T: Tensor
-    """Float32 log-prob in the distribution sampled from."""
+    """Float32 behavior log-prob."""
     advantages_T: Tensor
     versions_T: Tensor
     lengths_S: Tensor
-    """Trained tokens of each sample; those of a sample follow each other in the [T] columns."""
+    """Trained tokens of each sample; tokens of a sample are contiguous in the [T] columns."""
     returns_T: Tensor | None
-    """What was earned from the turn on; None without a critic."""
+    """Return-to-go of the token's turn; None without a critic."""
     domains_S: tuple[str, ...]
     sample_tokens: int
-    """What the samples would cost unmerged."""
+    """Tokens of all samples without merging."""
     lasts_S: Tensor
     """Layout index of each sample's last token."""
     token_budget: int = 0
-    """Most tokens that a pass was to have; 0: any number."""
+    """Most tokens of a pass in the plan; 0: no bound."""
     separate: bool = False
-    """Each distinct sample is a sequence of its own (`forge.rl.tree.separate_samples`)."""
+    """Each distinct sample is a separate sequence (`forge.rl.tree.separate_samples`)."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +55,7 @@ class TreeBatch:
 
     @property
     def pass_tokens(self) -> int:
-        """Of the largest pass: what memory is needed for."""
+        """Tokens of the largest pass, which determine the memory."""
         return max(part.tokens for part in self.parts)
 
     @property
@@ -65,7 +64,7 @@ class TreeBatch:
         return self.edges_T.shape[0]
 
     def to(self, device: torch.device) -> TreeBatch:
-        """With the columns there; passes move what they need themselves."""
+        """A batch with its columns on `device`; passes move their own inputs."""
         if self.edges_T.device == device:
             return self
         columns = ("edges_T", "behavior_T", "advantages_T", "versions_T", "lengths_S")
@@ -121,7 +120,7 @@ def _returns(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def _multiplicities(plan: TreePlan) -> np.ndarray:
-    """How many samples contain each token: those that end in its subtree, itself included."""
+    """[L] how many samples contain each token: those that end in its subtree."""
     lasts_L = np.bincount(np.asarray(plan.lasts, np.int64), minlength=plan.tokens)
     ended = np.concatenate([[0], np.cumsum(lasts_L)])
     bounds = np.asarray([(node.start, node.end, node.subtree_end) for node in plan.nodes])
@@ -152,7 +151,7 @@ def _head_rows(
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """All integers of half-open ranges, one after the other."""
+    """The integers of half-open ranges, concatenated."""
     bounds = np.asarray(spans, np.int64).reshape(-1, 2)
     lengths = bounds[:, 1] - bounds[:, 0]
     offsets = np.repeat(bounds[:, 0] - (np.cumsum(lengths) - lengths), lengths)

@@ -1,12 +1,11 @@
-"""Trees larger than a pass: keys and values are relayed from part to part, gradients back.
+"""Trees larger than a pass: keys and values are relayed forward between parts, gradients back.
 
-Owns what parts of one tree exchange when one process runs them one after the other. How a tree is
-cut is `forge.rl.tree.parts`, the order of the passes `forge.rl.tree.passes`.
+Owns the exchange between parts of one tree that one process computes in sequence.
+`forge.rl.tree.parts` divides a tree, `forge.rl.tree.passes` orders the passes.
 
-Forward, every part leaves the keys and values of those of its tokens that later parts attend.
-Backward, parts run in reverse order, so when a part is differentiated all gradients that later
-ones owe its keys and values have arrived, and join its own. Every ancestor is computed once, and
-nothing is approximated.
+In the forward, every part stores the keys and values of its tokens that later parts attend. In the
+backward, parts run in reverse order, so the gradients of these keys and values from later parts
+are complete when the part is differentiated. Every ancestor is computed once; the result is exact.
 
 Shapes: N tokens that are attended by other parts, K key/value heads, D head size.
 """
@@ -24,16 +23,16 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Where a part's tokens are among the N."""
+    """Places of a part's tokens among the N."""
 
     own: Tensor
-    """Those of the part that others attend, by their index in the part."""
+    """Index in the part of each of its tokens that other parts attend."""
     own_slots: Tensor
     prefix_slots: Tensor
-    """In the order of the prefix."""
+    """Places of the prefix tokens, in the order of the prefix."""
 
     def to(self, device: torch.device) -> Slots:
-        """The same there."""
+        """These slots on `device`."""
         return Slots(
             own=self.own.to(device),
             own_slots=self.own_slots.to(device),
@@ -42,13 +41,13 @@ class Slots:
 
 
 def shared_tokens(prefixes: Sequence[Tensor]) -> Tensor:
-    """Layout indices [N] of all that is in some part's prefix, ascending."""
+    """Layout indices [N] of all tokens in a part's prefix, ascending."""
     shared_N: Tensor = torch.unique(torch.cat(list(prefixes)))
     return shared_N
 
 
 def shared_slots(spans: Sequence[tuple[int, int]], prefixes: Sequence[Tensor]) -> list[Slots]:
-    """Of each part, given by its range and the layout indices of its prefix."""
+    """The slots of each part, given by its range and the layout indices of its prefix."""
     shared_N = shared_tokens(prefixes)
     slots = []
     for (start, end), prefix in zip(spans, prefixes, strict=True):
@@ -64,7 +63,7 @@ def shared_slots(spans: Sequence[tuple[int, int]], prefixes: Sequence[Tensor]) -
 
 
 class Relay:
-    """The N tokens' keys and values of each layer, and the gradients that have arrived."""
+    """Keys and values of the N tokens in each layer, and their gradients so far."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -78,7 +77,7 @@ class Relay:
         return self._values[layer]
 
     def grads(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for gradients, in fp32 or wider: many parts add to them."""
+        """Their gradients, in fp32 or wider: many parts add to them."""
         if layer not in self._grads:
             wide = torch.promote_types(key.dtype, torch.float32)
             self._grads[layer] = (self._blank(key, wide), self._blank(value, wide))
@@ -91,13 +90,13 @@ class Relay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPrefix:
-    """One part's end of a relay."""
+    """A part's access to a relay."""
 
     relay: Relay
     slots: Slots
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Leaves what later parts attend, and puts before it what earlier ones left."""
+        """Stores keys and values for later parts; returns them with the prefix before them."""
         keys, values = _Relayed.apply(key, value, self, layer)  # type: ignore[no-untyped-call]
         return keys, values
 

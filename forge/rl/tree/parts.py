@@ -1,12 +1,11 @@
-"""Pieces of a merged layout, each the work of one forward pass.
+"""Parts of a merged layout, each for one forward pass.
 
-Owns the cutting of a layout into ranges with the path that leads to them, and into single
-sequences. Which ranges there are is the choice of `forge.core.prefix_tree` or
-`forge.rl.parallel.partition`; who computes the path's keys and values is `forge.rl.tree.kv_relay`
-or `forge.rl.parallel.context_parallel`.
+Owns the division of a layout into ranges, each with the path to its first token, and into single
+sequences. `forge.core.prefix_tree` or `forge.rl.parallel.partition` choose the ranges;
+`forge.rl.tree.kv_relay` or `forge.rl.parallel.context_parallel` provide the path's keys and values.
 
-In depth-first order every ancestor that a range has outside of itself is an ancestor of its first
-token. So what a range needs to know of the rest of the tree is one path, however bushy both are.
+In depth-first order every ancestor outside of a range is an ancestor of the range's first token. So
+a range needs only one path of the rest of the tree.
 
 Shapes: L layout tokens, P tokens of a part's prefix, R logit rows, E distinct edges.
 """
@@ -27,19 +26,19 @@ from forge.rl.attention.schedule import AttentionSchedule, schedule_attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRows:
-    """Which log-probs to compute: one logit row per distinct context, one entry per edge."""
+    """The log-probs to compute: one logit row per distinct context, one entry per edge."""
 
     places_R: Tensor
-    """Index of the token each row is computed at, ascending."""
+    """Token index of each row, ascending."""
     temperatures_R: Tensor
-    """Float32; of the distribution the row is to match."""
+    """Float32 sampling temperature of each row."""
     rows_E: Tensor
     """Row of each edge, ascending."""
     targets_E: Tensor
-    """Token id each edge leads to."""
+    """Target token id of each edge."""
 
     def cut(self, first: int, last: int) -> tuple[HeadRows, slice]:
-        """The rows [first, last), and which edges leave from them."""
+        """The rows [first, last), and the range of their edges."""
         bounds = torch.tensor([first, last], device=self.rows_E.device)
         begin, stop = torch.searchsorted(self.rows_E, bounds).tolist()
         rows = HeadRows(
@@ -51,7 +50,7 @@ class HeadRows:
         return rows, slice(begin, stop)
 
     def to(self, device: torch.device) -> HeadRows:
-        """The same there."""
+        """These rows on `device`."""
         return HeadRows(
             places_R=self.places_R.to(device),
             temperatures_R=self.temperatures_R.to(device),
@@ -77,30 +76,30 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreePart:
-    """What one forward pass computes."""
+    """The inputs of one forward pass."""
 
     ids_L: Tensor
     positions_L: Tensor
     weights_L: Tensor
-    """Float; how often each token counts in what is summed over tokens of samples."""
+    """Float; weight of each token in sums over tokens of samples."""
     schedule: AttentionSchedule
     head: HeadRows
-    """Its rows, by their place in the part."""
+    """Its rows, indexed within the part."""
     edges_E: Tensor
-    """Which edges of the tree these are."""
+    """Indices of its edges in the tree."""
     places_L: Tensor
     """Layout index of each of its tokens."""
     prefix_P: Tensor
-    """Layout indices of the tokens before it that its own tokens attend: a path from the root."""
+    """Layout indices of the earlier tokens that it attends: a path from the root."""
 
     @property
     def tokens(self) -> int:
-        """Computed here."""
+        """Tokens of the pass, without the prefix."""
         return self.ids_L.shape[0]
 
 
 def cut_part(layout: TreeLayout, span: Span) -> TreePart:
-    """The part of a layout that a range is."""
+    """The part of a layout in a range."""
     start, end = span
     path = _path(layout.nodes, start)
     prefix = sum(stop - begin for begin, stop in path)
@@ -123,12 +122,12 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
 
 
 def _lowered(indices: Tensor, by: int) -> Tensor:
-    """Counted from there on; no copy where that changes nothing, as in a tree of one part."""
+    """Indices less `by`, without a copy if it is 0."""
     return indices - by if by else indices
 
 
 def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
-    """The tree as plain sequences: root-to-leaf paths, of which each row and weight is in one."""
+    """The tree as root-to-leaf sequences; each row and weight is in exactly one of them."""
     head = layout.head
     seen_L = torch.zeros(len(layout.ids_L), dtype=torch.bool)
     for node in layout.nodes:
@@ -160,7 +159,7 @@ def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
 
 
 def parents(nodes: Sequence[Node]) -> Tensor:
-    """[L] layout index of the token before each in its sequence; -1 at a root."""
+    """[L] layout index of each token's predecessor; -1 at a root."""
     parents_L = torch.arange(nodes[-1].end) - 1
     parents_L[[node.start for node in nodes]] = torch.tensor([node.parent for node in nodes])
     return parents_L
@@ -190,7 +189,7 @@ def _holder(nodes: Sequence[Node], place: int) -> Node:
 def _path_nodes(
     nodes: Sequence[Node], path: Sequence[Span], span: Span, prefix: int
 ) -> Iterator[Node]:
-    """The path as the first nodes of a layout of its own; subtrees end within the range."""
+    """The path as the first nodes of the part's layout; subtrees end within the range."""
     depth = 0
     for begin, stop in path:
         subtree_end = min(_holder(nodes, begin).subtree_end, span[1]) - span[0] + prefix
@@ -199,7 +198,7 @@ def _path_nodes(
 
 
 def _own_nodes(nodes: Sequence[Node], span: Span, prefix: int) -> Iterator[Node]:
-    """The nodes of a range, cut at its ends, in a layout that begins with the path."""
+    """The nodes of a range, cut at its ends, in the part's layout after the path."""
     start, end = span
     shift = prefix - start
     for index in range(bisect_right(nodes, (start, nodes[-1].end + 1)) - 1, len(nodes)):

@@ -1,9 +1,8 @@
 """Several forward passes as one differentiable computation.
 
-Owns running passes one after the other with bounded memory: what a pass needs to be
-differentiated is held for the last ones alone, the others are run again on the way back, in
-reverse order, with the gradient of their own results. The losses in between see all log-probs of
-a tree at once, so any objective is exact, however many passes there are.
+Owns running passes in sequence with bounded memory: only the last passes keep their activations;
+the backward runs the others again, in reverse order, with the gradient of their results. The loss
+gets all log-probs of a tree at once, so every objective is exact for any number of passes.
 """
 # ruff: noqa: N815 -- shape suffixes are names here
 
@@ -20,29 +19,29 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutput:
-    """What a pass computes for the edges of its part."""
+    """Results of a pass for the edges of its part."""
 
     logprobs_E: Tensor
-    """Differentiable; with a critic two columns, the second of them values."""
+    """Differentiable; with a critic a second column has the values."""
     entropy_E: Tensor
     mass_X: Tensor | None = None
-    """Probability mass per expert, differentiable; None where nothing is balanced."""
+    """Probability mass per expert, differentiable; None without load balance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How to run them."""
+    """The passes of a tree."""
 
     run: Callable[[int], PassOutput]
-    """Computes one pass; called again with the same index on the way back."""
+    """Computes one pass; the backward calls it again with the same index."""
     edges: Sequence[Tensor]
-    """Which edges of the tree each pass computes: disjoint, and all of them together."""
+    """Edges of the tree in each pass: disjoint, together all edges."""
     kept: int
-    """How many of the last ones are held rather than run again."""
+    """Number of last passes that keep their activations."""
     extra_loss: Callable[[PassOutput], Tensor | None]
-    """A loss of a pass beside that on its log-probs, once all have been run forward."""
+    """A loss of a pass besides that on its log-probs, called after all forward passes."""
     device: torch.device
-    """Where they compute. What one draws at random there, or on the host, it draws again."""
+    """Device of the passes. A repeated pass has the same random numbers, also those of the host."""
 
 
 def run_passes(passes: Passes) -> tuple[Tensor, Tensor]:
@@ -88,13 +87,13 @@ class _Passes(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Of the host, and of the device if it is another."""
+    """State of the host's random numbers, and of the device's if it is a GPU."""
     own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), own
 
 
 def _again(passes: Passes, index: int, draws: tuple[Tensor, Tensor | None]) -> PassOutput:
-    """A pass with its random draws; what is drawn after it is as if it had not been run again."""
+    """Run a pass again with its random numbers; the current random state stays as it was."""
     host, own = draws
     with torch.random.fork_rng(devices=[] if own is None else [passes.device]):
         torch.set_rng_state(host)
@@ -122,6 +121,6 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_loss(values: Tensor, loss: Tensor) -> Tensor:
-    """`values`, whose backward also is that of `loss`."""
+    """`values`, with a backward that includes that of `loss`."""
     out: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
     return out

@@ -1,10 +1,10 @@
-"""A merged tree taken apart again: every distinct sample a sequence of its own.
+"""Splits a merged tree into its distinct samples, each a separate sequence.
 
-For models whose states depend on more than the tokens before: on how long the sequence is, say.
-Even a sample that is the beginning of another one is then another computation.
+For models whose states depend on more than the tokens before, for example on the length of the
+sequence: a sample that is a prefix of another must then be computed separately.
 
-Shapes: L layout tokens of the merged tree, M of the one taken apart, T trained tokens, S samples,
-R logit rows, E edges.
+Shapes: L layout tokens of the merged tree, M of the split one, T trained tokens, S samples, R logit
+rows, E edges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge.rl.tree.parts import HeadRows, TreeLayout, cut_part, path_to
 
 
 def separated(batch: TreeBatch) -> TreeBatch:
-    """The same samples and columns over a layout that shares nothing between sequences.
+    """The same samples and columns, over a layout without shared prefixes.
 
     Samples with the same tokens stay one sequence. Idempotent.
     """
@@ -55,7 +55,7 @@ def separated(batch: TreeBatch) -> TreeBatch:
 def _head(
     batch: TreeBatch, starts: torch.Tensor, sequences_S: torch.Tensor
 ) -> tuple[HeadRows, torch.Tensor]:
-    """Rows and edges by sequence, and the edge of each trained token."""
+    """Rows and edges per sequence, and the edge of each trained token."""
     head, positions_L = batch.layout.head, batch.layout.positions_L
     edges, rows = max(1, len(head.rows_E)), max(1, len(head.places_R))
     sequences_T = sequences_S.repeat_interleave(batch.lengths_S.cpu())

@@ -1,7 +1,7 @@
-"""The writer of checkpoints: the disk's time is not training's.
+"""Writes checkpoints on a thread of its own, so that training does not wait for the disk.
 
-Owns nothing but a thread. What is written was captured by the learner; when, and what counts as
-saved, is decided by `services.trainer.actors.training`.
+Owns the thread alone. The learner captures the contents; `services.trainer.actors.training`
+decides when to save and which checkpoint counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from services.trainer.checkpoint.store import CheckpointStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """Answered by the path, once it is durable. ResourceExhausted when it cannot be written."""
+    """Write a checkpoint; answered by its path once it is durable.
+
+    Raises `ResourceExhausted` when it cannot be written.
+    """
 
     contents: Contents
     step: int
@@ -28,17 +31,17 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Once everything asked for before is written, or has failed, answered by the oldest step
-    that there is a checkpoint of."""
+    """Wait until every earlier write has ended; answered by the step of the oldest checkpoint."""
 
 
 class CheckpointWriter(ThreadActor):
-    """Writes one checkpoint after the other."""
+    """Writes one checkpoint at a time."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
 
     def receive(self, message: Any) -> Path | int:
+        """Handles `Write` and `Flush`."""
         match message:
             case Write():
                 return self._store.save(

@@ -1,8 +1,8 @@
-"""The learner: the one owner of model and optimizer, on a thread of its own.
+"""The learner: owns model and optimizer, on a thread of its own.
 
-Owns stepping, and copies of the moment for publication and checkpoints; what is stepped is a
-`services.trainer.learner.model_replica`, or one per rank. When to do which is decided by
-`services.trainer.actors.training`.
+Takes optimizer steps, and copies the weights for publication and checkpoints. The model is a
+`services.trainer.learner.model_replica`, one per rank. `services.trainer.actors.training` decides
+what to do when.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.model_replica import Adopt, Order, Replica, StartOver, Take
+from services.trainer.learner.model_replica import Adopt, ModelReplica, Order, StartOver, Take
 from services.trainer.learner.rank_processes import Ranks
 from services.trainer.weight_publisher import Snapshot
 
@@ -37,10 +37,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSnapshot:
-    """Copy the weights to publish as they are now; answered by a Snapshot.
+    """Copy the current weights for publication; answered by a Snapshot.
 
-    After a restore, and with `checkpoint`, the tensors are read from the kept model's files.
-    DataLoss when these are damaged.
+    After a restore, and with `checkpoint`, the tensors are those of the kept model's files. Raises
+    `DataLoss` when these are damaged.
     """
 
     step: int
@@ -49,30 +49,33 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Copy all that a checkpoint holds, as it is now; answered by Contents."""
+    """Copy the state that a checkpoint holds; answered by Contents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Go back to the newest checkpoint, answered by it; without any, to the start: None."""
+    """Restore the newest checkpoint, which is the answer; without one start over, answer None."""
 
 
 class LearnerActor(ThreadActor):
-    """One policy being trained."""
+    """Trains one policy."""
 
     def __init__(self, config: TrainerConfig, checkpoints: CheckpointStore) -> None:
         self._config = config
         self._checkpoints = checkpoints
         self._ranks: Ranks | None = None
         self._kept: Mapping[str, Tensor] = {}
-        """Of the checkpoint restored, until a step is taken."""
+        """Published tensors of the restored checkpoint, until the next step."""
 
     def started(self) -> None:
+        """Starts the other ranks, builds the model and checks it."""
         torch.set_num_threads(self._config.threads())
         try:
             if self._config.ranks > 1:
                 self._ranks = Ranks(self._config)
-            self._replica = Replica(self._config, group=self._ranks.group if self._ranks else None)
+            self._replica = ModelReplica(
+                self._config, group=self._ranks.group if self._ranks else None
+            )
             self._check_checkpoint()
             self._replica.check()
         except BaseException:
@@ -80,10 +83,12 @@ class LearnerActor(ThreadActor):
             raise
 
     def stopped(self) -> None:
+        """Ends the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
 
     def receive(self, message: Any) -> Any:
+        """Handles `Step`, `TakeSnapshot`, `Capture` and `Restore`."""
         match message:
             case Step(plan=plan, weight_version=weight_version):
                 return self._order(Take(plan=plan, weight_version=weight_version))
@@ -100,12 +105,12 @@ class LearnerActor(ThreadActor):
         self._kept = {}
         if self._ranks is None:
             return self._replica.obey(order)
-        self._ranks.tell(order)
+        self._ranks.send(order)
         with self._ranks.together():
             return self._replica.obey(order)
 
     def _snapshot(self, step: int, kept: Mapping[str, Tensor]) -> Snapshot:
-        """Of the tensors kept, where they are what this run publishes, else of those in memory."""
+        """The `kept` tensors if they have the names and type of this run, else those in memory."""
         if not self._replica.publishes(kept):
             kept = dict(self._replica.published())
         tensors = [
@@ -129,7 +134,7 @@ class LearnerActor(ThreadActor):
                 self._checkpoints.set_aside(checkpoint)
                 continue
             if self._ranks is not None:
-                self._ranks.tell(Adopt(directory=checkpoint.path))
+                self._ranks.send(Adopt(directory=checkpoint.path))
             self._replica.adopt(checkpoint.path, weights, state)
             self._kept = kept
             log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
@@ -139,8 +144,8 @@ class LearnerActor(ThreadActor):
         return None
 
     def _check_checkpoint(self) -> None:
-        """Raises `ConfigError` when the one to go on from is not of this run: better now, in one
-        line, than once everything else stands. One that is damaged is dealt with at the restore."""
+        """Raises `ConfigError` at the start when the newest readable checkpoint is of another run;
+        the restore handles damaged ones."""
         for checkpoint in self._checkpoints.newest_first():
             try:
                 self._replica.fits(checkpoint.path)

@@ -1,12 +1,12 @@
-"""Training, step by step: what is done in which order, and what a failure in between means.
+"""The order of operations in training, and the recovery from a failure between them.
 
     resume    restore the newest checkpoint (step k), Rewind(k), publish
     advance   take a batch, step, commit, publish, now and then begin a checkpoint
     finish    at max_steps: last checkpoint written, its kept model published
 
-Owns that order, nothing of how. The invariant it keeps: the learner is ahead of the scheduler's
-books only between a step and its commit, and a checkpoint of step k is written only after step k
-was committed. Whatever goes wrong in between, the way on is always the same: resume.
+Owns the order alone. Invariant: the learner is ahead of the scheduler only between a step and its
+commit, and a checkpoint of step k is written only after the commit of step k. Recovery from every
+failure is the same: resume.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Publisher
 
 UNBOUNDED_S = 7 * 24 * 3600.0
-"""A deadline for work whose length is the model's: a step, a checkpoint."""
+"""Deadline of a step or a checkpoint, whose duration depends on the model."""
 _BATCH_WAIT_S = 1.0
 
 
 class Diverged(FailedPrecondition):
-    """Batch after batch gives no usable gradient: it is not the batches."""
+    """Too many batches in a row gave no usable gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
-    """Do the next thing; answered by whether there is more to do."""
+    """Do the next operation; answered by True until training has finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Training(Actor):
         evaluator: Evaluator | None = None,
         clock: RunClock | None = None,
     ) -> None:
-        """`make_publisher` takes the highest weight version known to be used."""
+        """`make_publisher` takes the highest weight version that may be in use."""
         self._config = config
         self._learner = learner
         self._writer = writer
@@ -80,28 +80,30 @@ class Training(Actor):
         self._clock = clock or RunClock()
         self._publisher: Publisher | None = None
         self._consistent = False
-        """The learner holds what the books say; otherwise the next thing to do is resume."""
+        """Learner and scheduler agree on the step; otherwise the next operation is resume."""
         self._published_step = -1
         self._kept_step = -1
-        """Of the weights that were published from a checkpoint's files."""
+        """Step of the weights that were published from a checkpoint's files."""
         self._checkpoint: Path | None = None
-        """Of `record.checkpoint_step`."""
+        """Path of the checkpoint of `record.checkpoint_step`."""
         self._saving: asyncio.Task[Path] | None = None
-        """A checkpoint being written while training goes on."""
+        """A checkpoint being written during training."""
         self._skipped = 0
-        """Batches in a row that were given up."""
+        """Batches skipped in a row."""
         self._failing = False
-        """The newest attempt at a checkpoint failed, and was told about."""
+        """The newest checkpoint could not be written; this was logged."""
         self._idle_since_s = 0.0
         self._capture_s = 0.0
-        """Copying for checkpoints since the newest step."""
+        """Time spent copying for checkpoints since the newest step."""
 
     async def stopped(self) -> None:
+        """Stops the renewals of batches; a checkpoint in progress is still written."""
         if self._saving is not None:
             self._saving.cancel()  # the waiting, not the writing
         await self._source.drop()
 
     async def receive(self, message: Any) -> Any:
+        """Handles `Advance` and `SaveCheckpoint`."""
         match message:
             case Advance():
                 return await self._advance()
@@ -125,7 +127,7 @@ class Training(Actor):
     async def _resume(self) -> None:
         self._record.phase = pb.TRAINER_PHASE_LOADING
         self._record.oldest_checkpoint_step = 0
-        # One that is still being written is of a step that was committed: it counts.
+        # A checkpoint that is still being written is of a committed step: it counts.
         await self._flush()
         checkpoint: Checkpoint | None = await self._ask(Restore())
         self._record.rewind(checkpoint.history if checkpoint else [])
@@ -167,17 +169,17 @@ class Training(Actor):
                 run_s=self._clock.run_s(),
             )
             self._capture_s = 0.0
-            self._tell(batch, result, step, times)
+            self._report(batch, result, step, times)
             self._consistent = True
             self._skipped = 0
             await self._save_if_due(step)
-            # The last step's is begun once its weights are out for certain.
+            # The evaluation of the last step begins once its weights are surely published.
             if self._evaluator is not None and step != self._config.max_steps:
                 self._evaluator.reached(step, published=self._published_step == step)
         self._idle_since_s = self._now_s()
 
     async def _give_up(self, batch: PreparedBatch, result: StepResult, step: int) -> None:
-        """The weights are as before; the batch is told to everybody and not tried again."""
+        """Tombstone a batch that left the weights unchanged."""
         log.error(
             "batch_skipped",
             step=step,
@@ -190,21 +192,21 @@ class Training(Actor):
         self._consistent = True
         self._skipped += 1
         if self._skipped == self._config.max_skipped_batches:
-            # Going on would only use up the queue.
+            # More steps would only consume the queue.
             raise Diverged(
-                f"{self._skipped} batches in a row were skipped, the last one for: {result.skipped}"
+                f"{self._skipped} batches in a row were skipped, last reason: {result.skipped}"
             )
 
     async def _committed(self, batch: PreparedBatch, step: int) -> bool:
         try:
             await self._source.commit(batch.claim, step=step)
         except (NotFound, FailedPrecondition) as error:
-            # Its groups are somebody else's by now: the step must not have happened.
+            # Its groups belong to another batch now: the step must be taken back.
             log.error("step_discarded", step=step, batch_id=batch.claim.batch_id, error=str(error))
             return False
         return True
 
-    def _tell(
+    def _report(
         self, batch: PreparedBatch, result: StepResult, step: int, times: step_metrics.StepTimes
     ) -> None:
         done = step_metrics.step_metrics(
@@ -232,7 +234,7 @@ class Training(Actor):
         )
 
     def _warn(self, result: StepResult, step: int, batch_id: str) -> None:
-        """What a step that was taken should be looked at for."""
+        """Log warnings about a step that was taken."""
         stats, alarm = result.stats, self._config.logprob_gap_alarm
         if alarm and stats.inference_gap_mean > alarm:
             log.warning(
@@ -252,10 +254,10 @@ class Training(Actor):
                 reason=result.shortage,
             )
         if result.cut_short:
-            log.warning("passes_cut_short", step=step, reason=result.cut_short)
+            log.warning("epochs_cut_short", step=step, reason=result.cut_short)
 
     async def _publish(self, step: int, *, checkpoint: Path | None = None) -> None:
-        """Of the kept model, with `checkpoint`.
+        """Publish the weights in memory, or the kept model of `checkpoint`.
 
         Raises `Unavailable` when etcd does not answer, `Superseded`.
         """
@@ -265,7 +267,7 @@ class Training(Actor):
         self._published_step = step
 
     async def _publish_if_possible(self, step: int) -> float:
-        """An outage of etcd only delays publication: training goes on meanwhile."""
+        """Publish and return the seconds it took; an outage of etcd only delays publication."""
         began_s = self._now_s()
         try:
             await self._publish(step)
@@ -274,9 +276,9 @@ class Training(Actor):
         return self._now_s() - began_s
 
     async def _save(self) -> tuple[int, str]:
-        """A checkpoint of the newest step, durable on return."""
+        """Save a checkpoint of the newest step, durable on return."""
         if not self._consistent:
-            raise Unavailable("training is being resumed: there is nothing consistent to save yet")
+            raise Unavailable("training is being resumed: no consistent state to save yet")
         await self._flush()
         step = self._record.step
         return step, str(await (await self._begin_save(step)))
@@ -284,12 +286,12 @@ class Training(Actor):
     async def _save_if_due(self, step: int) -> None:
         if step - self._record.checkpoint_step < self._config.checkpoint.every_steps:
             return
-        # One at a time: two copies of everything in host memory are enough.
+        # One at a time: host memory has room for two copies.
         if self._saving is None or self._saving.done():
             await self._begin_save(step)
 
     async def _begin_save(self, step: int) -> asyncio.Task[Path]:
-        """Copy what is to be saved; training may go on while it is written."""
+        """Copy the state to save; the write runs beside training."""
         began_s = self._now_s()
         contents = await self._ask(Capture())
         self._capture_s += self._now_s() - began_s
@@ -300,7 +302,7 @@ class Training(Actor):
             history=self._record.history,
         )
         self._saving = asyncio.create_task(self._written(write))
-        # Who does not wait for it has been told by the log.
+        # A caller that does not wait for the task finds its error in the log.
         self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._saving
 
@@ -309,7 +311,7 @@ class Training(Actor):
         try:
             path: Path = await self._writer.ask(write, timeout_s=UNBOUNDED_S)
         except ResourceExhausted as error:
-            # Training on costs nothing; the next step tries again, and the line is not repeated.
+            # Training continues; the next step retries, and the line is not repeated.
             if not self._failing:
                 log.error("checkpoint_failed", step=write.step, error=str(error))
             self._failing = True
@@ -333,7 +335,7 @@ class Training(Actor):
             return
         if self._record.checkpoint_step != self._record.step:
             await self._save()
-        # What is measured at the end is the model that the run leaves behind.
+        # The final measurement must be of the kept model.
         if self._kept_step != self._record.step:
             await self._publish(self._record.step, checkpoint=self._checkpoint)
             self._kept_step = self._record.step

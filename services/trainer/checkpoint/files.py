@@ -1,17 +1,17 @@
-"""What a checkpoint holds: the model that was published, and what training needs to continue.
+"""The files of a checkpoint: the published model, and the state that training needs to continue.
 
 Owns the files and their formats; `services.trainer.checkpoint.store` decides whether they are
 complete.
 
-    model.safetensors, mtp.safetensors  the tensors published, in the type published: with
+    model.safetensors, mtp.safetensors  the published tensors in their published type; with
                                         configuration and tokenizer, a model directory
-    published.json                      their order, type and digest, as in etcd's manifest
+    published.json                      their order, type and digest, as in the manifest in etcd
     master.safetensors                  float32 weights that the optimizer steps; absent where
                                         model.safetensors is the same
-    adapter/                            instead of it, with LoRA: PEFT's directory
+    adapter/                            with LoRA, instead of master.safetensors: PEFT's directory
     learner.pt                          optimizer, critic, random state
 
-Checkpoints written before had the master weights, or the adapters, in the place of the model.
+Earlier releases stored the master weights, or the adapters, in the place of the model.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PUBLISHED_FILE = "published.json"
 MASTER_FILE = "master.safetensors"
 LEARNER_FILE = "learner.pt"
 STATE_FILE = "state.json"
-"""Of a checkpoint, as which `services.trainer.checkpoint.store` knows it."""
+"""Marks a directory as a checkpoint of `services.trainer.checkpoint.store`."""
 _OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
-"""What a directory that is trained from says of the weights in it."""
+"""Files of a starting model that describe its weights: not copied beside other weights."""
 UNREADABLE = (
     OSError,
     RuntimeError,
@@ -53,29 +53,28 @@ UNREADABLE = (
     pickle.UnpicklingError,
     DataLoss,
 )
-"""What reading a damaged file raises, depending on where the damage is."""
+"""Errors that reading a damaged file raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A moment of training in host memory, which nothing changes any more."""
+    """The state of one step, copied to host memory; it never changes."""
 
     model: Mapping[str, Tensor]
-    """As published, in that order, without the heads that draft."""
+    """As published, in that order, without draft heads."""
     learner: Mapping[str, Any]
     model_path: Path
-    """Configuration and tokenizer are copied from there."""
+    """Source of configuration and tokenizer."""
     master: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the optimizer steps; empty where `model` is the same."""
+    """Weights that the optimizer steps; empty where `model` is the same."""
     master_file: str = MASTER_FILE
     heads: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those that draft, as published; in a file of their own, which a loader of the model does not
-    look at."""
+    """Draft heads as published; in a separate file, which loaders of the model ignore."""
     sidecars: Mapping[str, str] = field(default_factory=dict)
     """Text files, by name."""
 
     def write(self, directory: Path) -> None:
-        """Raises `OSError`, a full disk's among them."""
+        """Raises `OSError`, for example when the disk is full."""
         for name in (self.master_file, *self.sidecars):
             (directory / name).parent.mkdir(exist_ok=True)
         write_model(directory, self.model, self.model_path)
@@ -94,14 +93,14 @@ class Contents:
         try:
             torch.save(dict(self.learner), directory / LEARNER_FILE)
         except RuntimeError as error:
-            # Torch has a word of its own for a write that failed.
+            # torch raises RuntimeError for a failed write.
             raise OSError(0, str(error).splitlines()[0]) from error
         for name, text in self.sidecars.items():
             (directory / name).write_text(text, encoding="utf-8")
 
 
 def write_model(directory: Path, weights: Mapping[str, Tensor], model_path: Path) -> None:
-    """Weights, and beside them configuration and tokenizer of `model_path`. Raises `OSError`."""
+    """Write weights, and configuration and tokenizer of `model_path`. Raises `OSError`."""
     _save_tensors(weights, directory / MODEL_FILE)
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in model_path.glob(pattern):
@@ -122,8 +121,8 @@ def _type_name(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _declare_type(config_file: Path, dtype: str) -> None:
-    """Name the type of the weights in a model's configuration: loaders follow it, and would round
-    the weights to another one."""
+    """Write the type of the weights into a model's configuration: loaders convert weights to the
+    type named there."""
     if config_file.is_file():
         config = json.loads(config_file.read_text(encoding="utf-8"))
         for part in (config, *(one for one in config.values() if isinstance(one, dict))):
@@ -149,10 +148,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_published(directory: Path) -> dict[str, Tensor]:
-    """The tensors that a checkpoint keeps, heads included, in the order published; empty for a
-    checkpoint written before they were kept.
+    """The published tensors in a checkpoint, heads included, in their order; empty for a checkpoint
+    of an earlier release that has none.
 
-    Raises `DataLoss` when they are not those that were published, or one of `UNREADABLE`.
+    Raises `DataLoss` when their digest is wrong, or one of `UNREADABLE`.
     """
     if not (directory / PUBLISHED_FILE).is_file():
         return {}
@@ -181,9 +180,10 @@ def read_heads(directory: Path) -> dict[str, Tensor]:
 
 
 def master_in(directory: Path, master_file: str) -> Path:
-    """Where a checkpoint has what the optimizer steps, which a trainee keeps in `master_file`.
+    """The file of a checkpoint with the weights that the optimizer steps; newer ones have
+    `master_file`.
 
-    Raises `ConfigError` when it is of the other kind: adapters, or all weights.
+    Raises `ConfigError` for adapters in place of all weights, or the reverse.
     """
     adapters = [f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}", ADAPTER_FILE]
     wanted = adapters if master_file in adapters else [MASTER_FILE, MODEL_FILE]
@@ -194,18 +194,18 @@ def master_in(directory: Path, master_file: str) -> Path:
                 return directory / name
     kind = "with adapters (LoRA)" if of_adapters else "with all weights trained"
     missing = Path(master_file).name
-    raise ConfigError(f"{directory} holds no {missing}: it is of a run {kind}. {OWN_DIRECTORY}")
+    raise ConfigError(f"{directory} has no {missing}: it is from a run {kind}. {OWN_DIRECTORY}")
 
 
 def read(directory: Path, master_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the optimizer steps, and the learner's state. Raises one of `UNREADABLE` when they are
-    damaged."""
+    """The weights that the optimizer steps, and the learner's state. Raises one of `UNREADABLE`
+    when they are damaged."""
     state = torch.load(directory / LEARNER_FILE, weights_only=True)
     return load_file(master_in(directory, master_file)), _with_heads(state, directory)
 
 
 def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The learner's state, whole: heads published in float32 are their own master weights."""
+    """The learner's state with the draft heads: published in float32 they are their own master."""
     mtp = state.get("mtp")
     if not mtp or "heads" in mtp:
         return state
@@ -213,7 +213,7 @@ def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def host_copy(value: Any) -> Any:
-    """The same nest of dicts, lists and tuples, with every tensor copied to host memory."""
+    """The same nested dicts, lists and tuples, with every tensor copied to host memory."""
     match value:
         case Tensor():
             return value.detach().to("cpu", copy=True)
@@ -227,9 +227,9 @@ def host_copy(value: Any) -> Any:
 
 
 def outline(directory: Path, master_file: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Shapes of what the optimizer steps, and the learner's state with its tensors left on disk.
+    """Shapes of the weights that the optimizer steps, and the learner's state, mapped from disk.
 
-    Raises one of `UNREADABLE` when they are damaged, `ConfigError` when there are other weights.
+    Raises one of `UNREADABLE` when they are damaged, `ConfigError` like `master_in`.
     """
     with safe_open(master_in(directory, master_file), framework="pt") as weights:
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118

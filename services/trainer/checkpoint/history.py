@@ -1,7 +1,7 @@
-"""The history of a run: the metrics of every step, and every evaluation, in the order they came.
+"""The history of a run: metrics of steps, and evaluations, in the order of their arrival.
 
-Owns what its entries are in files, a line of JSON each. Where these files are is the business of
-`services.trainer.reporting.run_record` and `services.trainer.checkpoint.store`.
+Owns the file format: one line of JSON per entry. `services.trainer.reporting.run_record` and
+`services.trainer.checkpoint.store` own the files.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from google.protobuf.message import Message
 from forge.v1 import trainer_pb2 as pb
 
 EVALUATION = "evaluation"
-"""The one key of an entry that is no step's; elsewhere it is before the names of its numbers."""
+"""The single key of an evaluation's line; elsewhere the prefix of an evaluation's numbers."""
 
 MALFORMED = (ValueError, TypeError, AttributeError)
-"""What reading a line raises that is not one of these."""
+"""Errors that reading a malformed line raises."""
 
 Entry = pb.StepMetrics | pb.Evaluation
 M = TypeVar("M", bound=Message)
 
 
 class History:
-    """Of one lineage: it only grows, and what goes on from a checkpoint is another."""
+    """The entries of one lineage, append-only; a restore begins another lineage."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries = list(entries)
 
     def add(self, entry: Entry) -> None:
-        """The newest; nothing changes it any more."""
+        """Append an entry, which must not change any more."""
         self._entries.append(entry)
 
     def until(self, step: int, *, after: int = 0) -> list[Entry]:
-        """All that came before the step that follows `step`, but for the first `after` entries."""
+        """Entries before the step that follows `step`, without the first `after` entries."""
 
         def earlier(entry: Entry) -> bool:
             return not isinstance(entry, pb.StepMetrics) or entry.step <= step
@@ -48,16 +48,16 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How far a file of a history is good."""
+    """The valid length of a history's file."""
 
     entries: int = 0
     size_bytes: int = 0
 
 
 def extend(file: Path, extent: Extent, entries: Sequence[Entry]) -> Extent:
-    """Add entries to a file, and cut off first what an attempt that failed has left there.
+    """Append entries to a file, after truncating it to its valid length.
 
-    Raises `OSError`, a full disk's among them; the file is as good as before then.
+    Raises `OSError`, for example when the disk is full; the valid part of the file stays.
     """
     text = "".join(map(_to_line, entries)).encode()
     with file.open("ab") as lines:
@@ -73,14 +73,14 @@ def _to_line(entry: Entry) -> str:
 
 
 def from_json(fields: Mapping[str, Any]) -> Entry:
-    """Of a line's value. Raises `MALFORMED` for what is no entry's."""
+    """The entry of a line's JSON value. Raises one of `MALFORMED`."""
     if EVALUATION in fields:
         return _filled(pb.Evaluation(), fields[EVALUATION])
     return _filled(pb.StepMetrics(), fields)
 
 
 def _to_json(metrics: Message) -> dict[str, Any]:
-    """Numbers as numbers and every field, which protobuf's own JSON has neither of."""
+    """Every field, 64-bit integers as numbers; protobuf's own JSON does neither."""
     fields: dict[str, Any] = {}
     for field in metrics.DESCRIPTOR.fields:
         value = getattr(metrics, field.name)
@@ -94,10 +94,10 @@ def _to_json(metrics: Message) -> dict[str, Any]:
 
 
 def _filled(metrics: M, fields: Mapping[str, Any]) -> M:
-    """`metrics` with what `_to_json` made of another: protobuf's own parser takes no NaN."""
+    """`metrics` with the fields that `_to_json` returned; protobuf's own parser refuses NaN."""
     for name, value in fields.items():
         if name not in metrics.DESCRIPTOR.fields_by_name:
-            # A trainer of another version measured it.
+            # A field of another release.
             continue
         if not isinstance(value, dict):
             setattr(metrics, name, value)

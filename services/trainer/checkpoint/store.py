@@ -1,13 +1,13 @@
-"""Checkpoints on disk: whole or not there.
+"""Checkpoints on disk: each is complete or absent.
 
 Owns names, atomicity, validity and retention. A checkpoint is written under a temporary name,
-fsynced file by file, and renamed: a crash at any point leaves the older ones as they were. Then
-the link `latest` moves to it, for people: a restart goes by what is valid, not by the link. A
-checkpoint is also a model directory, so that it can be served or trained from like any other.
+fsynced file by file and renamed: a crash at any point leaves the older ones intact. Then the link
+`latest` moves to it, for people; a restart takes the newest valid checkpoint and ignores the link.
+A checkpoint is also a model directory: it can be served, or trained from.
 
 The history grows with the run, so it is not written again each time: checkpoints of one process
-and lineage share one file of it, by hard links, and each knows how far that file is its own. What
-is beyond is of later ones, or of an attempt that failed. So each directory is whole by itself.
+and lineage share one file through hard links, and each records its own length of the file. The
+rest belongs to later checkpoints or to failed writes. So each directory is complete by itself.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _LATEST = "latest"
 _HISTORY_FILE = "history.jsonl"
 _FORMAT = 2
 _FORMAT_WITH_HISTORY = 1
-"""Had it in the state, as a list."""
+"""Format of earlier releases: the history is a list in the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One that is complete on disk."""
+    """A checkpoint that is complete on disk."""
 
     path: Path
     step: int
     weight_version: int
-    """Newest version published when it was taken."""
+    """Newest published version when the state was captured."""
     history: list[Entry]
-    """Of every step up to it."""
+    """Entries up to its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """What the next checkpoint goes on from."""
+    """The history file of the newest checkpoint, which the next one extends."""
 
     history: History
     file: Path
@@ -78,11 +78,11 @@ class CheckpointStore:
         weight_version: int,
         history: History,
     ) -> Path:
-        """Have `write` fill a directory, and keep it as the checkpoint of `step`.
+        """Call `write` to fill a directory, which becomes the checkpoint of `step`.
 
-        `history` is that of the step's lineage, and may have gone on meanwhile. The same
-        step again returns what is there. Raises `ResourceExhausted` when it cannot be written, most
-        often to a full disk; nothing is left of the attempt then.
+        `history` is that of the step's lineage; it may contain later entries. A valid checkpoint
+        of the same step is returned unchanged. Raises `ResourceExhausted` when it cannot be
+        written, for example to a full disk; the attempt is removed.
         """
         path = self._directory / f"{_PREFIX}{step:08d}"
         if path.exists():
@@ -121,14 +121,14 @@ class CheckpointStore:
         return path
 
     def oldest_step(self) -> int:
-        """Of those kept, damaged or not: nothing earlier can be gone back to. 0 without any."""
+        """Step of the oldest checkpoint, damaged or not: a rewind cannot go further. 0 if none."""
         paths = self._directory.glob(f"{_PREFIX}*[0-9]")
         return min((int(path.name.removeprefix(_PREFIX)) for path in paths), default=0)
 
     def newest_first(self) -> Iterator[Checkpoint]:
-        """Every valid checkpoint; one that is damaged is told about and passed over.
+        """Every valid checkpoint; a damaged one is logged and skipped.
 
-        Raises `ConfigError` at one of another format.
+        Raises `ConfigError` at a checkpoint of another format.
         """
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):
             try:
@@ -137,7 +137,7 @@ class CheckpointStore:
                 log.error("checkpoint_damaged", path=str(path), error=str(error))
 
     def set_aside(self, checkpoint: Checkpoint) -> None:
-        """Keep one that cannot be loaded for whoever looks into it, and out of the way."""
+        """Rename a checkpoint that cannot be loaded, and keep it for inspection."""
         self._set_aside(checkpoint.path)
 
     def _set_aside(self, path: Path) -> None:
@@ -146,17 +146,17 @@ class CheckpointStore:
         path.rename(aside)
 
     def _write_history(self, file: Path, history: History, step: int) -> Extent:
-        """All up to `step`, of which only what the last checkpoint has not is written."""
+        """Write the entries up to `step` that the last checkpoint's file does not have."""
         extent = Extent()
         if self._saved is not None and self._saved.history is history:
-            # Not every file system has links.
+            # Some file systems have no hard links.
             with suppress(OSError):
                 os.link(self._saved.file, file)
                 extent = self._saved.extent
         return extend(file, extent, history.until(step, after=extent.entries))
 
     def _point_to(self, path: Path) -> None:
-        """Only ever to one that is durable."""
+        """Move the link to a checkpoint that is durable."""
         link = self._directory / (_LATEST + _UNFINISHED)
         link.symlink_to(path.name)
         link.replace(self._directory / _LATEST)
@@ -164,7 +164,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"))[:-KEPT]:
-            # Gone from view at once: a half-removed directory must not look like a checkpoint.
+            # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = path.with_name(path.name + _UNFINISHED)
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -174,14 +174,14 @@ def _read(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / STATE_FILE).read_text())
         if state["format"] not in (_FORMAT, _FORMAT_WITH_HISTORY):
-            # Not damage: to pass it over would be to train from the start, unasked.
+            # Not damage: skipping it would silently train from the start.
             raise ConfigError(
                 f"{path / STATE_FILE} is of format {state['format']!r}; "
                 f"this trainer reads {_FORMAT_WITH_HISTORY} and {_FORMAT}"
             )
         for name, size in state["files"].items():
             found = (path / name).stat().st_size
-            # A later checkpoint may have added to the history.
+            # A later checkpoint may have extended the history.
             if found < size or (found > size and name != _HISTORY_FILE):
                 raise DataLoss(f"{name} has {found} bytes, not {size}")
         return Checkpoint(

@@ -1,1 +1,1 @@
-"""From trajectories of the pool to trainable samples. Imports no other room."""
+"""Turns trajectories of the pool into trainable samples. Imports no other room of the trainer."""

@@ -1,8 +1,8 @@
-"""Batches from the scheduler, fetched, credited and planned while the last one is trained on.
+"""Leases batches and prepares the next one (fetch, credit, plan) during the current step.
 
-Owns claims on batches: taking, renewing, committing and giving back. One batch is prepared ahead
-of the one in training; each is leased under a name of its own, since the scheduler answers a
-trainer that holds a batch with that same batch.
+Owns the leases of batches: lease, renewal, commit and release. One batch is prepared ahead of the
+one in training. Each is leased under its own trainer name, since the scheduler returns the same
+batch again to a trainer that holds one.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _SILENCE_S = 30.0
 """Longest pause in the middle of a fetch; a long fetch has no other deadline."""
 _LEASE_WAIT_S = 5.0
 _HURRIED_S = 3.0
-"""What a call may still take once the process is told to stop."""
+"""Longest duration of a call once the process is stopping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """How batches are asked for."""
+    """How batches are leased."""
 
     trainer_id: str
     max_groups: int
     """0: the scheduler's setting."""
     patience_s: float
-    """How long an unreachable scheduler or pool is waited for."""
+    """Longest wait for an unreachable scheduler or pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A batch that is this trainer's to train on, kept alive until it is committed or given up."""
+    """A leased batch, renewed until it is committed or released."""
 
     batch_id: str
     task_ids: tuple[str, ...]
@@ -66,7 +66,7 @@ class PreparedBatch:
 
 
 class _Unreadable(Exception):
-    """Trajectories that the pool has lost; by id, what it said of each."""
+    """Trajectories that the pool cannot read: the error of each, by id."""
 
     def __init__(self, lost: Mapping[str, str]) -> None:
         super().__init__(next(iter(lost.values())))
@@ -74,7 +74,7 @@ class _Unreadable(Exception):
 
 
 class BatchSource:
-    """Prepares one batch ahead, for as long as it is open."""
+    """Prepares batches, one ahead of training."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class BatchSource:
         baselines_s: Callable[[], Mapping[str, float]],
         settings: SourceSettings,
     ) -> None:
-        """`baselines_s` gives the usual completion time of each domain, so far."""
+        """`baselines_s` returns the usual completion time of each domain so far."""
         self._scheduler = scheduler
         self._pool = pool
         self._plan = plan
@@ -96,18 +96,18 @@ class BatchSource:
         self._names = itertools.cycle(f"{settings.trainer_id}#{slot}" for slot in range(2))
         self._renewals: set[asyncio.Task[None]] = set()
         self._taken: dict[str, Claim] = {}
-        """What the learner works on, by batch id: not to be granted again by a new scheduler."""
+        """Leases of batches in training by id: a new leader must not lease them again."""
         self._next: asyncio.Task[PreparedBatch] | None = None
         self._hurried = asyncio.Event()
 
     def hurry(self) -> None:
-        """From now on nobody is waited for: the process is about to end."""
+        """Stop waiting for the scheduler: the process is stopping."""
         self._hurried.set()
 
     async def take(self, *, wait_s: float) -> PreparedBatch | None:
         """The next batch, or None if it is not ready within `wait_s`.
 
-        Raises what preparing it met: `Unavailable` once the patience is over.
+        Raises the error of its preparation: `Unavailable` after `patience_s`.
         """
         preparing = self.prepare()
         await asyncio.wait({preparing}, timeout=wait_s)
@@ -119,17 +119,17 @@ class BatchSource:
         return batch
 
     def prepare(self) -> asyncio.Task[PreparedBatch]:
-        """Begin with the batch that `take` is to give next, unless that has begun."""
+        """Begin to prepare the next batch for `take`, unless this has begun."""
         if self._next is None:
-            # Read now, so that they do not depend on how long preparing takes.
+            # Baselines are read now, so that they do not depend on the duration of preparing.
             preparing = self._prepare(next(self._names), self._baselines_s())
             self._next = asyncio.create_task(preparing)
         return self._next
 
     async def commit(self, claim: Claim, *, step: int) -> None:
-        """The batch was trained on by `step`.
+        """Commit that `step` trained the batch.
 
-        Raises `NotFound` or `FailedPrecondition` when it cannot be counted: discard the step.
+        Raises `NotFound` or `FailedPrecondition` when it is refused: discard the step.
         """
         request = scheduler_pb2.CommitBatchRequest(
             batch_id=claim.batch_id, step=step, task_ids=claim.task_ids
@@ -138,7 +138,7 @@ class BatchSource:
         self._done(claim)
 
     async def tombstone(self, claim: Claim, reason: str, *, task_ids: Sequence[str] = ()) -> None:
-        """The batch, or those groups of it, are never to be trained on; the others go back."""
+        """Tombstone the batch, or the groups `task_ids` of it, and release the others."""
         request = scheduler_pb2.ReleaseBatchRequest(
             batch_id=claim.batch_id, reason=reason, task_ids=task_ids
         )
@@ -146,13 +146,13 @@ class BatchSource:
         self._done(claim)
 
     async def rewind(self, step: int) -> None:
-        """What was trained after `step` is visible again; nothing is held any more."""
+        """Make groups trained after `step` visible again, and drop all leases."""
         await self.drop()
         answer = await self._call("Rewind", scheduler_pb2.RewindRequest(step=step))
         log.info("rewound", step=step, groups=answer.groups)
 
     async def release(self) -> None:
-        """Give back what was prepared and not taken."""
+        """Release the batch that was prepared and not taken."""
         ready = self._next
         await self.drop()
         if ready is not None and not ready.cancelled() and ready.exception() is None:
@@ -161,7 +161,7 @@ class BatchSource:
             await self._scheduler.call("ReleaseBatch", request, timeout_s=_CALL_S, where=leads)
 
     async def drop(self) -> None:
-        """Stop preparing and renewing; claims run out by themselves."""
+        """Stop preparing and renewing; leases then expire."""
         pending: set[asyncio.Task[Any]] = {*self._renewals}
         if self._next is not None:
             pending.add(self._next)
@@ -183,7 +183,7 @@ class BatchSource:
             try:
                 return await self._prepared(claim, lease.groups, baselines_s)
             except _Unreadable as error:
-                # Nobody can ever read them again: going on without them is the only way on.
+                # The data is lost for good: train the other groups.
                 groups = _groups_with(error.lost, lease.groups)
                 log.error(
                     "groups_unreadable", batch_id=claim.batch_id, groups=groups, error=str(error)
@@ -240,7 +240,7 @@ class BatchSource:
                     "RenewBatch", request, timeout_s=_CALL_S, retry_for_s=every_s, where=leads
                 )
             except NotFound:
-                # A scheduler that changed hands forgot the claim; the commit names the groups.
+                # A new scheduler leader does not know the lease; the commit names the groups.
                 log.warning("batch_claim_lost", batch_id=batch_id)
                 return
             except ForgeError as error:
@@ -264,9 +264,9 @@ class BatchSource:
     async def _fetch_shard(
         self, shard: str, trajectory_ids: Sequence[str], lost: dict[str, str]
     ) -> dict[str, common_pb2.Trajectory]:
-        """All of them, in as many streams as it takes: what has arrived is not asked for again.
+        """Fetch all trajectories, with a new stream after each failure for those still missing.
 
-        What cannot be read is entered in `lost`, and the rest is fetched all the same.
+        Unreadable trajectories are entered in `lost`; the others are fetched nevertheless.
         """
         found: dict[str, common_pb2.Trajectory] = {}
         together = len(trajectory_ids)
@@ -282,7 +282,7 @@ class BatchSource:
                 if len(asked) == 1:
                     lost[asked[0]] = str(error)
                 else:
-                    # A whole page fails for one of its own: alone, each tells whether it is that.
+                    # One bad trajectory fails the whole page: fetch them one by one to find it.
                     together = 1
             except ForgeError as error:
                 if not error.retryable or loop.time() > give_up_s:
@@ -317,7 +317,7 @@ class BatchSource:
             )
         )
         if call not in await first_done(call, self._hurried_end()):
-            raise Unavailable(f"the scheduler gave no answer to {method} before the end")
+            raise Unavailable(f"no response to {method} from the scheduler before the stop")
         return call.result()
 
     async def _hurried_end(self) -> None:

@@ -1,7 +1,7 @@
-"""From recorded trajectories to trainable samples.
+"""Builds trainable samples from recorded trajectories.
 
-Owns what is trained on and with which advantage: one sample per turn, loss on its sampled tokens
-alone, so that each sampled token is trained exactly once. No I/O, no tensors.
+Owns the choice of trained tokens and their advantages: one sample per turn, with loss on its
+sampled tokens alone, so each sampled token is trained exactly once. No I/O, no tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.trainer.data.grammar_correction import (
     logprobs_without_mask,
     weighted_advantages,
 )
-from services.trainer.data.speed import completion_of, speeds_of, told_speed
+from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_OUTCOME: "outcome",
@@ -47,18 +47,17 @@ class CreditRules:
 
     weights: RewardWeights
     tokens_per_s: float = 50.0
-    """Nominal rate of sampling, of which completion times are made."""
+    """Nominal rate of sampling in completion times."""
     advantages: AdvantageRules = field(default_factory=AdvantageRules)
     critic: bool = False
-    """Samples carry returns, which a critic turns into advantages."""
+    """Samples carry returns, from which a critic computes advantages."""
     drop_flat_groups: bool = False
-    """Leave groups out whose rollouts all earned the same for outcome and process, whatever their
-    speeds, and their tokens out of the count."""
+    """Leave out groups whose rollouts all have the same outcome and process reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSamples:
-    """The samples of a batch, and what is told about them."""
+    """The samples of a batch, and their statistics."""
 
     samples: tuple[Sample, ...]
     outcomes: Mapping[str, Sequence[float]]
@@ -68,22 +67,22 @@ class BatchSamples:
     completions_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Completion time of each trajectory that has one, by domain."""
     baselines_s: Mapping[str, float] = field(default_factory=dict)
-    """Completion time with speed 1/2, by domain, where it is known."""
+    """Completion time of speed 1/2, by domain, where known."""
     sampled_tokens: int
     groups: int
     trajectories: int
     flat_groups: int
-    """Groups whose rollouts all earned the same: no advantage but that of speed."""
+    """Groups whose rollouts all have the same outcome and process reward."""
     excluded: int
-    """Trajectories that were left out because they do not add up."""
+    """Inconsistent trajectories, which are left out."""
     untimed: int = 0
-    """Trajectories of which no speed is known for want of recorded times."""
+    """Trajectories without a speed, since their times are not recorded."""
     cuts: Mapping[Cut, int] = field(default_factory=dict)
-    """Turns by what top_k and top_p did to them; those whose share is missing were left out."""
+    """Turns by the effect of top_k and top_p; those with a missing share are left out."""
 
     @property
     def mean_outcome(self) -> float:
-        """Over trajectories; 0 when there are none."""
+        """Mean outcome reward over trajectories; 0 without any."""
         values = [value for outcomes in self.outcomes.values() for value in outcomes]
         return fmean(values) if values else 0.0
 
@@ -93,11 +92,11 @@ class _Rollout:
     trajectory: pb.Trajectory
     tree: TokenTree
     returns: list[float]
-    """Return-to-go of each turn, of outcome and process."""
+    """Return-to-go of each turn, from outcome and process."""
     completion_s: float | None
-    """None when it is not known."""
-    told_speed: float | None
-    """By its task's own measure; None when it has none."""
+    """None when unknown."""
+    reported_speed: float | None
+    """Speed that the task reported; None without one."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -112,7 +111,7 @@ def build_samples(
 ) -> BatchSamples:
     """Samples of all sealed trajectories of a batch, group by group.
 
-    `baselines_s` are the usual completion times of the domains; one without has no measured speed.
+    `baselines_s` are the usual completion times by domain; without one a domain has no speed.
     """
     baselines_s = baselines_s or {}
     kept = [[one for each in group if (one := _rollout(each, rules))] for group in groups]
@@ -135,7 +134,7 @@ def build_samples(
             if credit.flat and rules.drop_flat_groups:
                 continue
             if rules.critic:
-                # The factor alone: what it is a factor of, the critic knows.
+                # The factor alone: the critic computes the advantage.
                 factor = rules.advantages.domain_weights.get(domain, 1.0)
                 targets_T = [
                     one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
@@ -155,7 +154,7 @@ def build_samples(
         trajectories=len(everyone),
         flat_groups=sum(credit.flat for credit in credits),
         excluded=sum(map(len, groups)) - len(everyone),
-        untimed=sum(one.completion_s is None and one.told_speed is None for one in everyone),
+        untimed=sum(one.completion_s is None and one.reported_speed is None for one in everyone),
         cuts=cuts,
     )
 
@@ -163,10 +162,10 @@ def build_samples(
 def _returns(
     rollouts: Sequence[_Rollout], weights: RewardWeights, baselines_s: Mapping[str, float]
 ) -> GroupReturns:
-    """A group is one task's, so it is of one domain."""
+    """Returns of a group, which has one task and so one domain."""
     domain = rollouts[0].trajectory.domain if rollouts else ""
     speeds = speeds_of(
-        [rollout.told_speed for rollout in rollouts],
+        [rollout.reported_speed for rollout in rollouts],
         [rollout.completion_s for rollout in rollouts],
         baseline_s=baselines_s.get(domain),
     )
@@ -182,12 +181,12 @@ def _returns(
 
 
 def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
-    """Return-to-go of each turn of what the last turn earned."""
+    """Return-to-go of each turn when only the last turn has a reward."""
     return returns_to_go([0.0] * (turns - 1) + [credit] if turns else [], gamma=gamma)
 
 
 def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
-    """None for a trajectory that cannot be trained on; one such must not stop the batch."""
+    """None for an inconsistent trajectory, which must not stop the batch."""
     try:
         tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
         rewards_T = turn_rewards(
@@ -203,7 +202,7 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
         tree=tree,
         returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
         completion_s=completion_of(trajectory, tokens_per_s=rules.tokens_per_s),
-        told_speed=told_speed(trajectory),
+        reported_speed=reported_speed(trajectory),
     )
 
 
@@ -213,13 +212,13 @@ def _turn_samples(
     cuts: Counter[Cut],
     targets_T: Sequence[float] = (),
 ) -> list[Sample]:
-    """One of each turn that can be trained on, counted in `cuts`; `targets_T` are a critic's."""
+    """One sample per trainable turn, counted in `cuts`; `targets_T` are the critic's targets."""
     samples = []
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
-        # Nobody saw the answer of an aborted turn, so no reward is about it; a greedy one has
-        # no distribution to compare with.
+        # The agent did not receive the answer of an aborted turn, so no reward depends on it; a
+        # greedy turn has no distribution to compare with.
         aborted = record.finish_reason == pb.FINISH_REASON_ABORTED
         length = rollout.tree.lengths[index]
         start = length - turn.sampled_tokens

@@ -1,8 +1,8 @@
-"""The speed of rollouts, from the times that are recorded with them.
+"""The speed of rollouts, from their recorded times.
 
-Owns where a completion time comes from, and the measured baseline of each domain. The baseline is
-of the steps before a batch and one for all its rollouts, so those of a group have the same
-yardstick. It is computed from the history of steps, which every checkpoint holds.
+Owns the completion time of a trajectory and the measured baseline of each domain. One baseline,
+from the steps before the batch, applies to all rollouts of a batch. It is computed from the history
+of steps, which every checkpoint holds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2
 
 _RETIRED = "completion_time"
-"""Speed reward of earlier runners: turns at a nominal second each. Not counted."""
+"""Speed reward of earlier runners, a nominal second per turn. Not counted."""
 
 
 def completion_of(trajectory: pb.Trajectory, *, tokens_per_s: float) -> float | None:
-    """Seconds; None when not every time it needs is on record."""
+    """Completion time in seconds; None when a needed time is not recorded."""
     timed = all(turn.HasField("turns_before") for turn in trajectory.turns)
     if not (trajectory.turns and timed and trajectory.HasField("closing_agent_s")):
         return None
@@ -49,26 +49,26 @@ def completion_of(trajectory: pb.Trajectory, *, tokens_per_s: float) -> float | 
         return None
 
 
-def told_speed(trajectory: pb.Trajectory) -> float | None:
-    """The sum of the speed rewards that its task gave; None without any."""
-    told = [
+def reported_speed(trajectory: pb.Trajectory) -> float | None:
+    """The sum of the speed rewards that the task reported; None without any."""
+    rewards = [
         event.value
         for event in trajectory.rewards
         if event.kind == pb.REWARD_KIND_SPEED and event.name != _RETIRED
     ]
-    return sum(told) if told else None
+    return sum(rewards) if rewards else None
 
 
 def speeds_of(
-    told: Sequence[float | None],
+    reported: Sequence[float | None],
     completions_s: Sequence[float | None],
     *,
     baseline_s: float | None,
 ) -> list[float | None]:
-    """Speed of each rollout of a group, by one measure for all: the task's where it gave one to any
-    of them, else completion time over the domain's baseline; None where it is not known."""
-    if any(speed is not None for speed in told):
-        return list(told)
+    """Speed of each rollout of a group; None where unknown. All have one measure: the reported
+    speeds if there are any, else completion time relative to the domain's baseline."""
+    if any(speed is not None for speed in reported):
+        return list(reported)
     return [
         speed_reward(seconds, baseline_s) if seconds is not None and baseline_s else None
         for seconds in completions_s
@@ -76,8 +76,8 @@ def speeds_of(
 
 
 def speed_baselines(steps: Sequence[trainer_pb2.StepMetrics]) -> Mapping[str, float]:
-    """Usual completion time of each domain in the last steps, in seconds; none where too few
-    rollouts are known."""
+    """Usual completion time of each domain in the last steps, in seconds; domains with too few
+    timed rollouts are absent."""
     batches: dict[str, list[MeasuredBatch]] = {}
     for step in steps[-BASELINE_STEPS:]:
         for name, own in step.domains.items():

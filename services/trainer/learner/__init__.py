@@ -1,1 +1,1 @@
-"""The model being trained, on one rank or several. Imports `checkpoint` and `model`."""
+"""The model under training, on one rank or several. Imports `checkpoint` and `model`."""

@@ -1,8 +1,8 @@
-"""One copy of the model being trained, with its optimizer: what every rank of a learner holds.
+"""One copy of model and optimizer: each rank of the learner holds one.
 
-Owns building it from the settings and what is done to it, order by order. Which orders there are
-and when is `services.trainer.actors.learner`; how they reach further ranks is
-`services.trainer.learner.rank_processes`.
+Owns building the copy from the settings and carrying out orders on it.
+`services.trainer.actors.learner` gives the orders; `services.trainer.learner.rank_processes` sends
+them to the other ranks.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from services.trainer.checkpoint.files import (
 from services.trainer.config import TrainerConfig
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, load_model
 from services.trainer.model.lora import LoraTrainee
-from services.trainer.model.placement import device_of, recompute, trunk_type
+from services.trainer.model.placement import backbone_dtype, device_of, recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BASE = "base"
-"""In the learner's file: the fingerprint of what the checkpoint needs besides itself."""
+"""Key in the learner's file: the fingerprint of the base model that the checkpoint needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOver:
-    """Back to the starting weights, and an optimizer that has seen nothing."""
+    """Load the starting weights and reset the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Go on from a checkpoint."""
+    """Restore a checkpoint."""
 
     directory: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """One step on a batch; answered by a StepResult."""
+    """Take one step on a batch; answered by a StepResult."""
 
     plan: BatchPlan
-    """Without its trees, where they are to be planned anew."""
+    """If it has no trees, the rank plans them itself."""
     weight_version: int
 
 
 Order = StartOver | Adopt | Take
 
 
-class Replica:
-    """Model, trained part, optimizer. Not thread-safe."""
+class ModelReplica:
+    """Model and optimizer of one rank. Not thread-safe."""
 
     def __init__(self, config: TrainerConfig, *, group: dist.ProcessGroup | None = None) -> None:
-        """Starts over. The ranks of `group` get the same orders.
+        """Begins with the starting weights. The ranks of `group` must get the same orders.
 
-        Raises `ConfigError` for a device that is not there.
+        Raises `ConfigError` for a device that does not exist.
         """
         self._config = config
         self._group = group
@@ -83,17 +83,17 @@ class Replica:
 
     @property
     def master_file(self) -> str:
-        """Of a checkpoint: what the optimizer steps."""
+        """The file of a checkpoint that holds the weights the optimizer steps."""
         return self._trainee.master_file
 
     @property
     def steps(self) -> int:
-        """Taken since the start."""
+        """Optimizer steps since the starting weights."""
         return self._learner.steps
 
     @property
     def published_type(self) -> torch.dtype:
-        """Of the tensors published; `auto` is what the model computes in."""
+        """Type of the published tensors; `auto` is the type in which the model computes."""
         return self._published_type(self._learner.policy)
 
     def _published_type(self, policy: TreePolicy) -> torch.dtype:
@@ -102,9 +102,9 @@ class Replica:
         return DTYPES[self._config.publish_dtype]
 
     def check(self) -> None:
-        """Compare merged trees with the model's own forward, before anything is trained.
+        """Compare merged trees with the model's own forward, before training.
 
-        Raises `ConfigError` for a model that cannot be trained, or not by several ranks.
+        Raises `ConfigError` for a model that cannot be trained, or not on several ranks.
         """
         for policy in self._policies:
             try:
@@ -148,18 +148,18 @@ class Replica:
             self._learner.mtp.heads.load_tensors(heads)
 
     def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
-        autocast = trunk_type(self._config.autocast, model.device)
+        autocast = backbone_dtype(self._config.autocast, model.device)
         return TreePolicy(model, autocast=autocast, balance_coef=balance_coef, group=self._group)
 
     def _served(self, policy: TreePolicy) -> ServedValues | None:
-        """Adapters are published merged: their own values are served nowhere."""
+        """None for float32 and for adapters, whose own values are not published."""
         published = self._published_type(policy)
         if published == torch.float32 or isinstance(self._trainee, LoraTrainee):
             return None
         return ServedValues(policy.model, published=published, autocast=policy.autocast)
 
     def _reference(self, policy: TreePolicy) -> Reference | None:
-        """A frozen copy of the model, but for adapters on it: their base is there already."""
+        """A frozen copy of the model; adapters need none, since their base is in memory."""
         if not self._config.objective.kl_coef:
             return None
         path = Path(self._config.reference_path or self._model_path)
@@ -169,29 +169,29 @@ class Replica:
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan
-        if not plan.trees:  # by the budget it was planned with: the same trees on all ranks
+        if not plan.trees:  # with the same budget all ranks plan the same trees
             plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
         return self._learner.step(plan, weight_version=order.weight_version)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What inference gets, one tensor at a time, in host memory: copies."""
+        """Copies of the published tensors in host memory, one at a time."""
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
             yield name, tensor.detach().to("cpu", self.published_type, copy=True).contiguous()
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
-        """Whether this run publishes tensors of these names and this type: a resumed run may have
-        another `publish_dtype`, or heads that the one before had not."""
+        """Whether this run publishes tensors of these names and this type; a resumed run may have
+        another `publish_dtype` or other draft heads."""
         same_type = all(one.dtype == self.published_type for one in kept.values())
         return same_type and list(kept) == [*self._trainee.names(), *self._heads()]
 
     def captured(self) -> Contents:
-        """A copy of all that a checkpoint holds."""
+        """A copy of the state that a checkpoint holds."""
         trainee, heads = self._trainee, self._heads()
         published = dict(self.published())
         learner = self._learner.state_dict()
         master = trainee.master()
         if self.published_type == torch.float32:
-            # Published as they are: the optimizer continues from the same file.
+            # Master and published weights are equal: the optimizer resumes from the same file.
             master = {} if set(master) == set(published) - set(heads) else master
             learner = {**learner, "mtp": _without_heads(learner["mtp"])}
         return Contents(
@@ -205,8 +205,8 @@ class Replica:
         )
 
     def fits(self, directory: Path) -> None:
-        """Raises `ConfigError` when the checkpoint there is not of this run, and one of
-        `UNREADABLE` when it is damaged."""
+        """Raises `ConfigError` when the checkpoint is of another run, and one of `UNREADABLE` when
+        it is damaged."""
         shapes, state = outline(directory, self.master_file)
         source = master_in(directory, self.master_file)
         self._trainee.check(shapes, base=state.get(_BASE, ""), source=source)
@@ -217,7 +217,7 @@ class Replica:
             raise ConfigError(f"{source}: {error}. {OWN_DIRECTORY}") from error
 
     def adopt(self, directory: Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Go on from what was read in a checkpoint's directory."""
+        """Continue with weights and state that were read from a checkpoint's directory."""
         source = master_in(directory, self.master_file)
         self._trainee.load(weights, base=state.pop(_BASE, ""), source=source)
         self._learner.load_state_dict(state)
@@ -227,5 +227,5 @@ class Replica:
 
 
 def _without_heads(mtp: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the heads' training, less the heads."""
+    """The training state of the draft heads, without their weights."""
     return {name: value for name, value in mtp.items() if name != "heads"}

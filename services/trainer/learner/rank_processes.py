@@ -1,13 +1,12 @@
-"""Further processes on this machine that compute each tree together with the learner.
+"""The processes of ranks 1 and up, which compute each tree together with the learner.
 
-Owns their life and the way of an order to them. Rank 0 is the learner's own thread; every other
-rank is a child process with a replica of its own, which is built, stepped and restored by the same
-orders, so that all replicas stay the same. How a tree is shared is
-`forge.rl.parallel.context_parallel`.
+Owns their start, their end and the sending of orders. Rank 0 is the learner's thread; every other
+rank is a child process with its own model replica. All replicas get the same orders and so stay
+equal. `forge.rl.parallel.context_parallel` splits a tree over ranks.
 
-A rank that fails ends all of them: the others meet its closed connection in their next exchange.
-Before it closes it leaves its error where all ranks met, so that who ends in consequence names the
-cause. The learner's actor is then restarted like after any crash, with new ranks.
+When one rank fails, all end: the next exchange of the others finds its connection closed. A failed
+rank first writes its error to the store of the group, so the others report the cause. The
+supervisor then restarts the learner with new ranks.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.model_replica import Order, Replica, Take
+from services.trainer.learner.model_replica import ModelReplica, Order, Take
 
 _FOREVER = timedelta(days=3650)
-"""A rank waits for orders as long as there are none."""
+"""A rank waits for its next order without a limit."""
 _END_S = 5.0
 _LOOK_S = 0.05
 _FAILURE = "failure"
-"""Key of the first rank's error."""
+"""Key of the error of the rank that failed first."""
 
 
 class RankFailed(RuntimeError):
-    """A further rank failed, and with it the group: which one, and of what."""
+    """Another rank failed, and with it the group; the message names the rank and its error."""
 
 
 class Ranks:
-    """The ranks after the first, and the group they are in with it."""
+    """The processes of ranks 1 and up, and the group of all ranks."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Returns once all have met; each then builds its replica.
+        """Returns once all ranks have joined the group; each then builds its replica.
 
-        Raises `RuntimeError` when one ends before.
+        Raises `RuntimeError` when a rank ends before.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
         meeting = str(self._folder / "meeting")
-        # Not forked: torch's threads and autograd do not survive that.
+        # Not forked: torch's threads and autograd do not survive a fork.
         spawn = multiprocessing.get_context("spawn")
         self._processes = [
             spawn.Process(target=_follow, args=(rank, config, meeting), daemon=True)
@@ -71,16 +70,18 @@ class Ranks:
         log.info("ranks_started", ranks=config.ranks, pids=[one.pid for one in self._processes])
 
     def _await(self, meeting: str) -> None:
-        """Until all are about to join: once in `_join`, nobody looks after the others any more."""
+        """Wait until all ranks are about to join: `_join` itself does not notice a dead rank."""
         for rank, process in enumerate(self._processes, start=1):
             while not _here(meeting, rank).exists():
                 process.join(_LOOK_S)
                 if process.exitcode is not None:
-                    raise RuntimeError(f"rank {rank} ended with {process.exitcode} as it began")
+                    raise RuntimeError(
+                        f"rank {rank} ended with exit code {process.exitcode} during its start"
+                    )
 
-    def tell(self, order: Order) -> None:
-        """To all others. Raises `RankFailed` when one of them is gone."""
-        if isinstance(order, Take):  # ids travel and are planned anew: trees are many times larger
+    def send(self, order: Order) -> None:
+        """Send an order to all other ranks. Raises `RankFailed`."""
+        if isinstance(order, Take):  # each rank plans the trees: they are much larger than the ids
             order = replace(order, plan=replace(order.plan, trees=()))
         with self.together():
             try:
@@ -90,27 +91,28 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What rank 0 does with the others. Raises `RankFailed` when one of them is gone."""
+        """Context of the exchanges of rank 0 with the others. Raises `RankFailed`."""
         try:
             yield
         except RankLost as consequence:
             raise RankFailed(self._cause() or str(consequence)) from consequence
 
     def _cause(self) -> str:
-        """What the first rank that failed said, or how one ended that could not; "" if neither."""
+        """The error of the rank that failed first, or the exit code of a dead one; "" if neither
+        is known."""
         if self._store.check([_FAILURE]):
-            said: str = self._store.get(_FAILURE).decode()
-            return f"{said}; its log has more, other ranks ended in consequence"
+            failure: str = self._store.get(_FAILURE).decode()
+            return f"{failure}; details are in its log; the other ranks ended as a consequence"
         for rank, process in enumerate(self._processes, start=1):
             process.join(_END_S)
             if (code := process.exitcode) is not None and code < 0:
-                return f"rank {rank} failed: {signal.Signals(-code).name} ended it"
+                return f"rank {rank} failed: killed by {signal.Signals(-code).name}"
             if code:
-                return f"rank {rank} failed: it ended with {code}"
+                return f"rank {rank} failed: exit code {code}"
         return ""
 
     def close(self) -> None:
-        """End them, whatever they do."""
+        """Kill the processes and remove the group."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -122,7 +124,7 @@ class Ranks:
 
 
 def _here(meeting: str, rank: int) -> Path:
-    """What a rank leaves to say that it has begun."""
+    """The file that a rank creates when it is about to join."""
     return Path(f"{meeting}-{rank}")
 
 
@@ -136,35 +138,36 @@ def _join(meeting: str, *, rank: int, ranks: int) -> tuple[dist.ProcessGroup, Fi
 
 
 def _follow(rank: int, config: TrainerConfig, meeting: str) -> None:
-    """The life of a rank: until it is killed, it fails, or rank 0 is gone."""
-    # Whoever stops the service may signal all its processes; the step in hand is still to end.
+    """The main function of a rank: returns when another rank is lost, exits when it fails."""
+    # A stop signal may reach all processes of the service; the current step must still end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
     group, store = _join(meeting, rank=rank, ranks=config.ranks)
     try:
-        _obey(Replica(config, group=group), group)
+        _obey(ModelReplica(config, group=group), group)
     except RankLost as consequence:
         cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
         log.warning("rank_ended", rank=rank, because=cause)
     except Exception as error:
-        known = isinstance(error, ForgeError)  # its one line says it all
-        log.error("rank_failed", rank=rank, error=repr(error), exc_info=not known)
-        # Unless another one came first.
+        expected = isinstance(error, ForgeError)  # its message is enough
+        log.error("rank_failed", rank=rank, error=repr(error), exc_info=not expected)
+        # The first failure stays.
         store.compare_set(_FAILURE, "", f"rank {rank} failed: {type(error).__name__}: {error}")
         raise SystemExit(1) from None
 
 
-def _obey(replica: Replica, group: dist.ProcessGroup) -> None:
-    """Order by order, until rank 0 is gone. Raises `RankLost` when any rank is in between."""
+def _obey(replica: ModelReplica, group: dist.ProcessGroup) -> None:
+    """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
+    lost during an order."""
     replica.check()
     orders: list[Order | None] = [None]
     while True:
         try:
             dist.broadcast_object_list(orders, src=0, group=group)
         except RuntimeError:
-            return  # rank 0 has closed its connection, however it ended
+            return  # rank 0 has closed its connection
         (order,) = orders
         assert order is not None
         replica.obey(order)

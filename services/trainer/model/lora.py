@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, through PEFT.
 
-Owns putting them in, the merged weights that inference gets, the reference policy that is the base
-without them, and PEFT's layout of what is saved:
-`PeftModel.from_pretrained(model, checkpoint / "adapter")` reads a checkpoint's. PEFT is an optional
-package, imported only here and only when adapters are configured.
+Owns inserting adapters, merging them for publication, the reference policy (the base without
+adapters) and the file layout, which is PEFT's:
+`PeftModel.from_pretrained(model, checkpoint / "adapter")`. PEFT is an optional package, imported
+only here and only when adapters are configured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoraTrainee(Trainee):
     master_file: ClassVar[str] = f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}"
 
     def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
-        """Raises `ConfigError` without PEFT, and for targets that cannot be."""
+        """Raises `ConfigError` without PEFT, and for invalid targets."""
         own = own_tensors(model)
         self._names = list(own)
         self.base = _fingerprint(own)
@@ -54,7 +54,7 @@ class LoraTrainee(Trainee):
 
     @torch.no_grad()
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """W + alpha/rank B A, in the float32 of the master weights: what merging for good gives."""
+        """The merged weights W + alpha/rank B A, in the float32 of the master weights."""
         plain = {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in own_tensors(self.model).items()
@@ -67,21 +67,21 @@ class LoraTrainee(Trainee):
                 yield name, plain[name] + layer.get_delta_weight(_ADAPTER)
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
-        """Raises `ConfigError` also when the adapters were trained on another scale: the policy
-        would jump."""
+        """Raises `ConfigError` also for adapters of another scale: they are another policy."""
         super().check(shapes, base=base, source=source)
         alpha = json.loads((source.parent / _CONFIG_FILE).read_text(encoding="utf-8"))["lora_alpha"]
         if alpha != self._alpha:
             raise ConfigError(
-                f"{source} has adapters of lora.alpha = {alpha}, which is {self._alpha} in this "
-                f"run. {OWN_DIRECTORY}"
+                f"{source} has adapters with lora.alpha = {alpha}; this run has {self._alpha}. "
+                f"{OWN_DIRECTORY}"
             )
 
     def base_reference(self, policy: TreePolicy) -> BaseReference:
-        """The model as it was before the adapters; `policy` is that of the adapted one."""
+        """The base model as a reference; `policy` has the model with adapters."""
         return BaseReference(policy, list(self._layers.values()))
 
     def names(self) -> list[str]:
+        """Names of the published tensors, in order."""
         return self._names
 
     def master(self) -> dict[str, Tensor]:
@@ -93,18 +93,19 @@ class LoraTrainee(Trainee):
         }
 
     def sidecars(self) -> Mapping[str, str]:
+        """PEFT's description of the adapters, by file name."""
         return {f"{ADAPTER_DIRECTORY}/{_CONFIG_FILE}": self._config}
 
 
 class BaseReference:
-    """A reference policy that needs no copy of the model: its adapters are left out."""
+    """A reference policy without a copy of the model: it switches the adapters off."""
 
     def __init__(self, policy: TreePolicy, layers: Sequence[Any]) -> None:
         self._policy = policy
         self._layers = layers
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        """Of the frozen weights; an adapter left out draws no dropout either."""
+        """Log-probs and entropies under the frozen weights, without dropout."""
         self._enable(False)
         try:
             return self._policy.plain().logprobs(batch)
@@ -117,7 +118,7 @@ class BaseReference:
 
 
 def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
-    """Adapters into the model, in place; PEFT's description of them."""
+    """Insert adapters into the model; returns PEFT's description of them."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -140,8 +141,7 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
         raise ConfigError(f"lora.targets = {targets}: {error}") from error
     if (model.get_output_embeddings(), model.get_input_embeddings()) != (head, embedding):
         raise ConfigError(
-            f"lora.targets = {targets} is not allowed: embedding and head are trained without "
-            "adapters or not at all"
+            f"lora.targets = {targets} is not allowed: embedding and head cannot have adapters"
         )
     described = {
         key: sorted(value) if isinstance(value, set) else value
@@ -151,8 +151,8 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, shapes and a sample of each tensor: enough to tell one training of a model from
-    another, and quick with many gigabytes."""
+    """Digest of names, shapes and a sample of each tensor: it distinguishes trainings of one model
+    and is quick for many gigabytes."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)

@@ -1,1 +1,1 @@
-"""What is reported about a run: its record, its clock, the metrics of a step, other sinks."""
+"""Reports of a run: its record, its clock, the metrics of a step, and sinks of metrics."""

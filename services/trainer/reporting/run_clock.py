@@ -1,11 +1,12 @@
-"""The time of a run, over all the processes that took part in it.
+"""The time of a run, over all its processes.
 
-    run_s = now - beginning of the run - time it was stopped on purpose
+    run_s = now - beginning of the run - time of intended stops
 
-So the time that a crash lost, until training resumed, is part of the run; a weekend for which it
-was stopped is not. Within a process the monotonic clock counts, between two of them the machine's.
+So the time that a crash costs, until training resumes, is part of the run; a weekend without a
+process after a stop is not. Within a process the monotonic clock counts, between processes the wall
+clock.
 
-Owns the file that keeps the beginning and the stops, beside the checkpoints.
+Owns the file with the beginning and the stops, beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ FILE_NAME = "run-clock.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What the file holds. Unix times in seconds."""
+    """Content of the file. Unix times in seconds."""
 
     began_unix_s: float
     away_s: float = 0.0
-    """Between a stop on purpose and the next start, all of them together."""
+    """Total time between intended stops and the starts after them."""
     stopped_unix_s: float | None = None
-    """Of the newest stop, until the next start."""
+    """Time of the newest intended stop, until the next start."""
 
 
 class RunClock:
-    """Of one process. Not for several threads."""
+    """The run's clock in one process. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,17 +44,17 @@ class RunClock:
         unix_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a file nothing is known of earlier processes."""
+        """Without a file the clock does not include earlier processes."""
         self._file = file
         self._unix_s = unix_s
         self._monotonic_s = monotonic_s
         self._started_unix_s = unix_s()
         self._kept: _Kept | None = None
         self._base_s = 0.0
-        """Of the run, where the monotonic clock is 0."""
+        """Time of the run at the zero of the monotonic clock."""
 
     def now_s(self) -> float:
-        """For differences within this process."""
+        """Monotonic time, for differences within this process."""
         return self._monotonic_s()
 
     def run_s(self) -> float:
@@ -63,25 +64,25 @@ class RunClock:
     def begin(self, last_run_s: float) -> None:
         """Training begins or resumes in this process; only the first call counts.
 
-        `last_run_s` is the time at the end of the newest step that is left, 0 without one. A run
-        whose file is gone, or that is older than the file, continues from there.
+        `last_run_s` is the time at the end of the newest step, 0 without one. A run without a file
+        continues from it.
         """
         if self._kept is not None:
             return
         now_s = self._unix_s()
         kept = self._read() or _Kept(began_unix_s=now_s - last_run_s)
         if kept.stopped_unix_s is not None:
-            # The start itself counts: from the process on, not from the end of loading.
+            # The stop ends with the start of the process, so loading counts.
             away_s = max(0.0, self._started_unix_s - kept.stopped_unix_s)
             kept = replace(kept, away_s=kept.away_s + away_s, stopped_unix_s=None)
         self._kept = kept
-        # A machine's clock that was set back makes no step end before the one before it.
+        # A clock that was set back must not make a step end before the step before it.
         run_s = max(last_run_s, now_s - kept.began_unix_s - kept.away_s)
         self._base_s = run_s - self._monotonic_s()
         self._write(kept)
 
     def stop(self) -> None:
-        """Everything taken is saved, and training stops on purpose; the first call counts."""
+        """Training stops as intended, with all steps saved; only the first call counts."""
         if self._kept is not None and self._kept.stopped_unix_s is None:
             self._kept = replace(self._kept, stopped_unix_s=self._unix_s())
             self._write(self._kept)
@@ -99,7 +100,7 @@ class RunClock:
         return kept
 
     def _write(self, kept: _Kept) -> None:
-        """A disk that is full costs the measure of the next crash, and no training."""
+        """Write the file; a failure is logged and makes only a later run time inexact."""
         if self._file is None:
             return
         unfinished = self._file.with_suffix(".new")

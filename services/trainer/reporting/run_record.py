@@ -1,7 +1,7 @@
-"""What training has done so far: phase, versions, the metrics of every step, evaluations.
+"""The state of a run so far: phase, versions, the metrics of every step, evaluations.
 
-Owns the history as it grows, its file, and who waits for news of it. Lives on the event loop; the
-learner and the RPCs meet here.
+Owns the history, its file and the watchers of new steps. Used on the event loop alone, by training
+and by the RPCs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from services.trainer.reporting.sinks import Sink
 
 
 class TrainingRecord:
-    """The one account of a training run that everybody reads."""
+    """The record of a training run, read by RPCs, evaluation and metrics."""
 
     def __init__(self, *, max_steps: int, metrics_file: str, sinks: Sequence[Sink] = ()) -> None:
         self.phase = pb.TRAINER_PHASE_LOADING
         self.weight_version = 0
         self.checkpoint_step = 0
         self.oldest_checkpoint_step = 0
-        """0 while training is being resumed: then any checkpoint may turn out to be the one."""
+        """0 while training resumes, since any checkpoint may be restored."""
         self.evaluating = False
         """An evaluation is in flight."""
         self._max_steps = max_steps
@@ -37,24 +37,24 @@ class TrainingRecord:
         self._closed = False
         self._file = Path(metrics_file) if metrics_file else None
         self._kept: Extent | None = None
-        """Of the file; None while it is another lineage's."""
+        """Valid length of the file; None while it holds another lineage."""
         self._failing = False
-        """The file did not take what came last, and that was told."""
+        """The last write to the file failed; this was logged."""
         self._sinks = sinks
 
     @property
     def history(self) -> History:
-        """Of the lineage that training is on."""
+        """History of the current lineage."""
         return self._history
 
     @property
     def step(self) -> int:
-        """Of the newest step taken."""
+        """Newest step taken."""
         return self._steps[-1].step if self._steps else 0
 
     @property
     def run_s(self) -> float:
-        """Of the run at the end of that step; 0 where it was not recorded."""
+        """Time of the run at the end of the newest step; 0 if not recorded."""
         return self._steps[-1].run_s if self._steps else 0.0
 
     @property
@@ -64,11 +64,11 @@ class TrainingRecord:
 
     @property
     def evaluations(self) -> Sequence[pb.Evaluation]:
-        """Those that ended, in that order."""
+        """Evaluations in the order of their ends."""
         return self._evaluations
 
     def append(self, metrics: pb.StepMetrics) -> None:
-        """One more step was taken."""
+        """A step was taken."""
         self._steps.append(metrics)
         self._history.add(metrics)
         self._keep()
@@ -77,7 +77,7 @@ class TrainingRecord:
         self._wake()
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """One more evaluation ended."""
+        """An evaluation ended."""
         self._evaluations.append(evaluation)
         self._history.add(evaluation)
         self._keep()
@@ -85,14 +85,14 @@ class TrainingRecord:
             sink.evaluated(evaluation)
 
     def rewind(self, entries: Sequence[Entry]) -> None:
-        """Training goes on from a checkpoint with this history: later steps never were."""
+        """Training continues from a checkpoint with this history; later steps are dropped."""
         self._steps = [each for each in entries if isinstance(each, pb.StepMetrics)]
-        told = {each.step: each for each in entries if isinstance(each, pb.Evaluation)}
-        # Of a step that stays, one may have ended after the checkpoint was taken.
+        saved = {each.step: each for each in entries if isinstance(each, pb.Evaluation)}
+        # The evaluation of a kept step may have ended after the checkpoint.
         ended = [
-            each for each in self._evaluations if each.step <= self.step and each.step not in told
+            each for each in self._evaluations if each.step <= self.step and each.step not in saved
         ]
-        self._evaluations = [*told.values(), *ended]
+        self._evaluations = [*saved.values(), *ended]
         self._history = History([*entries, *ended])
         self._rewinds.append(self.step)
         self._kept = None
@@ -102,7 +102,7 @@ class TrainingRecord:
         self._wake()
 
     def status(self) -> pb.GetTrainerStatusResponse:
-        """Where training stands."""
+        """The current state of training."""
         return pb.GetTrainerStatusResponse(
             phase=self.phase,
             step=self.step,
@@ -116,9 +116,9 @@ class TrainingRecord:
         )
 
     async def watch(self, after_step: int) -> AsyncGenerator[pb.StepMetrics, None]:
-        """Every step after `after_step`, then each new one; steps taken again come again.
+        """Every step after `after_step`, then each new one; repeated steps are yielded again.
 
-        Raises `Unavailable` when this process is about to end.
+        Raises `Unavailable` when this process is stopping.
         """
         last, seen = after_step, len(self._rewinds)
         while True:
@@ -129,29 +129,29 @@ class TrainingRecord:
                 last = metrics.step
                 yield metrics
             if self._closed:
-                raise Unavailable("the trainer is stopping; watch again once it is back")
+                raise Unavailable("the trainer is stopping; watch again after its restart")
             await news.wait()
 
     def close(self) -> None:
-        """Nothing more will happen here: whoever waits is told."""
+        """No more steps follow; watchers end with an error."""
         self._closed = True
         self._wake()
 
     def close_sinks(self) -> None:
-        """Once nothing more can be appended; blocks until they have written what they got."""
+        """Close the sinks after the last append; blocks until they have written all entries."""
         for sink in self._sinks:
             sink.close()
 
     def _keep(self) -> None:
-        """What the file lacks is added to it. A full disk is told and stops nothing."""
+        """Append missing entries to the file. A failure is logged and does not stop training."""
         if self._file is None:
             return
         try:
             if self._kept is None:
-                self._kept = self._written_anew(self._file)
+                self._kept = self._rewritten(self._file)
             else:
-                lacking = self._history.until(self.step, after=self._kept.entries)
-                self._kept = extend(self._file, self._kept, lacking)
+                missing = self._history.until(self.step, after=self._kept.entries)
+                self._kept = extend(self._file, self._kept, missing)
         except OSError as error:
             # One line until it works again, not one per step.
             if not self._failing:
@@ -160,8 +160,8 @@ class TrainingRecord:
         else:
             self._failing = False
 
-    def _written_anew(self, file: Path) -> Extent:
-        """All of it at once: whoever reads sees the former lineage or this one."""
+    def _rewritten(self, file: Path) -> Extent:
+        """Replace the file atomically: readers see the former lineage or this one."""
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(file.name + ".new")
         extent = extend(unfinished, Extent(), self._history.until(self.step))

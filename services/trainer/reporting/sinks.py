@@ -1,7 +1,8 @@
-"""Where else the metrics of each step go: TensorBoard, Weights & Biases.
+"""Sinks of the metrics of each step: TensorBoard and Weights & Biases.
 
-Owns their names and writing. Both are optional packages, imported only when asked for; both get
-what the record has, under the names of docs/training.md (`domains/code/entropy`).
+Owns the names of values and their writing. Both packages are optional and imported only when
+configured; both get the values of the record, named as in docs/services/trainer.md
+(`domains/code/entropy`).
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from services.trainer.config import TrainerConfig
 
 
 class Sink(Protocol):
-    """Gets every step once per lineage, and evaluations as they end."""
+    """Receives each step once per lineage, and each evaluation at its end."""
 
     def begin(self, step: int) -> None:
-        """Steps after `step` come now, and replace any that came before."""
+        """The following steps are those after `step`; they replace earlier ones."""
 
     def write(self, metrics: pb.StepMetrics) -> None:
-        """One more step."""
+        """Write a step."""
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """One more evaluation ended; of a step that was written before, or of 0."""
+        """Write the evaluation of an earlier step, or of step 0."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Write everything out and end."""
 
 
 def make_sinks(config: TrainerConfig) -> list[Sink]:
-    """Those that are configured. Raises `ConfigError` when a package is missing."""
+    """The configured sinks. Raises `ConfigError` when a package is missing."""
     sinks: list[Sink] = []
     if config.tensorboard_dir:
         sinks.append(QueuedSink(TensorBoardSink(Path(config.tensorboard_dir))))
@@ -50,26 +51,30 @@ def make_sinks(config: TrainerConfig) -> list[Sink]:
 
 
 class QueuedSink:
-    """A sink on a thread of its own: neither its disk nor its network is training's concern."""
+    """Runs a sink on its own thread, so that its disk and network do not delay training."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._failed = False
         self._to_begin: int | None = None
-        """A beginning that the sink has not taken yet: it comes with the next step that it takes.
-        Training that cannot be resumed tries again and again, and no run is to be left of each."""
+        """Pending `begin`, passed on with the next step, so that repeated failures to resume
+        create no empty runs."""
 
     def begin(self, step: int) -> None:
+        """Keep the beginning until the next step or evaluation."""
         self._submit(lambda: self._begin_next(step))
 
     def write(self, metrics: pb.StepMetrics) -> None:
+        """Queue a step."""
         self._submit(lambda: self._begun().write(metrics))
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """Queue an evaluation."""
         self._submit(lambda: self._begun().evaluated(evaluation))
 
     def close(self) -> None:
+        """Write all queued entries, close the sink and end the thread."""
         self._submit(self._sink.close)
         self._thread.shutdown()
 
@@ -94,11 +99,11 @@ class QueuedSink:
 
 
 def scalars(metrics: Message) -> dict[str, float]:
-    """Every number of a step, or evaluation, by its path; the step itself is the axis."""
+    """All numbers of a step or evaluation by path, without the step, which is the axis."""
     values: dict[str, float] = {}
     for field in metrics.DESCRIPTOR.fields:
         value = getattr(metrics, field.name)
-        # A curve per task would be thousands.
+        # One curve per task would be thousands of curves.
         if field.name in ("step", "task_outcomes") or isinstance(value, str):
             continue
         if not field.is_repeated:
@@ -121,7 +126,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path) -> None:
         try:
-            # Its own writer has a thread, and waits for it for good once a disk was full.
+            # SummaryWriter hangs for ever after its thread met a full disk: use RecordWriter.
             from tensorboardX import RecordWriter, summary
             from tensorboardX.proto import event_pb2
         except ImportError as error:
@@ -137,18 +142,21 @@ class TensorBoardSink:
         self._files = 0
 
     def begin(self, step: int) -> None:
+        """Begin a file; TensorBoard hides the rewound steps."""
         self.close()
-        # Steps that a restore took back are hidden from there on.
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(self._events.Event(step=step + 1, session_log=start))
 
     def write(self, metrics: pb.StepMetrics) -> None:
+        """Write the scalars of a step."""
         self._add(scalars(metrics), metrics.step)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """Write the scalars of an evaluation at its step."""
         self._add(_evaluation_scalars(evaluation), evaluation.step)
 
     def close(self) -> None:
+        """Close the file; a later write opens another."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -160,7 +168,8 @@ class TensorBoardSink:
         self._write(event)
 
     def _write(self, event: Any) -> None:
-        """On disk on return. What fails may be half in the file: nobody would read on after it."""
+        """Write and flush. After a failure the file may end in a partial record, which readers
+        stop at: the next write opens another file."""
         writer, self._writer = self._writer or self._opened(), None
         self._record(writer, event)
         self._writer = writer
@@ -174,7 +183,7 @@ class TensorBoardSink:
         try:
             self._record(writer, self._events.Event(file_version="brain.Event:2"))
         except OSError:
-            # Each step tries another as long as the disk is full.
+            # Each step tries another file while the disk is full.
             file.unlink()
             raise
         return writer
@@ -202,25 +211,27 @@ class WandbSink:
         self._step = 0
 
     def begin(self, step: int) -> None:
+        """Begin another run: Weights & Biases cannot rewind steps."""
         self._step = step
-        # It takes no step back: what is trained again after a restore is a run of its own.
         self.close()
         self._run = self._wandb.init(
             project=self._project, name=f"{self._name}-from-{step}", reinit="finish_previous"
         )
 
     def write(self, metrics: pb.StepMetrics) -> None:
+        """Log the scalars of a step."""
         self._step = metrics.step
         self._run.log(scalars(metrics), step=metrics.step)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
-        # Nor does it take an earlier step: these have an axis of their own.
+        """Log the scalars of an evaluation over their own axis, since its step is in the past."""
         axis = f"{EVALUATION}/step"
         self._run.define_metric(f"{EVALUATION}/*", step_metric=axis)
         values = {axis: evaluation.step, **_evaluation_scalars(evaluation)}
         self._run.log(values, step=self._step)
 
     def close(self) -> None:
+        """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

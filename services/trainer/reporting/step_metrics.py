@@ -1,7 +1,7 @@
-"""The metrics of a step, computed from its batch and its result.
+"""Computes the metrics of a step from its batch and result.
 
-Owns their definitions (docs/training.md has them in words), the yield J among them. Prometheus is
-`services.trainer.metrics`.
+Owns their definitions, among them the yield J (in words: docs/services/trainer.md).
+`services.trainer.metrics` exports them to Prometheus.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
 _YIELD_STEPS = 5
-"""Steps whose mean reward stands for the beginning, and for now, in the yield."""
+"""Number of first, and of last, steps whose mean rewards the yield compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the time of one step went."""
+    """Parts of the time of one step."""
 
     step_s: float
     """Forward, backward, update."""
     wait_s: float
-    """From the end of the previous step until the batch was there."""
+    """From the end of the step before to the arrival of the batch."""
     publish_s: float
     checkpoint_s: float = 0.0
     """Copying for a checkpoint, after the step before."""
     run_s: float = 0.0
-    """Of the run, at the end of the step; 0: not known."""
+    """Time of the run at the end of the step; 0 if unknown."""
 
     @property
-    def told_s(self) -> float:
+    def accounted_s(self) -> float:
+        """Sum of the parts."""
         return self.step_s + self.wait_s + self.publish_s + self.checkpoint_s
 
 
@@ -46,7 +47,7 @@ def step_metrics(
     times: StepTimes,
     earlier: Sequence[pb.StepMetrics],
 ) -> pb.StepMetrics:
-    """All about one step that updated the weights."""
+    """The metrics of one step that updated the weights."""
     stats, plan = result.stats, result.plan
     metrics = pb.StepMetrics(
         step=step,
@@ -99,12 +100,12 @@ def step_metrics(
 
 
 def lost_s(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> float:
-    """Seconds since the step before that its times do not account for; 0 where the end of the step
-    before is not known."""
+    """Seconds since the step before that the parts do not contain; 0 where the end of that step is
+    unknown."""
     before_s = earlier[-1].run_s if earlier else 0.0
     if not times.run_s or (earlier and not before_s):
         return 0.0
-    return max(0.0, times.run_s - before_s - times.told_s)
+    return max(0.0, times.run_s - before_s - times.accounted_s)
 
 
 def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetrics]:
@@ -130,12 +131,11 @@ def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetr
 
 
 def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
-    """J so far: sampled tokens per second times mean outcome gained per trajectory.
+    """J so far: trained tokens per second times gain in mean outcome per trajectory.
 
-    Throughput counts the sampled tokens that were trained on, over all the time of the run: steps,
-    waiting, checkpoints, and what crashes lost. The gain is the mean reward of the last few steps
-    less that of the first few, per trajectory consumed: 0 until there are two steps, negative when
-    training makes it worse.
+    The seconds are the whole time of the run: steps, waiting, checkpoints, and time lost to
+    crashes. The gain is the mean reward of the last few steps minus that of the first few, per
+    trained trajectory: 0 before the second step, negative when rewards fall.
     """
     return _yield(
         seconds=_seconds(steps),
@@ -146,8 +146,8 @@ def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
 
 
 def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> float:
-    """J of one domain: its tokens, rewards and trajectories, over all the time there was, so that
-    throughputs of domains add up to that of the whole."""
+    """J of one domain: its tokens, rewards and trajectories over the whole time of the run, so that
+    the throughputs of domains add up to the total."""
     own = [step.domains[domain] for step in steps if domain in step.domains]
     return _yield(
         seconds=_seconds(steps),

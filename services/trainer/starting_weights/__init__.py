@@ -1,1 +1,1 @@
-"""Programs that make or fetch the weights a run starts from. No service runs them."""
+"""Programs that create or fetch starting weights of a run. No service runs them."""

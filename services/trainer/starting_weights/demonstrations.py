@@ -1,7 +1,7 @@
-"""Conversations as samples that teach: what the assistant said is what is learned.
+"""Turns conversations into supervised samples: the assistant's messages are the targets.
 
-Owns reading them and rendering each answer the way it would have been sampled: the context through
-the model's chat template, then the answer's own tokens up to the one that ends it. No training.
+Owns reading conversations and rendering each answer as it would have been sampled: the context by
+the model's chat template, then the answer's tokens up to its end token. No training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise InvalidArgument(f"{path}:{number}: is not JSON: {error}") from error
+            raise InvalidArgument(f"{path}:{number}: not JSON: {error}") from error
         messages = entry.get("messages") if isinstance(entry, dict) else None
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise InvalidArgument(f"{path}:{number}: messages is no list of objects")
@@ -67,8 +67,8 @@ def lesson_samples(
             ) from error
         if not whole.startswith(context):
             raise InvalidArgument(
-                f"{source}: the chat template renders messages[{index}] differently from what it "
-                "makes the model begin with; nothing sampled could look like that"
+                f"{source}: the chat template renders messages[{index}] with another beginning "
+                "than its generation prompt; such an answer cannot be sampled"
             )
         prompt, answer = (
             tokenizer.encode(text, add_special_tokens=False)
@@ -81,7 +81,7 @@ def lesson_samples(
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Templates iterate over the arguments of calls, which travel as text."""
+    """A message with parsed arguments of calls: templates iterate over them."""
     shown = dict(message)
     if isinstance(shown.get("tool_calls"), list):
         shown["tool_calls"] = [
@@ -102,7 +102,7 @@ def _parsed(function: Mapping[str, Any]) -> Any:
 
 
 def _until_end(answer: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """With the token that ends it, without what a template writes between messages."""
+    """The answer with its end token, without the template's text between messages."""
     ids = list(answer)
     end = tokenizer.eos_token_id
     return ids[: ids.index(end) + 1] if end in ids else ids

@@ -1,13 +1,12 @@
-"""Gets the starting weights of a model:
+"""Fetches the starting weights of a model:
 `python -m services.trainer.starting_weights.fetch MODEL --out DIR`.
 
-MODEL is `smollm2`, a directory, or the id of a model on the Hugging Face hub. Owns the way into a
-model directory as every service expects it (config.json, tokenizer.json, a chat template,
-generation_config.json, safetensors). A directory appears whole or not at all.
+MODEL is `smollm2`, a directory, or the id of a model on the Hugging Face hub. Owns the creation of
+the model directory that every service expects (config.json, tokenizer.json, a chat template,
+generation_config.json, safetensors). A directory is created complete or not at all.
 
-SmolLM2-135M-Instruct comes from a Python package, so that a machine with a package index and
-nothing else can train a real language model. The package holds 4-bit weights; they are unpacked
-to bfloat16, and trained on from there.
+SmolLM2-135M-Instruct comes from a Python package, so a machine that reaches only a package index
+can train a real language model. The package has 4-bit weights, which are converted to bfloat16.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _CONVERTERS = {"gguf": "gguf>=0.17", "accelerate": "accelerate>=1"}
 """What transformers needs to read GGUF: import name and requirement."""
 _PROBE = "The capital of France is Paris. The quick brown fox jumps over the lazy dog."
 _PROBE_LOGPROB = -3.0
-"""A sound conversion gives the probe a mean log-prob of -2.4 per token, a wrong one below -8."""
+"""Mean log-prob per token of the probe: -2.4 after a correct conversion, below -8 otherwise."""
 _HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer*")
 
 
 def resolve_model(model: str, out: Path) -> Path:
-    """The model's directory: `model` itself when it is one, else `out`, filled if need be.
+    """The model's directory: `model` if it is a directory, else `out`, filled if necessary.
 
-    Raises `InvalidArgument` for a directory that lacks something, `NotFound` for a model that
-    cannot be had, `FailedPrecondition` and `DataLoss` when fetching it goes wrong.
+    Raises `InvalidArgument` for an incomplete directory, `NotFound` for a model that is not
+    available, `FailedPrecondition` and `DataLoss` when fetching fails.
     """
     if Path(model).is_dir():
         return _checked(Path(model))
@@ -51,7 +50,7 @@ def resolve_model(model: str, out: Path) -> Path:
         raise NotFound(f"there is no model directory {model}")
     if (out / "config.json").exists():
         return _checked(out)
-    with _whole(out) as directory:
+    with complete_directory(out) as directory:
         if model == SMOLLM2:
             _fetch_smollm2(directory)
         else:
@@ -61,7 +60,7 @@ def resolve_model(model: str, out: Path) -> Path:
 
 
 def _checked(directory: Path) -> Path:
-    """The directory, if it holds all that the services read. Raises `InvalidArgument`."""
+    """The directory, if it has all files that the services read. Raises `InvalidArgument`."""
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise InvalidArgument(f"{directory} is no model directory: there is no {name}")
@@ -70,26 +69,26 @@ def _checked(directory: Path) -> Path:
     settings = directory / "tokenizer_config.json"
     template = settings.is_file() and json.loads(settings.read_text()).get("chat_template")
     if not (template or (directory / "chat_template.jinja").is_file()):
-        raise InvalidArgument(f"{directory} has no chat template; an instruction-tuned model has")
+        raise InvalidArgument(f"{directory} has no chat template; use an instruction-tuned model")
     return directory
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A directory to fill that becomes `out` when all went well, and vanishes otherwise."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    filling = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+def complete_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill that becomes `out` on success and is removed otherwise."""
     try:
-        yield filling
-        # A service may run as another user than the one who fetched.
-        filling.chmod(0o755)
-        for file in filling.iterdir():
-            file.chmod(0o644)
-        filling.replace(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+            filling = Path(scratch) / out.name
+            filling.mkdir()
+            yield filling
+            # A service may run as another user.
+            filling.chmod(0o755)
+            for file in filling.iterdir():
+                file.chmod(0o644)
+            filling.replace(out)
     except OSError as error:
         raise FailedPrecondition(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(filling, ignore_errors=True)
 
 
 def _fetch_from_hub(model: str, directory: Path) -> None:
@@ -98,11 +97,11 @@ def _fetch_from_hub(model: str, directory: Path) -> None:
     _say(f"{model}: downloading from the Hugging Face hub ...")
     try:
         snapshot_download(model, local_dir=directory, allow_patterns=list(_HUB_FILES))
-    # The hub's client raises a dozen unrelated types, depending on what is unreachable.
+    # The hub's client raises a dozen unrelated types of errors.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise NotFound(
-            f"cannot get model {model!r} from the Hugging Face hub: {reason}; "
+            f"cannot fetch model {model!r} from the Hugging Face hub: {reason}; "
             "give the path of a model directory instead"
         ) from error
     shutil.rmtree(directory / ".cache", ignore_errors=True)
@@ -195,7 +194,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Exit codes: 0 the directory is there; 1 it could not be had, and one line says why."""
+    """Exit codes: 0 the directory is complete; 1 an error, printed as one line."""
     parser = argparse.ArgumentParser(prog="model_fetch", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="smollm2, a model directory, or an id on the hub")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")

@@ -1,24 +1,21 @@
 """Supervised warm start of any model:
 `python -m services.trainer.starting_weights.supervised --help`.
 
-Teaches a model from conversations (JSON lines of `messages`, optionally `tools`) and writes a model
-directory to train from. The loss is the mean negative log-probability of the assistant's tokens; it
-is computed on merged trees like everything the trainer does, so turns of a conversation share their
-history. A held-out part of the conversations says whether it helped.
+Trains a model on conversations (JSON lines of `messages`, optionally `tools`) and writes a model
+directory to start from. The loss is the mean negative log-probability of the assistant's tokens,
+computed on prefix trees like in the trainer, so turns of a conversation share their history. A
+held-out part of the conversations measures the effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -33,8 +30,9 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from services.trainer.checkpoint.files import write_model
 from services.trainer.model.full_weights import load_model, own_tensors
-from services.trainer.model.placement import device_of, recompute, trunk_type
+from services.trainer.model.placement import backbone_dtype, device_of, recompute
 from services.trainer.starting_weights.demonstrations import lesson_samples, read_conversations
+from services.trainer.starting_weights.fetch import complete_directory
 
 Lessons = Sequence[Sequence[Sample]]
 """The samples of each conversation."""
@@ -42,21 +40,21 @@ Lessons = Sequence[Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How the model is taught."""
+    """Parameters of the training."""
 
     epochs: int
     batch_tokens: int
-    """Tokens of the conversations of an update, about."""
+    """Approximate number of tokens in an update's conversations."""
     eval_every: int
-    """Updates between two looks at what is held out; 0: only before and after."""
+    """Updates between evaluations; 0: only before and after training."""
     seed: int
 
 
 def split(lessons: Lessons, *, share: float, seed: int) -> tuple[Lessons, Lessons]:
-    """(taught, held out), the latter at most `share` of all; the same for the same seed.
+    """(taught, held out), the latter at most `share` of all; a function of the seed.
 
-    Conversations that begin with the same prompt are on the same side, however often the data has
-    them and whatever the answers are. So no prompt is both taught and held out.
+    Conversations with the same first prompt are on the same side, so no prompt is both taught and
+    held out.
     """
     of_prompt: dict[bytes, list[int]] = {}
     for number, samples in enumerate(lessons):
@@ -75,13 +73,13 @@ def split(lessons: Lessons, *, share: float, seed: int) -> tuple[Lessons, Lesson
 
 
 def _prompt(samples: Sequence[Sample]) -> bytes:
-    """Ids up to the first answer; none where nothing is answered."""
+    """Ids up to the first answer; empty without an answer."""
     first = next((each for each in samples if each.trained), None)
     return first.ids[: first.trained[0][0] * TOKEN_BYTES] if first else b""
 
 
 def batches(lessons: Lessons, course: Course) -> Iterator[list[Sample]]:
-    """Every conversation once per epoch, in another order each time."""
+    """Batches of every conversation once per epoch, in another order each time."""
     for epoch in range(course.epochs):
         order = list(lessons)
         Random(f"{course.seed}/{epoch}").shuffle(order)
@@ -97,7 +95,7 @@ def batches(lessons: Lessons, course: Course) -> Iterator[list[Sample]]:
 
 @torch.no_grad()
 def mean_loss(learner: Learner, lessons: Lessons) -> float:
-    """Nats per token of the assistant; 0 when there is nothing held out."""
+    """Nats per token of the assistant; 0 without conversations."""
     total, tokens = 0.0, 0
     for samples in lessons:
         for tree in learner.plan(samples).trees:
@@ -108,23 +106,23 @@ def mean_loss(learner: Learner, lessons: Lessons) -> float:
 
 
 def teach(learner: Learner, taught: Lessons, held: Lessons, course: Course) -> None:
-    """Tells of every update as a line of JSON. Raises `InvalidArgument` for one that failed."""
-    _tell(update=0, taught=len(taught), held_out=len(held), held_out_loss=mean_loss(learner, held))
+    """Train, and print a line of JSON per update. Raises `InvalidArgument` when one fails."""
+    _print(update=0, taught=len(taught), held_out=len(held), held_out_loss=mean_loss(learner, held))
     for update, batch in enumerate(batches(taught, course), 1):
         result = learner.step(learner.plan(batch), weight_version=0)
         if result.skipped:
             raise InvalidArgument(f"update {update}: {result.skipped}")
-        told = {"update": update, "loss": result.loss, "tokens": result.plan.trained_tokens}
+        line = {"update": update, "loss": result.loss, "tokens": result.plan.trained_tokens}
         if course.eval_every and update % course.eval_every == 0:
-            told["held_out_loss"] = mean_loss(learner, held)
-        _tell(**told)
-    _tell(update=learner.steps, held_out_loss=mean_loss(learner, held))
+            line["held_out_loss"] = mean_loss(learner, held)
+        _print(**line)
+    _print(update=learner.steps, held_out_loss=mean_loss(learner, held))
 
 
 def warm_start(options: argparse.Namespace) -> None:
-    """Read, teach, save: all or nothing. Raises `ForgeError`."""
+    """Read, train, save. Raises `ForgeError`; `out` is then not created."""
     if options.out.exists():
-        raise InvalidArgument(f"out = {str(options.out)!r} is there already")
+        raise InvalidArgument(f"out = {str(options.out)!r} exists already")
     device = device_of(options.device)
     model = load_model(options.model, device=device)
     if options.recompute_activations:
@@ -143,17 +141,18 @@ def warm_start(options: argparse.Namespace) -> None:
     taught, held = split(lessons, share=options.held_out, seed=options.seed)
     updates = sum(1 for _ in batches(taught, course))
     if not updates:
-        raise InvalidArgument(f"data = {str(options.data)!r}: no conversation to learn from")
+        raise InvalidArgument(f"data = {str(options.data)!r} has no conversation to train on")
     torch.manual_seed(options.seed)
-    policy = TreePolicy(model, autocast=trunk_type(options.autocast, device))
+    policy = TreePolicy(model, autocast=backbone_dtype(options.autocast, device))
     check_policy(policy)
     learner = Learner(policy, _learner_config(options, updates))
     teach(learner, taught, held, course)
-    _save(model, options.model, options.out)
+    with complete_directory(options.out) as directory:
+        write_model(directory, own_tensors(model), options.model)
 
 
 def _learner_config(options: argparse.Namespace, updates: int) -> LearnerConfig:
-    # With advantages of 1 the plain policy gradient is that of the negative log-likelihood.
+    # With advantages of 1, REINFORCE has the gradient of the negative log-likelihood.
     return LearnerConfig(
         optimizer=OptimizerConfig(
             name=options.optimizer,
@@ -167,18 +166,7 @@ def _learner_config(options: argparse.Namespace, updates: int) -> LearnerConfig:
     )
 
 
-def _save(model: Any, source: Path, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        write_model(temporary, own_tensors(model), source)
-        temporary.rename(out)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _tell(**values: float) -> None:
+def _print(**values: float) -> None:
     print(json.dumps(values), flush=True)
 
 
@@ -192,22 +180,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, required=True, help="JSON lines of conversations")
     add("--out", type=Path, required=True, help="model directory to write; must not exist")
     add("--epochs", type=int, default=1)
-    add("--learning-rate", type=float, default=1e-5, help="after a short rise; falls to a tenth")
+    add("--learning-rate", type=float, default=1e-5, help="after a warm-up; falls to a tenth")
     add("--batch-tokens", type=int, default=65536, help="tokens of an update's conversations")
     add("--token-budget", type=int, default=16384, help="most tokens in one forward pass")
-    add("--held-out", type=float, default=0.05, help="share of conversations only evaluated on")
+    add("--held-out", type=float, default=0.05, help="share of conversations for evaluation only")
     add("--eval-every", type=int, default=50, help="updates between evaluations; 0: none")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
-    add("--autocast", choices=("none", "auto", "bfloat16"), default="none", help="of the trunk")
-    add("--recompute-activations", action="store_true", help="slower, in less memory")
-    add("--threads", type=int, default=1, help="threads torch computes with")
+    add("--autocast", choices=("none", "auto", "bfloat16"), default="none", help="backbone's type")
+    add("--recompute-activations", action="store_true", help="slower, with less memory")
+    add("--threads", type=int, default=1, help="threads of torch")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, teach, save. Returns the exit code."""
+    """Parse, train, save. Returns the exit code."""
     options = _parser().parse_args(argv)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(options.threads)

@@ -1,10 +1,9 @@
-"""Makes the tiny policy's starting weights:
+"""Creates the tiny policy's starting weights:
 `python -m services.trainer.starting_weights.tiny --out DIR`.
 
-A short supervised warm start. A flawless teacher shows how things are done, then an imperfect one
-shows them as it does them: with guesses, wrong look-ups and forgotten summaries. What comes out
-can solve every task and does so unreliably, which is where reinforcement learning begins. The
-same seed gives the same weights on the same machine.
+A short supervised warm start on demonstrations of a flawless teacher, then of an imperfect one, who
+guesses, looks up wrong facts and forgets summaries. The result solves every task unreliably: a
+starting point for reinforcement learning. The same seed gives the same weights on the same machine.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from forge.core.errors import FailedPrecondition
+from services.trainer.starting_weights.fetch import complete_directory
 from services.trainer.starting_weights.tiny_model.lessons import (
     Lesson,
     batches,
@@ -40,10 +40,10 @@ VOCABULARY_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How long the policy is taught what."""
+    """Lengths and learning rate of the warm start."""
 
     flawless_steps: int = 900
-    """Sums are learnt late and at once: after 800 one seed in four had not got there."""
+    """Sums are learned late and suddenly: after 800 steps one seed in four had not learned them."""
     imperfect_steps: int = 220
     batch_tokens: int = 290
     learning_rate: float = 2e-3
@@ -53,6 +53,7 @@ class Course:
 
     @property
     def steps(self) -> int:
+        """All steps of the warm start."""
         return self.flawless_steps + self.imperfect_steps
 
     def rate(self, step: int) -> float:
@@ -63,20 +64,20 @@ class Course:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer over what the four domains say; the same for every seed."""
+    """The tokenizer over the texts of the four domains; the same for every seed."""
     template = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer([]).backend_tokenizer)
     template.chat_template = chat_template()
-    said = conversations("vocabulary", VOCABULARY_ROUNDS, flawless=False)
+    samples = conversations("vocabulary", VOCABULARY_ROUNDS, flawless=False)
     return build_tokenizer(
         template.apply_chat_template(messages, tools=tools, tokenize=False)
-        for messages, tools in said
+        for messages, tools in samples
     )
 
 
 def teach(
     policy: Qwen3ForCausalLM, schedule: Sequence[list[Lesson]], course: Course, progress: Progress
 ) -> None:
-    """Supervised steps over the schedule; the loss is over the teacher's tokens alone."""
+    """Supervised steps over the schedule, with loss on the teacher's tokens alone."""
     bar = progress.add_task("warm start", total=len(schedule), loss=float("nan"))
     optimizer = torch.optim.AdamW(
         policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -99,7 +100,7 @@ def teach(
 def make_schedule(
     tokenizer: PreTrainedTokenizerFast, course: Course, *, seed: int
 ) -> list[list[Lesson]]:
-    """Batches in the order they are taught."""
+    """Batches in the order of training."""
     rng = Random(seed)
 
     def phase(name: str, steps: int, *, flawless: bool) -> list[list[Lesson]]:
@@ -118,22 +119,20 @@ def make_schedule(
 
 
 def save(policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a complete transformers directory, all or nothing."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    """Write a complete transformers directory, in place of an earlier one."""
     policy.eval()
-    policy.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    ).save_pretrained(temporary)
-    if out.exists():
-        shutil.rmtree(out)
-    temporary.rename(out)
+    with complete_directory(out) as directory:
+        policy.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        ).save_pretrained(directory)
+        if out.exists():
+            shutil.rmtree(out)
 
 
 def warm_start(out: Path, *, seed: int, course: Course, console: Console) -> None:
-    """Make the starting weights of `seed` and save them under `out`."""
+    """Create the starting weights of `seed` and save them under `out`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     columns = (
@@ -151,22 +150,22 @@ def warm_start(out: Path, *, seed: int, course: Course, console: Console) -> Non
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, make, save. Returns the exit code."""
+    """Parse, create, save. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.starting_weights.tiny",
         description=(__doc__ or "").split("\n\n")[1],
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seeds weights and demonstrations")
-    # More threads than one wait for each other longer than they compute, at this size.
-    parser.add_argument("--threads", type=int, default=1, help="threads torch computes with")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations")
+    # At this size, several threads wait for each other longer than they compute.
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     options = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     try:
         warm_start(options.out, seed=options.seed, course=Course(), console=Console())
-    except OSError as error:
-        print(f"warm start: cannot write {options.out}: {error}", file=sys.stderr)
+    except FailedPrecondition as error:
+        print(f"warm start: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -29,7 +29,7 @@ def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("index", [0, 2, 3])
 def test_a_merged_step_peaks_no_higher_than_a_packed_one(index: int) -> None:
     """Per token computed, though more of a tree's tokens were sampled and so have logits: neither
-    these nor masks of attention are held beside what the trunk's backward needs."""
+    these nor masks of attention are held beside what the backbone's backward needs."""
     bench, samples = Bench(hidden=128, layers=2), make_workloads(4)[index].samples
     bench.tree(make_workloads(16)[0].samples)  # first calls allocate
     merged, packed = prefix_tree.step_bytes_per_token(bench, samples, bench.learner.plan(samples))

@@ -30,7 +30,7 @@ def test_the_defaults_are_cispo_with_the_group_mean() -> None:
     config = configured()
     assert (config.objective, config.correction) == (ObjectiveConfig(), Correction())
     assert config.credit_rules().advantages == AdvantageRules()
-    assert config.learner().passes == 1
+    assert config.learner().epochs == 1
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)

@@ -1,1 +1,1 @@
-"""The embedded policy: tokenizer, chat template, architecture and what it is first taught."""
+"""The tiny model: tokenizer, chat template, architecture and demonstrations."""

@@ -1,7 +1,7 @@
-"""What the tiny policy is taught from: demonstrations as token rows.
+"""Demonstrations for the tiny policy, as token rows.
 
-Owns the rendering and which tokens are the teacher's. Pure functions of the seed. The teacher
-attempts training tasks alone: held-out ones are shown to no policy.
+Owns their rendering and the mask of the teacher's tokens. Pure functions of the seed. The teacher
+attempts training tasks alone, never held-out tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTEMPTS: Final = (
     (CodeDomain(), 5),
     (GeneralDomain(), 2),
 )
-"""Domains, and how many attempts at each make a round: harder skills take more examples."""
+"""Attempts at each domain in a round: harder skills need more examples."""
 _BUCKET_ROWS: Final = 2048
 
 
@@ -58,7 +58,7 @@ def conversations(
 def texts(
     tokenizer: PreTrainedTokenizerFast, seed: str, rounds: int, *, flawless: bool
 ) -> list[str]:
-    """The same, rendered by the tokenizer's own chat template."""
+    """The conversations, rendered by the tokenizer's chat template."""
     return [
         tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         for messages, tools in conversations(seed, rounds, flawless=flawless)
@@ -77,7 +77,7 @@ def lessons(
 
 
 def batches(rows: Sequence[Lesson], tokens: int, rng: Random) -> list[list[Lesson]]:
-    """Batches of about `tokens` tokens, rows of like length together, in random order."""
+    """Batches of about `tokens` tokens, of rows of similar length, in random order."""
     shuffled = rng.sample(rows, len(rows))
     result: list[list[Lesson]] = []
     for start in range(0, len(shuffled), _BUCKET_ROWS):

@@ -1,14 +1,13 @@
-"""The tiny policy: its shape, and starting weights that can look things up.
+"""The tiny policy: its architecture, and starting weights with induction heads.
 
-Owns the configuration and the structured initialization. From random weights a transformer of
-this size needs thousands of steps until it can copy from its context at all, which is most of
-what an agent does. The circuit it finds by then is well known (Olsson et al., "In-context
-Learning and Induction Heads", 2022), and it is written into the weights here: heads of the first
-layer carry each token's code to the next position, heads of the later layers look for positions
-whose predecessor fits the present token and copy what stands there. Everything is trained from
-there; nothing is frozen.
+Owns the configuration and the structured initialization. From random weights a transformer of this
+size needs thousands of steps before it can copy from its context, which agents do all the time.
+The circuit for copying is known (Olsson et al., "In-context Learning and Induction Heads", 2022)
+and is written into the weights here: heads of the first layer carry each token's code to the next
+position; heads of the later layers find positions whose predecessor matches the current token and
+copy the token there. All weights are trained; none is frozen.
 
-The residual stream is laid out as  [ one constant | own code | code of the token before | free ].
+Layout of the residual stream:  [ one constant | own code | code of the token before | free ].
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _COPY_GAIN: Final = 0.7
 _LOOK_BACK_SHARPNESS: Final = 8.0
 _MATCH_SHARPNESS: Final = 3.0
 _FAST: Final = 0.1
-"""Rotary frequencies above this tell neighbors apart, in radians a token."""
+"""Rotary frequencies above this distinguish neighbors, in radians per token."""
 _SLOW: Final = 0.02
-"""Rotary frequencies below this hardly turn over a whole conversation."""
+"""Rotary frequencies below this hardly change over a conversation."""
 
 
 def new_policy(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
@@ -74,7 +73,7 @@ def _write_circuit(policy: Qwen3ForCausalLM, generator: torch.Generator) -> None
     embeddings.zero_()
     embeddings[:, 0] = _CONSTANT
     embeddings[:, _OWN] = codes_VC / codes_VC.norm(dim=1, keepdim=True)
-    # Rows of one orthonormal basis: each head sees its own part of a code.
+    # Rows of one orthonormal basis: each head reads its own part of a code.
     basis_CC = torch.linalg.qr(torch.randn(_CODE, _CODE, generator=generator))[0].T
     first, *later = policy.model.layers
     _look_back(first.self_attn, basis_CC)
@@ -83,7 +82,7 @@ def _write_circuit(policy: Qwen3ForCausalLM, generator: torch.Generator) -> None
 
 
 def _look_back(attention: Any, basis_CC: Tensor) -> None:
-    """Every head attends to the position before and hands on a part of what stands there."""
+    """Every head attends to the position before and copies a part of its code."""
     query, key, value, output = _by_head(attention)
     _sharpen(attention, _LOOK_BACK_SHARPNESS)
     half = HEAD_SIZE // 2
@@ -91,7 +90,7 @@ def _look_back(attention: Any, basis_CC: Tensor) -> None:
         query[head] = key[head] = value[head] = 0
         for pair, frequency in enumerate(_frequencies()):
             if frequency > _FAST:
-                # A query turned back by one token meets the key of the token before.
+                # A query rotated back by one token matches the key of the token before.
                 key[head, pair, 0] = 1
                 query[head, pair, 0] = math.cos(frequency)
                 query[head, pair + half, 0] = -math.sin(frequency)
@@ -102,7 +101,7 @@ def _look_back(attention: Any, basis_CC: Tensor) -> None:
 
 
 def _match_and_copy(attention: Any, basis_CC: Tensor) -> None:
-    """Every head attends to where the token before fits this one, and copies what is there."""
+    """Every head attends to positions whose predecessor matches this token, and copies them."""
     query, key, value, output = _by_head(attention)
     _sharpen(attention, _MATCH_SHARPNESS)
     half = HEAD_SIZE // 2
@@ -132,12 +131,12 @@ def _sharpen(attention: Any, sharpness: float) -> None:
 
 
 def _part(basis_CC: Tensor, head: int, size: int) -> Tensor:
-    """The head's rows of the basis; the last head that finds fewer left takes those."""
+    """The head's rows of the basis; the last head may have fewer."""
     start = head * size % _CODE
     return basis_CC[start : start + size]
 
 
 def _frequencies() -> list[float]:
-    """Rotary frequency of each pair of a head, radians a token."""
+    """Rotary frequency of each pair of a head, in radians per token."""
     half = HEAD_SIZE // 2
     return [ROPE_THETA ** (-pair / half) for pair in range(half)]

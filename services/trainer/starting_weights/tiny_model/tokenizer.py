@@ -1,10 +1,9 @@
 """The tiny policy's tokenizer and chat template.
 
-Owns the vocabulary: marks, all 256 bytes, and each piece of text that occurs often in what the
-policy reads and writes. A piece is a word, a number of at most two digits, or a run of anything
-else, and one token when it is in the vocabulary; any other text is spelled in bytes, so that
-nothing is unknown and decoding gives back exactly what was encoded. The vocabulary depends on the
-texts alone.
+Owns the vocabulary: marks, all 256 bytes, and frequent pieces of text. A piece is a word, a number
+of at most two digits, or a run of other characters; it is one token if it is in the vocabulary. All
+other text is spelled in bytes, so there is no unknown token and decoding inverts encoding exactly.
+The vocabulary depends on the texts alone.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ START: Final = "<|im_start|>"
 END: Final = "<|im_end|>"
 _SPECIAL: Final = (PAD, START, END)
 _FORMAT_MARKS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens of their own, but text: they are what the model says."""
+"""Single tokens, but ordinary text that the model samples."""
 _PIECE: Final = r"[A-Za-z]+| ?[+-][0-9]{1,2}|[0-9]{1,2}(?:, (?=[0-9]))?|[^A-Za-z0-9+-]+|[+-]"
-"""A number takes its sign, and the comma that ends it in a list: what follows one number then
-depends on that number alone, which is easily copied."""
+"""A number includes its sign, and its comma in a list: the token after it then depends on this
+number alone, which makes lists easy to copy."""
 _MARK: Final = re.compile("|".join(map(re.escape, (*_SPECIAL, *_FORMAT_MARKS))))
 _MIN_COUNT: Final = 4
 

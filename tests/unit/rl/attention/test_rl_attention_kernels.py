@@ -24,15 +24,15 @@ WINDOWS = [None, 70]
 
 
 def schedule_of(*, start: int = 0) -> AttentionSchedule:
-    """Some 600 tokens: a trunk, branches at several depths, a bush of short answers."""
+    """Some 600 tokens: a backbone, branches at several depths, a bush of short answers."""
     rng = Random(5)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(50) for _ in range(count)]
 
-    trunk, branch = ids(140), ids(90)
-    leaves = [trunk + branch + ids(110), trunk + branch + ids(37), trunk[:60] + ids(130)]
-    leaves += [[*trunk, token, token] for token in range(12)]
+    backbone, branch = ids(140), ids(90)
+    leaves = [backbone + branch + ids(110), backbone + branch + ids(37), backbone[:60] + ids(130)]
+    leaves += [[*backbone, token, token] for token in range(12)]
     samples = [make_sample(one, (1, len(one)), rng=rng) for one in leaves]
     (plan,) = plan_trees(samples, token_budget=1 << 30)
     batch = build_tree_batch(plan, samples, channels=64)

@@ -162,7 +162,7 @@ def by_sample(one: Learner, samples: Sequence[Sample]) -> Gradient:
 
 @pytest.mark.parametrize("budget", [1000, 6, 3])
 def test_merged_trees_have_the_gradient_of_one_sample_at_a_time(budget: int) -> None:
-    """Policy, trunk and value head; whole, in several trees, and in passes that relay keys."""
+    """Policy, backbone and value head; whole, in several trees, and in passes that relay keys."""
     with wide_norms():
         samples = forked(Random(5))
         one = learner(budget)

@@ -77,7 +77,7 @@ def test_what_never_fits_is_skipped_with_the_reason() -> None:
 
 def test_memory_that_ends_in_a_later_pass_leaves_the_rest_out() -> None:
     """The first update stays; the next batch is cut smaller."""
-    one = learner(32, passes=3)
+    one = learner(32, epochs=3)
     with memory_for(one, 100) as sizes, pytest.MonkeyPatch.context() as patch:
         update = one._update
 

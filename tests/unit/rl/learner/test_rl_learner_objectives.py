@@ -23,14 +23,14 @@ from tests.support.rl.models import make_sample, tiny_model
 
 def learner(
     *,
-    passes: int = 1,
+    epochs: int = 1,
     reference: TreePolicy | None = None,
     correction: Correction | None = None,
     **objective: Any,
 ) -> Learner:
     config = LearnerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        passes=passes,
+        epochs=epochs,
         objective=ObjectiveConfig(**objective),
         correction=correction or Correction(),
     )
@@ -65,7 +65,7 @@ def test_a_loss_of_ones_own_trains() -> None:
 
 def test_passes_update_several_times_and_report_the_first() -> None:
     """Against recomputed log-probs the first pass has ratio 1, whatever the engine said."""
-    one = learner(passes=3, algorithm="ppo_clip", old_logprobs="recomputed")
+    one = learner(epochs=3, algorithm="ppo_clip", old_logprobs="recomputed")
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 3
     assert result.loss == pytest.approx(-1.0)
@@ -80,7 +80,7 @@ def infinite_later(tokens: TrainedTokens) -> Tensor:
 
 def test_a_later_pass_that_is_not_finite_ends_the_batch() -> None:
     """The updates made before it stand, and are told apart from a batch that was skipped."""
-    one = learner(passes=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed")
+    one = learner(epochs=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed")
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 1
     assert result.skipped == "" and "loss" in result.cut_short

@@ -250,7 +250,7 @@ def summed(of: TrainedTokens) -> Tensor:
 
 def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:
     nothing = torch.zeros(len(versions))
-    names = ("entropy", "reference_kl", "clipped", "masked", "pull")
+    names = ("entropy", "reference_kl", "clipped", "masked", "gradient_size")
     columns = dict.fromkeys(names, nothing) | {
         "lengths": torch.tensor([len(versions)]),
         "domains": ("",),

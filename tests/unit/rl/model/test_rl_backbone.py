@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.rl.model.backbone import Trunk
+from forge.rl.model.backbone import Backbone
 
 
 class Layers(nn.Module):
@@ -30,7 +30,7 @@ def test_the_norm_is_left_to_the_head(wanted: bool) -> None:
     model = SimpleNamespace(base_model=Layers(0))
     states = torch.randn(1, 4, 3)
     expected = model.base_model(states).last_hidden_state[0]
-    found = Trunk(model)({"states": states}, normed=wanted)
+    found = Backbone(model)({"states": states}, normed=wanted)
     assert found.norm is model.base_model.final_layernorm
     assert torch.equal(found.norm(found.states_LC), expected)
     assert (found.normed_LC is not None) == wanted
@@ -43,6 +43,6 @@ def test_a_norm_that_is_not_the_last_thing_stays_in_the_model() -> None:
     """The states are the model's own output then, with nothing left to do."""
     model = SimpleNamespace(base_model=Layers(2.0))
     states = torch.randn(1, 4, 3)
-    found = Trunk(model)({"states": states}, normed=False)
+    found = Backbone(model)({"states": states}, normed=False)
     assert found.norm is None
     assert torch.equal(found.states_LC, model.base_model(states).last_hidden_state[0])

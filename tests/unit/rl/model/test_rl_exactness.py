@@ -191,7 +191,7 @@ def test_gradient_checkpointing_changes_nothing(way: str) -> None:
 
 
 def test_bf16_autocast_stays_close() -> None:
-    """A bf16 trunk under an fp32 head moves log-probs by no more than bf16 rounding."""
+    """A bf16 backbone under an fp32 head moves log-probs by no more than bf16 rounding."""
     samples = forest("forked")
     model = tiny_model("qwen3", torch.float32)
     logprobs = []

@@ -274,7 +274,7 @@ def test_other_heads_are_refused() -> None:
         heads.load_tensors(other.named_tensors())
 
 
-def test_a_bfloat16_trunk_has_wide_heads() -> None:
+def test_a_bfloat16_backbone_has_wide_heads() -> None:
     """Under autocast the heads stay in float32 and still get a gradient."""
     model = tiny_model("qwen3", torch.float32)
     policy = TreePolicy(model, autocast=torch.bfloat16)

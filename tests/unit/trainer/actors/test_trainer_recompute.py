@@ -66,5 +66,5 @@ def test_a_model_that_cannot_is_told(
         raise ValueError(f"{type(model).__name__} does not support it.")
 
     monkeypatch.setattr(placement, "recompute_activations", cannot)
-    with pytest.raises(ConfigError, match="recompute_activations = true is not for this model: "):
+    with pytest.raises(ConfigError, match="recompute_activations = true is not allowed"):
         started_learner(model_path, tmp_path, recompute_activations=True)

@@ -46,7 +46,7 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
             r"learner.pt: objective.algorithm = 'ppo' cannot .* without a critic",
         ),
         ({"mtp": MtpConfig(heads=2)}, r"learner.pt: MTP heads do not fit: mtp\.1\."),
-        ({"lora": LoraSettings(rank=2)}, r"holds no adapter_model.safe.*: .* all weights trained"),
+        ({"lora": LoraSettings(rank=2)}, r"has no adapter_model.safe.*: .* all weights trained"),
     ],
 )
 def test_other_settings_are_told(

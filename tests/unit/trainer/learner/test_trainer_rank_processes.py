@@ -89,7 +89,7 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
     config = TrainerConfig(model_path=str(model_path), torch_threads=1, ranks=2)
     with monkeypatch.context() as patch:
         patch.setattr(rank_processes, "_follow", ends)
-        with pytest.raises(RuntimeError, match="rank 1 ended with 3"):
+        with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
             rank_processes.Ranks(config)
     rank_processes.Ranks(config).close()
 
@@ -161,7 +161,7 @@ def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -
     step(pair, 0)
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
-    with pytest.raises(rank_processes.RankFailed, match="rank 1 failed: SIGKILL ended it"):
+    with pytest.raises(rank_processes.RankFailed, match="rank 1 failed: killed by SIGKILL"):
         for seed in range(2):
             step(pair, seed)
     pair.stopped()

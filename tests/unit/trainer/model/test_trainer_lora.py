@@ -158,12 +158,14 @@ def test_a_checkpoint_of_something_else_is_refused(
         with torch.no_grad():
             model.lm_head.weight.add_(1e-3)
         model.save_pretrained(tmp_path)
-        base, settings, told = tmp_path, {}, "adapters of another base model"
+        base, settings, problem = tmp_path, {}, "adapters for another base model"
     elif other == "alpha":
-        base, settings, told = model_path, {"alpha": 99.0}, "adapters of lora.alpha = .*99.0"
+        base, settings, problem = model_path, {"alpha": 99.0}, "adapters with lora.alpha = .*99.0"
     else:
-        base, settings, told = model_path, {"rank": 2}, r"lora_A.weight is \(4, .*\(2, "
-    with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{told}.*checkpoint.dir"):
+        base, settings, problem = model_path, {"rank": 2}, r"lora_A.weight is \(4, .*\(2, "
+    with pytest.raises(
+        ConfigError, match=rf"adapter_model.safetensors .*{problem}.*checkpoint.dir"
+    ):
         learner(base, trained[1].parent, lora=replace(LORA, **settings))
 
 
@@ -171,7 +173,7 @@ def test_a_checkpoint_with_adapters_is_none_of_all_weights(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
     """And it is left where it is: nothing about it is damaged."""
-    with pytest.raises(ConfigError, match=r"holds no master\.safetensors: .*LoRA"):
+    with pytest.raises(ConfigError, match=r"has no master\.safetensors: .*LoRA"):
         learner(model_path, trained[1].parent, lora=LoraSettings())
     assert trained[1].is_dir()
 

@@ -15,7 +15,7 @@ from tests.support.trainer.learners import started_learner
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])
 def test_a_device_that_is_not_there_is_told(device: str, model_path: Path, tmp_path: Path) -> None:
     """One line with the setting, not a traceback of torch's; nothing is trained elsewhere."""
-    with pytest.raises(ConfigError, match=rf"device = '{device}' cannot be had on rank 0: "):
+    with pytest.raises(ConfigError, match=rf"device = '{device}' is not available on rank 0: "):
         started_learner(model_path, tmp_path, device=device)
 
 

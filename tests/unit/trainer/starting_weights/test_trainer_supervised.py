@@ -134,7 +134,7 @@ def test_a_model_learns_what_it_is_shown(
     assert load_model(out).config.vocab_size == 16
     assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == TEMPLATE
     assert main(argv) == 2
-    assert capsys.readouterr().err == f"supervised: out = {str(out)!r} is there already\n"
+    assert capsys.readouterr().err == f"supervised: out = {str(out)!r} exists already\n"
 
 
 def test_no_prompt_is_both_taught_and_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
