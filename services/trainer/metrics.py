@@ -15,13 +15,8 @@ WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest published weight 
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
-_FLAT = counter(
-    "forge_trainer_flat_groups_total",
-    "Groups whose rollouts all have the same outcome and process reward.",
-)
-_EXCLUDED = counter(
-    "forge_trainer_excluded_trajectories_total", "Inconsistent trajectories, which are left out."
-)
+_FLAT = counter("forge_trainer_flat_groups_total", "Groups with equal outcome and process rewards.")
+_EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Inconsistent trajectories.")
 _UNTIMED = counter(
     "forge_trainer_untimed_trajectories_total", "Trajectories without a speed: times are missing."
 )
@@ -30,9 +25,7 @@ _MEMORY = counter(
     "Retries of a batch in smaller trees after memory ran out.",
 )
 _CHECKPOINT_STEP = gauge("forge_trainer_checkpoint_step", "Step of the newest durable checkpoint.")
-_CHECKPOINT_S = gauge(
-    "forge_trainer_checkpoint_seconds", "Duration of writing the newest checkpoint."
-)
+_CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Time to write the newest checkpoint.")
 _CHECKPOINT_FAILING = gauge(
     "forge_trainer_checkpoint_failing", "1 when the newest checkpoint could not be written."
 )
@@ -54,15 +47,9 @@ _THROUGHPUT = gauge(
     "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, per second of the step."
 )
 _WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
-_PUBLISH_S = gauge(
-    "forge_trainer_publish_seconds", "Duration of copying and announcing the newest weights."
-)
-_CAPTURE_S = gauge(
-    "forge_trainer_checkpoint_capture_seconds", "Duration of copying the state for a checkpoint."
-)
-_LOST_S = counter(
-    "forge_trainer_lost_seconds_total", "Time lost to rewound steps, resumes and skipped batches."
-)
+_PUBLISH_S = gauge("forge_trainer_publish_seconds", "Time to copy and announce new weights.")
+_CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state.")
+_LOST_S = counter("forge_trainer_lost_seconds_total", "Time of rewinds, resumes, skipped batches.")
 _RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")
 _GAUGES = {
     name: gauge(f"forge_trainer_{name}", help)

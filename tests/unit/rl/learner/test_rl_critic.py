@@ -203,5 +203,5 @@ def test_samples_without_returns_are_refused() -> None:
     """The plan of another algorithm."""
     one = learner(1000)
     samples = [make_sample([1, 2, 3], (1, 3), rng=Random(1))]
-    with pytest.raises(InvalidArgument, match="a critic learns from returns"):
+    with pytest.raises(InvalidArgument, match="a critic needs returns"):
         one.step(one.plan(samples), weight_version=1)

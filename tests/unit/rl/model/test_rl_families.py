@@ -101,7 +101,7 @@ def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
     model.model.layers[1].self_attn.switched_on = "elsewhere"
     policy = TreePolicy(model)
     check_policy(policy)
-    assert "is without LlamaAttention" in policy.unmerged and policy.way.separate
+    assert "lacks LlamaAttention" in policy.unmerged and policy.way.separate
 
 
 def test_a_model_unlike_its_small_copy_is_not_merged() -> None:

@@ -158,14 +158,12 @@ def test_a_checkpoint_of_something_else_is_refused(
         with torch.no_grad():
             model.lm_head.weight.add_(1e-3)
         model.save_pretrained(tmp_path)
-        base, settings, problem = tmp_path, {}, "adapters for another base model"
+        base, settings, odd = tmp_path, {}, "adapters for another base model"
     elif other == "alpha":
-        base, settings, problem = model_path, {"alpha": 99.0}, "adapters with lora.alpha = .*99.0"
+        base, settings, odd = model_path, {"alpha": 99.0}, "adapters with lora.alpha = .*99.0"
     else:
-        base, settings, problem = model_path, {"rank": 2}, r"lora_A.weight is \(4, .*\(2, "
-    with pytest.raises(
-        ConfigError, match=rf"adapter_model.safetensors .*{problem}.*checkpoint.dir"
-    ):
+        base, settings, odd = model_path, {"rank": 2}, r"lora_A.weight is \(4, .*\(2, "
+    with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{odd}.*checkpoint.dir"):
         learner(base, trained[1].parent, lora=replace(LORA, **settings))
 
 
