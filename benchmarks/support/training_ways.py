@@ -213,7 +213,7 @@ class Bench:
         held = sum(
             column.element_size() * column.numel()
             for one in stats
-            for column in (one.logprobs, one.entropy, one.clipped, one.pull)
+            for column in (one.logprobs, one.entropy, one.clipped, one.gradient_size)
         )
         return peak + held * trained_tokens // plan.trained_tokens
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.actor_system import ActorSystem
 from services.inference.engines.base import (
     EngineOptions,
@@ -13,7 +14,6 @@ from services.inference.engines.base import (
     Finish,
     KvSpan,
     ModelLimits,
-    NamedTensor,
     Piece,
     Prefilled,
     Prompt,
