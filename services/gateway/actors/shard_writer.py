@@ -38,7 +38,7 @@ _RETRY_S = 0.5
 _SILENCE_S = 30.0
 """Time without an owed answer after which the stream is replaced."""
 GATHER_TURNS = 64
-"""Number of unsent turns that are sent even while the pool owes an answer."""
+"""Unsent turns that are sent even while the pool owes an answer."""
 MAX_REFUSALS = 10_000
 """Trajectories with a refused turn that are remembered."""
 _RETRYABLE = frozenset(
@@ -76,8 +76,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Waits for durable turns: the answer is a future that is done when no turn of the trajectory
-    waits. It fails with `FailedPrecondition` if the pool refused a turn."""
+    """The answer is a future: done when no turn waits, failed if the pool refused a turn."""
 
     trajectory_id: str
 
