@@ -94,7 +94,7 @@ class Load:
         self._random = Random(0)
         self._running: list[str] = []
         for index in range(size.queued):
-            self.queue.add(_group(index), now_s=0.0)
+            self.queue.add_group(_group(index), now_s=0.0)
 
     def run(self, batches: int) -> None:
         """So many steps: sample until there is a batch, take it, commit it."""
@@ -108,7 +108,7 @@ class Load:
 
     def _look(self) -> str | None:
         started_s = time.thread_time()
-        batch = self.queue.take(trainer_id="t", max_groups=BATCH_GROUPS, now_s=LATE_S)
+        batch = self.queue.take_batch(trainer_id="t", max_groups=BATCH_GROUPS, now_s=LATE_S)
         # When all that is left in the window is complete, a batch goes out short.
         full = batch is not None and len(batch.task_ids) == BATCH_GROUPS
         self._note("take" if full else "look", started_s)

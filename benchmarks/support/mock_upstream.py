@@ -156,7 +156,7 @@ class MockApp:
     async def start(self) -> None:
         config = self._context.config
         script = Script(ChatModel.load(config.model_path), config)
-        self._context.server.add(
+        self._context.server.add_service(
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
             MockInference(script),  # type: ignore[abstract]
             full_name=FULL_NAME,

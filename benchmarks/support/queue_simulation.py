@@ -183,7 +183,7 @@ class Simulation:
             spec = GroupSpec(
                 task_id=TaskId(f"t{index}"), index=index, domain="any", shard="s0", size=1
             )
-            self.queue.add(Group(spec), now_s=self.now_s)
+            self.queue.add_group(Group(spec), now_s=self.now_s)
 
     def _lease(self) -> None:
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=2**20, now_s=self.now_s)
@@ -197,7 +197,7 @@ class Simulation:
         while len(self._held) < MOST_HELD and (size := self._wanted()):
             # The same trainer asking again gets the same batch.
             name = f"t{self._taken % MOST_HELD}"
-            batch = self.queue.take(trainer_id=name, max_groups=size, now_s=self.now_s)
+            batch = self.queue.take_batch(trainer_id=name, max_groups=size, now_s=self.now_s)
             if batch is None:
                 return
             self._taken += 1

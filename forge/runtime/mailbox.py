@@ -104,7 +104,7 @@ class Mailbox:
             self._waiting.append(envelope)
         self._wake()
 
-    def take(self, limit: int = 1) -> list[Envelope]:
+    def take_envelopes(self, limit: int = 1) -> list[Envelope]:
         """Return up to `limit` wanted messages; none when empty or closed."""
         taken: list[Envelope] = []
         with self._lock:

@@ -173,7 +173,7 @@ class LoopCell(Cell):
 
     async def _next(self) -> Envelope | None:
         while not self.mailbox.closed:
-            for envelope in self.mailbox.take():
+            for envelope in self.mailbox.take_envelopes():
                 return envelope
             self._sleeper = self.loop.create_future()
             await self._sleeper
@@ -245,14 +245,14 @@ class ThreadCell(Cell):
         if wait:
             self._mail.wait()
         self._mail.clear()
-        batch = new = self.mailbox.take(actor.batch_size)
+        batch = new = self.mailbox.take_envelopes(actor.batch_size)
         deadline = time.monotonic() + actor.batch_wait_s
         weight = _weight(actor, new)
         while batch and weight < actor.batch_size and not self.mailbox.closed:
             if not self._mail.wait(max(0.0, deadline - time.monotonic())):
                 break
             self._mail.clear()
-            new = self.mailbox.take(actor.batch_size - len(batch))
+            new = self.mailbox.take_envelopes(actor.batch_size - len(batch))
             batch = batch + new
             weight += _weight(actor, new)
         return batch

@@ -67,7 +67,7 @@ class GatewayApp:
             sample_timeout_s=config.sample_timeout_s,
             retry_for_s=config.retry_for_s,
         )
-        self._context.server.add(
+        self._context.server.add_service(
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
             GatewayServicer(turns, sessions, pool),
             full_name=FULL_NAME,

@@ -84,7 +84,7 @@ class PoolApp:
         )
         leaders_writer = LeadersWriter(replica, writer)
         self._serve(store, leaders_writer, LeadersReaders(replica, readers))
-        self._context.server.add(
+        self._context.server.add_service(
             replica_pb2_grpc.add_PoolReplicaServiceServicer_to_server,
             PoolReplicaServicer(replica),
             full_name=REPLICA_FULL_NAME,
@@ -99,7 +99,7 @@ class PoolApp:
         self._servicer = PoolServicer(
             store, writer, readers, compactor, max_turn_bytes=config.max_turn_bytes
         )
-        self._context.server.add(
+        self._context.server.add_service(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,
             self._servicer,
             full_name=FULL_NAME,

@@ -50,7 +50,7 @@ class SchedulerApp:
         self._servicer = SchedulerServicer(
             config, self._context.security.keyring, coordinator.discover("scheduler")
         )
-        self._context.server.add(
+        self._context.server.add_service(
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
             self._servicer,
             full_name=FULL_NAME,

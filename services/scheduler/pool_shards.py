@@ -115,7 +115,7 @@ class PoolShards(ShardScans):
         """Make the shard refuse writes of every earlier leader from now on."""
         await self._set_states(shard, ())
 
-    async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
+    async def put_groups(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
         """Store new groups, in order. Raises Unavailable."""
         parts = chunked(
             groups,

@@ -85,13 +85,13 @@ class TrainerApp:
             name="training",
         )
         server = self._context.server
-        server.add(
+        server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
             TrainerServicer(self._record, self._training),
             full_name=FULL_NAME,
             scopes=SCOPES,
         )
-        server.add(
+        server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
             weights.WeightServicer(lambda: self._publisher.held if self._publisher else {}),
             full_name=weights.FULL_NAME,

@@ -42,7 +42,7 @@ class Kind:
     async def add(self, name: str, **metadata: str) -> Member:
         servicer = EchoServicer(name)
         server = RpcServer(service="echo", host="127.0.0.1", port=0, security=self.security)
-        server.add(add_to_server, servicer, full_name=FULL_NAME)
+        server.add_service(add_to_server, servicer, full_name=FULL_NAME)
         address = await server.start()
         registration = await self.coordinator.register("echo", name, address, metadata=metadata)
         self.members.append(Member(servicer, server, registration))

@@ -39,7 +39,7 @@ class Served:
 async def serve(security: Security) -> tuple[RpcServer, EchoServicer, str]:
     servicer = EchoServicer()
     server = RpcServer(service="echo", host="127.0.0.1", port=0, security=security)
-    server.add(add_to_server, servicer, full_name=FULL_NAME, scopes=SCOPES)
+    server.add_service(add_to_server, servicer, full_name=FULL_NAME, scopes=SCOPES)
     return server, servicer, await server.start()
 
 
@@ -182,7 +182,7 @@ async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
     security = Security(KEYRING, subject="tester")
     server = RpcServer(service="pool", host="127.0.0.1", port=0, security=security)
     name = "forge.v1.PoolService"
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, Pool(), full_name=name)
+    server.add_service(pool_pb2_grpc.add_PoolServiceServicer_to_server, Pool(), full_name=name)
     metadata = (("authorization", f"Bearer {security.service_token()}"),)
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"

@@ -61,7 +61,7 @@ class Batches:
         """A leased batch."""
         return self._open.get(batch_id)
 
-    def take(
+    def take_batch(
         self, *, trainer_id: str, max_groups: int, can_progress: Callable[[], bool], now_s: float
     ) -> Batch | None:
         """The batch that the trainer holds, or a new one from the window, or None for now.

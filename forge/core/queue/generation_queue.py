@@ -73,9 +73,9 @@ class GenerationQueue:
         """The pool shards that are unreachable from now on."""
         self.ledger.away = shards
 
-    def add(self, group: Group, *, now_s: float) -> None:
+    def add_group(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or as an earlier term stored it. Raises InvalidArgument."""
-        self.ledger.add(group, now_s=now_s)
+        self.ledger.add_group(group, now_s=now_s)
         if group.phase is Phase.TRAINED:
             self.batches.restore(group.batch_id, step=group.step)
 
@@ -88,9 +88,9 @@ class GenerationQueue:
             if group.phase is Phase.TRAINED:
                 self.batches.restore(group.batch_id, step=group.step)
 
-    def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> Batch | None:
+    def take_batch(self, *, trainer_id: str, max_groups: int, now_s: float) -> Batch | None:
         """The batch that the trainer holds, or a new one from the window, or None for now."""
-        return self.batches.take(
+        return self.batches.take_batch(
             trainer_id=trainer_id,
             max_groups=max_groups,
             can_progress=self.rollouts.can_progress,

@@ -124,7 +124,7 @@ class GroupLedger:
         if any(counts.values()):
             self._note_forgotten(shard, last_step)
 
-    def add(self, group: Group, *, now_s: float) -> None:
+    def add_group(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or of an earlier term. Raises InvalidArgument."""
         spec = group.spec
         if spec.task_id in self:

@@ -101,7 +101,7 @@ class TreePolicy:
         if way is None:
             self.settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
         else:
-            self.take(way)
+            self.use_way(way)
 
     @property
     def unmerged(self) -> str:
@@ -341,7 +341,7 @@ class TreePolicy:
         """A policy with another model's weights and the given way."""
         return TreePolicy(model, way=way, own_attention=self.own_attention)
 
-    def take(self, way: Way) -> None:
+    def use_way(self, way: Way) -> None:
         """Compute trees this way from now on."""
         self.way = way
         attention = self.own_attention if way.unmerged else TREE_ATTENTION
@@ -350,10 +350,10 @@ class TreePolicy:
     def settle(self, way: Way, *, known: str = "") -> None:
         """Compute trees this way; log the reason for unmerged trees unless it is `known`."""
         try:
-            self.take(way)
+            self.use_way(way)
         except (ValueError, AttributeError) as error:
             way = Way(unmerged=f"it takes no other attention ({one_line(error)})", separate=True)
-            self.take(way)
+            self.use_way(way)
         if way.unmerged and way.unmerged != known:
             alone = ", each sample alone" if way.separate else ""
             log.warning(
@@ -370,7 +370,7 @@ class TreePolicy:
         try:
             yield
         finally:
-            self.take(self.way)
+            self.use_way(self.way)
 
     @contextmanager
     def exact(self) -> Iterator[None]:

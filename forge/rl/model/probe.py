@@ -200,7 +200,7 @@ def _difference(
 ) -> str:
     """How log-probs of the model itself differ; "" if they do not."""
     try:
-        policy.take(way)
+        policy.use_way(way)
         found = float(torch.tensor([_deviation(policy, samples, one) for one in budgets]).max())
     except Exception as error:
         return f"a pass fails: {one_line(error)}"

@@ -59,7 +59,7 @@ class RpcServer:
         self._health_updates: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
 
-    def add(
+    def add_service(
         self,
         register: Callable[[Any, Any], None],
         servicer: object,

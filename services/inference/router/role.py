@@ -45,7 +45,7 @@ class RouterRole:
                 hold_s=config.router.hold_s,
             ),
         )
-        context.server.add(
+        context.server.add_service(
             rpc.add_InferenceServiceServicer_to_server,
             servicer,
             full_name="forge.v1.InferenceService",

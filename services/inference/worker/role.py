@@ -30,7 +30,7 @@ class WorkerRole:
         config: InferenceConfig = context.config
         engine = await _start_engine(context)
         follower = WeightFollower(context, engine, policy=config.policy)
-        context.server.add(
+        context.server.add_service(
             rpc.add_WeightServiceServicer_to_server,
             weights.WeightServicer(lambda: follower.weights),
             full_name=weights.FULL_NAME,
@@ -68,7 +68,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
     if config.role == "prefill":
         prefill = await provider.start_prefill(context.actors, options)
         context.metadata["cache_tokens"] = str(prefill.cache_tokens)
-        context.server.add(
+        context.server.add_service(
             rpc.add_PrefillServiceServicer_to_server,
             PrefillServicer(prefill),
             full_name="forge.v1.PrefillService",
@@ -77,7 +77,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
     decode = await provider.start_decode(context.actors, options)
     context.metadata["cache_tokens"] = str(decode.cache_tokens)
     context.metadata["capacity"] = str(decode.capacity)
-    context.server.add(
+    context.server.add_service(
         rpc.add_DecodeServiceServicer_to_server,
         DecodeServicer(decode, context.channels, silence_s=_FETCH_KV_SILENCE_S),
         full_name="forge.v1.DecodeService",

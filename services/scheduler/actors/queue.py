@@ -131,7 +131,7 @@ class QueueActor(Actor):
                 return state.find_new(message)
             case m.AddGroups(records=records):
                 for record in records:
-                    state.add(record, new_group(record), now_s=now_s)
+                    state.add_group(record, new_group(record), now_s=now_s)
             case m.RestoreGroups():
                 state.earlier.restore_joined(message, now_s=now_s)
             case m.SetActivity(activity=activity):
@@ -172,7 +172,7 @@ class QueueActor(Actor):
     def _take(self, request: m.TakeBatch) -> m.BatchView | None:
         for batch_id, task_ids in request.held.items():
             self._state.queue.batches.adopt(batch_id, task_ids, now_s=self._clock())
-        return self._state.take(
+        return self._state.take_batch(
             trainer_id=request.trainer_id, max_groups=request.max_groups, now_s=self._clock()
         )
 

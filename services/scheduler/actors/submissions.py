@@ -78,7 +78,7 @@ class SubmissionActor(Actor):
         return len(fresh)
 
     async def _store(self, shard: str, records: Sequence[common_pb2.GroupRecord]) -> None:
-        await self._shards.put(shard, records)
+        await self._shards.put_groups(shard, records)
         # These are durable, so they count even if another shard refuses its part.
         await self._queue.ask(AddGroups(records=records), timeout_s=ASK_S)
         for record in records:

@@ -72,4 +72,4 @@ async def register_shards(
 
     names = frozenset(names)
     await gathered(map(register, names))
-    return copies.take(names)
+    return copies.hand_over(names)

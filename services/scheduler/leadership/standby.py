@@ -247,7 +247,7 @@ class ShardCopies:
         """Groups in the copy of a shard."""
         return len(self._copies[shard].groups)
 
-    def take(self, names: Iterable[str]) -> RegisteredGroups:
+    def hand_over(self, names: Iterable[str]) -> RegisteredGroups:
         """The groups of some shards, in queue order. Removes the copies, because a term changes the
         groups. The last refresh of each shard had `count`."""
         groups: list[StoredGroup] = []

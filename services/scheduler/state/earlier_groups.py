@@ -71,7 +71,7 @@ class EarlierGroups:
         if task_id in self._queue.ledger:
             return
         self._catalog.enter((task_id,), (stored.entry,), (stored.tag,))
-        self._queue.add(group, now_s=now_s)
+        self._queue.add_group(group, now_s=now_s)
         if not group.phase.open:
             self._catalog.drop_payload(task_id)
         self._equal.restored((group,))

@@ -76,12 +76,12 @@ class TermState:
 
     # Groups
 
-    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
+    def add_group(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
         """Add a new group that is stored in the pool, unless it is in memory."""
         if group.spec.task_id in self.queue.ledger:
             return
         self.catalog.add(record.task, digest=record.task_digest)
-        self.queue.add(group, now_s=now_s)
+        self.queue.add_group(group, now_s=now_s)
 
     def find_new(self, ask: FindNew) -> list[common_pb2.Task] | LookUp:
         """The new tasks. Raises InvalidArgument for a known id with different content."""
@@ -275,9 +275,9 @@ class TermState:
 
     # Batches
 
-    def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> BatchView | None:
+    def take_batch(self, *, trainer_id: str, max_groups: int, now_s: float) -> BatchView | None:
         """The batch that the trainer holds, or a new one, or None for now."""
-        batch = self.queue.take(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
+        batch = self.queue.take_batch(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
         if batch is None:
             return None
         self.watch.batch_taken(trainer_id, batch.batch_id, now_s)

@@ -119,7 +119,7 @@ class Training(Actor):
             return False
         else:
             self._record.phase = pb.TRAINER_PHASE_WAITING
-            batch = await self._source.take(wait_s=_BATCH_WAIT_S)
+            batch = await self._source.take_batch(wait_s=_BATCH_WAIT_S)
             if batch is not None:
                 await self._train(batch)
         return True

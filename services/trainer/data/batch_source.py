@@ -104,7 +104,7 @@ class BatchSource:
         """Stop waiting for the scheduler: the process is stopping."""
         self._hurried.set()
 
-    async def take(self, *, wait_s: float) -> PreparedBatch | None:
+    async def take_batch(self, *, wait_s: float) -> PreparedBatch | None:
         """The next batch, or None if it is not ready within `wait_s`.
 
         Raises the error of its preparation: `Unavailable` after `patience_s`.

@@ -62,7 +62,7 @@ class QueueTrainers(QueueInvariants):
     @rule(trainer=st.sampled_from(TRAINERS), size=st.integers(1, 5))
     def take(self, trainer: str, size: int) -> None:
         before = self.look()
-        batch = self.queue.take(trainer_id=trainer, max_groups=size, now_s=self.now_s)
+        batch = self.queue.take_batch(trainer_id=trainer, max_groups=size, now_s=self.now_s)
         self.check_assignment(before)
         if batch is None:
             return

@@ -165,7 +165,7 @@ class ScriptedEngineApp:
             weight_version=config.weight_version,
             requests_file=config.requests_file,
         )
-        self._context.server.add(
+        self._context.server.add_service(
             inference_pb2_grpc.add_InferenceServiceServicer_to_server, engine, full_name=FULL_NAME
         )
 

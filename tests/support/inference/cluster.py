@@ -46,7 +46,7 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
         """How many whole sets of weights were asked of it."""
 
     async def start(self) -> None:
-        self._server.add(
+        self._server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
             self,
             full_name="forge.v1.WeightService",

@@ -55,7 +55,7 @@ class Source(rpc.WeightServiceServicer):
         self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
 
     async def start(self) -> str:
-        self._server.add(
+        self._server.add_service(
             rpc.add_WeightServiceServicer_to_server, self, full_name="forge.v1.WeightService"
         )
         return await self._server.start()

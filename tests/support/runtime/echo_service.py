@@ -49,7 +49,9 @@ class EchoApp:
         self._servicer.worker = await self._context.actors.spawn(
             Worker, name="worker", restart=Restart(max_restarts=0)
         )
-        self._context.server.add(add_to_server, self._servicer, full_name=FULL_NAME, scopes="")
+        self._context.server.add_service(
+            add_to_server, self._servicer, full_name=FULL_NAME, scopes=""
+        )
         self._context.metadata["color"] = "red"
         self._context.ready = config.becomes_ready
 

@@ -54,7 +54,7 @@ class FakeShards:
     def live(self) -> frozenset[str]:
         return frozenset(self.shards)
 
-    async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
+    async def put_groups(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
         await self._answer(shard)
         self.groups[shard] += groups
 

@@ -118,7 +118,7 @@ class FakeSource:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def take(self, *, wait_s: float) -> PreparedBatch | None:
+    async def take_batch(self, *, wait_s: float) -> PreparedBatch | None:
         if not self._world.batches:
             return None
         self._world.batches -= 1

@@ -61,7 +61,7 @@ async def schedulers(*servicers: Scheduler | None) -> AsyncIterator[SyncSchedule
             address = f"127.0.0.1:{free_ports(1)[0]}"
             if servicer is not None:
                 server = RpcServer(service="scheduler", host="127.0.0.1", port=0, security=SECURITY)
-                server.add(
+                server.add_service(
                     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
                     servicer,
                     full_name=FULL_NAME,

@@ -157,7 +157,7 @@ def test_mailbox_is_first_in_first_out_and_bounded(operations: list[Any]) -> Non
                 with pytest.raises(MailboxFull):
                     mailbox.put(Envelope(number, None))
         else:
-            taken = [envelope.message for envelope in mailbox.take(operation)]
+            taken = [envelope.message for envelope in mailbox.take_envelopes(operation)]
             assert taken == model[:operation]
             del model[:operation]
         assert len(mailbox) == len(model)

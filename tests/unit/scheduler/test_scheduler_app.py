@@ -93,7 +93,7 @@ async def context(
         coordinator=coordinator,
         remote=lambda *_: None,
         security=SimpleNamespace(keyring=None),
-        server=SimpleNamespace(add=lambda *_, **__: None),
+        server=SimpleNamespace(add_service=lambda *_, **__: None),
         metadata={},
         announce=announce,
     )

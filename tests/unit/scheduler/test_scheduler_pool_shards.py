@@ -57,7 +57,7 @@ async def test_write_of_a_leader_that_was_deposed_is_for_another_to_make() -> No
     with pytest.raises(Unavailable, match="is no longer the leader"):
         await shards.set_states({"s0": [Change(task_id="a")]})
     with pytest.raises(Unavailable, match="is no longer the leader"):
-        await shards.put("s0", [common_pb2.GroupRecord()])
+        await shards.put_groups("s0", [common_pb2.GroupRecord()])
 
 
 class Registered:

@@ -68,7 +68,7 @@ class World:
                 shard="s",
                 size=1,
             )
-            self.queue.add(Group(spec), now_s=0.0)
+            self.queue.add_group(Group(spec), now_s=0.0)
 
     def play(self) -> list[Taken]:
         batches: list[Taken] = []
@@ -77,7 +77,7 @@ class World:
             now_s, index, trajectory_id = heappop(self.running)
             self.queue.rollouts.complete(trajectory_id, now_s=now_s)
             self.open[index] = True
-            while batch := self.queue.take(trainer_id="t", max_groups=BATCH, now_s=now_s):
+            while batch := self.queue.take_batch(trainer_id="t", max_groups=BATCH, now_s=now_s):
                 indices = [int(task_id) for task_id in batch.task_ids]
                 slow = sum(self.kinds[index] is self.slow for index in indices)
                 batches.append(Taken(slow=slow, overtaken=self.overtaken()))

@@ -168,7 +168,7 @@ def test_no_order_of_completion_breaks_the_bound(
     )
     queue = GenerationQueue(rules)
     for index in range(len(order) + concurrency):
-        queue.add(make_group(index), now_s=0.0)
+        queue.add_group(make_group(index), now_s=0.0)
     window, step, announced = queue.window, 0, 0
     started: dict[str, int] = {}
     running: list[str] = []
@@ -181,7 +181,7 @@ def test_no_order_of_completion_breaks_the_bound(
         done = running.pop(int(choice * len(running)))
         queue.rollouts.complete(f"{done}:0:0", now_s=float(now_s))
         # At time 0 the queue still counts as growing: no batch is ever short.
-        while taken := queue.take(trainer_id="t", max_groups=batch, now_s=0.0):
+        while taken := queue.take_batch(trainer_id="t", max_groups=batch, now_s=0.0):
             edge = window.edge
             assert edge >= announced
             assert edge >= window.head + min(window.size, len(order) + concurrency - window.head)

@@ -21,7 +21,7 @@ def make_queue(domains: str, *, term: int = 0, **settings: object) -> Generation
     }
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
     for index, domain in enumerate(domains):
-        queue.add(make_group(domain, index), now_s=0.0)
+        queue.add_group(make_group(domain, index), now_s=0.0)
     return queue
 
 
@@ -49,12 +49,12 @@ def complete_again(queue: GenerationQueue, *task_ids: str) -> None:
 def take(
     queue: GenerationQueue, size: int, *, trainer: str = "t", now_s: float = 0.0
 ) -> tuple[str, ...]:
-    batch = queue.take(trainer_id=trainer, max_groups=size, now_s=now_s)
+    batch = queue.take_batch(trainer_id=trainer, max_groups=size, now_s=now_s)
     return batch.task_ids if batch else ()
 
 
 def train(queue: GenerationQueue, size: int, *, step: int, now_s: float = 0.0) -> str:
-    batch = queue.take(trainer_id="t", max_groups=size, now_s=now_s)
+    batch = queue.take_batch(trainer_id="t", max_groups=size, now_s=now_s)
     assert batch is not None
     queue.batches.commit(batch.batch_id, step=step)
     return batch.batch_id
@@ -165,7 +165,7 @@ def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> No
     """The batches of the other shards go on."""
     queue = make_queue("")
     for index, shard in enumerate(("s0", "s1", "s0", "s1")):
-        queue.add(make_group("a", index, shard=shard), now_s=0.0)
+        queue.add_group(make_group("a", index, shard=shard), now_s=0.0)
     complete(queue, "a0", "a1", "a2")
     queue.set_away(frozenset({"s1"}))
     assert take(queue, 3, now_s=9.0) == ("a0", "a2")
@@ -177,7 +177,7 @@ def test_late_batch_goes_back_and_keeps_its_place() -> None:
     """A trainer that died gives its groups back by itself."""
     queue = make_queue("aa", batch_lease_s=30.0)
     complete(queue, "a0", "a1")
-    batch = queue.take(trainer_id="t", max_groups=2, now_s=0.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=2, now_s=0.0)
     assert batch is not None
     queue.batches.renew(batch.batch_id, now_s=10.0)
     queue.expire(39.9)
@@ -238,8 +238,8 @@ def test_half_stored_commit_is_completed() -> None:
     for group in (stored, lost):
         group.recall([Attempt(0, 0, AttemptState.SEALED)])
     stored.close()
-    queue.add(stored, now_s=0.0)
-    queue.add(lost, now_s=0.0)
+    queue.add_group(stored, now_s=0.0)
+    queue.add_group(lost, now_s=0.0)
     prepared = queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0", "a1"), now_s=0.0)
     assert prepared == ("a1",)
 
@@ -248,7 +248,7 @@ def test_batch_whose_groups_went_to_another_cannot_be_committed() -> None:
     """The late trainer is told to discard its step: the groups are trained once."""
     queue = make_queue("a", batch_lease_s=10.0)
     complete(queue, "a0")
-    late = queue.take(trainer_id="late", max_groups=1, now_s=5.0)
+    late = queue.take_batch(trainer_id="late", max_groups=1, now_s=5.0)
     assert late is not None
     queue.expire(15.0)
     assert take(queue, 1, trainer="other", now_s=15.0) == ("a0",)
@@ -271,7 +271,7 @@ def test_release_with_a_reason_gives_the_groups_up() -> None:
     """What cannot be trained on counts as consumed, with the reason kept."""
     queue = make_queue("aa")
     complete(queue, "a0", "a1")
-    batch = queue.take(trainer_id="t", max_groups=1, now_s=0.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=1, now_s=0.0)
     assert batch is not None
     assert queue.batches.prepare_release(batch.batch_id, now_s=0.0) == ("a0",)
     queue.batches.release(batch.batch_id, {"a0": "checksum failed"})
@@ -323,7 +323,7 @@ def test_rewind_takes_open_batches_back_for_good() -> None:
     """The step of a trainer that was replaced is in no surviving checkpoint."""
     queue = make_queue("a")
     complete(queue, "a0")
-    batch = queue.take(trainer_id="t", max_groups=1, now_s=5.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=1, now_s=5.0)
     assert batch is not None
     queue.batches.prepare_rewind(0)
     queue.batches.rewind(0)
@@ -336,7 +336,7 @@ def test_rewind_takes_back_what_a_commit_stored_in_part() -> None:
     """One shard stored its part, the other did not, and the trainer died: neither is trained on."""
     queue = make_queue("ab")
     complete(queue, "a0", "b1")
-    batch = queue.take(trainer_id="t", max_groups=2, now_s=5.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=2, now_s=5.0)
     assert batch is not None
     queue.batches.prepare_commit(batch.batch_id, step=1, task_ids=batch.task_ids, now_s=5.0)
     assert set(queue.batches.prepare_rewind(0)) == {"a0", "b1"}
@@ -348,11 +348,11 @@ def test_rewind_takes_back_what_a_commit_stored_in_part() -> None:
 def test_missing_index_does_not_hold_the_head() -> None:
     """A submission that failed leaves a hole; there is nothing to wait for."""
     queue = make_queue("a")
-    queue.add(make_group("a", 2), now_s=0.0)
+    queue.add_group(make_group("a", 2), now_s=0.0)
     complete(queue, "a0")
     train(queue, 1, step=1, now_s=9.0)
     assert queue.window.head == 2
-    queue.add(make_group("a", 1), now_s=9.0)
+    queue.add_group(make_group("a", 1), now_s=9.0)
     assert queue.window.head == 1
 
 

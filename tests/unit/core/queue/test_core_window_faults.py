@@ -28,7 +28,7 @@ def make_queue(*, term: int = 0, **settings: object) -> GenerationQueue:
 def add(queue: GenerationQueue, name: str, index: int, *, size: int = 1) -> Group:
     spec = GroupSpec(task_id=TaskId(name), index=index, domain="code", shard="s0", size=size)
     group = Group(spec)
-    queue.add(group, now_s=0.0)
+    queue.add_group(group, now_s=0.0)
     return group
 
 
@@ -252,7 +252,7 @@ def test_abandoned_for_the_infrastructure_counts_under_the_next_leader_for_nothi
     spec = GroupSpec(task_id=TaskId("a"), index=0, domain="code", shard="s0", size=1)
     group = Group(spec)
     group.recall(Attempt(0, attempt, AttemptState.LOST) for attempt in range(5))
-    queue.add(group, now_s=0.0)
+    queue.add_group(group, now_s=0.0)
     assert group.rollout(0).failures == 0
     assert lease(queue) == ["a:0:1000"]
     assert group.rollout(0).phase is RolloutPhase.LEASED

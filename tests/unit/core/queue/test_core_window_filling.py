@@ -33,7 +33,7 @@ def make_queue(domains: str, *, term: int = 0, **settings: object) -> Generation
 
 def add(queue: GenerationQueue, name: str, index: int, *, shard: str = "s0") -> None:
     spec = GroupSpec(task_id=TaskId(name), index=index, domain=name[0], shard=shard, size=1)
-    queue.add(Group(spec), now_s=0.0)
+    queue.add_group(Group(spec), now_s=0.0)
 
 
 def complete(queue: GenerationQueue, *names: str) -> None:
@@ -44,7 +44,7 @@ def complete(queue: GenerationQueue, *names: str) -> None:
 def take(
     queue: GenerationQueue, size: int, *, trainer: str = "t", now_s: float = LATE_S
 ) -> Batch | None:
-    return queue.take(trainer_id=trainer, max_groups=size, now_s=now_s)
+    return queue.take_batch(trainer_id=trainer, max_groups=size, now_s=now_s)
 
 
 def taken(queue: GenerationQueue, size: int, *, trainer: str = "t") -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def make_queue(domains: str, **settings: object) -> GenerationQueue:
         spec = GroupSpec(
             task_id=TaskId(f"{domain}{index}"), index=index, domain=domain, shard="s0", size=1
         )
-        queue.add(Group(spec), now_s=0.0)
+        queue.add_group(Group(spec), now_s=0.0)
     return queue
 
 
@@ -41,7 +41,7 @@ def complete(queue: GenerationQueue, *task_ids: str, now_s: float = 0.0) -> None
 
 
 def take(queue: GenerationQueue, size: int, *, now_s: float = 0.0) -> tuple[str, ...]:
-    batch = queue.take(trainer_id="t", max_groups=size, now_s=now_s)
+    batch = queue.take_batch(trainer_id="t", max_groups=size, now_s=now_s)
     return batch.task_ids if batch else ()
 
 
@@ -98,7 +98,7 @@ def test_pause_hands_out_nothing_and_takes_nothing_back() -> None:
     queue.set_activity(Activity.PAUSED)
     assert lease(queue) == []
     assert take(queue, 1) == ("a0",), "what the trainer holds already"
-    assert queue.take(trainer_id="other", max_groups=1, now_s=0.0) is None
+    assert queue.take_batch(trainer_id="other", max_groups=1, now_s=0.0) is None
     assert queue.rollouts.renew("a2:0:0", now_s=0.0)
     complete(queue, "a2")
     queue.set_activity(Activity.RUNNING)
@@ -135,7 +135,7 @@ def test_adaptive_starts_what_can_be_trained_on_in_time() -> None:
     assert len(names) == 20, "five steps of four groups"
     complete(queue, *names)
     assert lease(queue) == []
-    batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=4, now_s=0.0)
     assert batch
     assert lease(queue) == []
     queue.batches.commit(batch.batch_id, step=1)
@@ -154,7 +154,7 @@ def test_adaptive_keeps_half_a_batch_back_when_it_is_little_of_what_was_trained(
         assert len(names) == {1: 20, 51: 2, 56: 6}.get(step, 4 if step < 56 else 0)
         assert adaptive.open_limit == (18 if 50 < step <= 56 else 20)
         complete(queue, *names)
-        batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
+        batch = queue.take_batch(trainer_id="t", max_groups=4, now_s=0.0)
         assert batch
         queue.batches.commit(batch.batch_id, step=step)
 
@@ -174,11 +174,11 @@ def test_adaptive_batch_that_is_all_due_takes_no_younger_group() -> None:
     for index in range(16):
         shard = "s0" if index else "gone"
         spec = GroupSpec(task_id=TaskId(f"a{index}"), index=index, domain="a", shard=shard, size=1)
-        queue.add(Group(spec), now_s=0.0)
+        queue.add_group(Group(spec), now_s=0.0)
     queue.set_away(frozenset({"gone"}))
     complete(queue, *lease(queue))
     assert take(queue, 4) == ("a1", "a2", "a3", "a4")
-    queue.batches.commit(queue.take(trainer_id="t", max_groups=4, now_s=0.0).batch_id, step=1)
+    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=4, now_s=0.0).batch_id, step=1)
     queue.set_away(frozenset())
     complete(queue, *lease(queue))
     assert queue.ledger.group("a0").phase is Phase.COMPLETE
@@ -194,7 +194,9 @@ def test_adaptive_starts_a_whole_batch_whatever_the_bound() -> None:
         complete(queue, *names)
         assert take(queue, 8) == tuple(names)
         assert lease(queue) == []
-        queue.batches.commit(queue.take(trainer_id="t", max_groups=8, now_s=0.0).batch_id, step=1)
+        queue.batches.commit(
+            queue.take_batch(trainer_id="t", max_groups=8, now_s=0.0).batch_id, step=1
+        )
 
 
 def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
@@ -214,7 +216,7 @@ def test_adaptive_batch_waits_no_longer_than_a_fifo() -> None:
     names = lease(queue)
     complete(queue, *names[:8], now_s=1.0)
     assert take(queue, 8, now_s=1.0) == tuple(names[:8])
-    queue.batches.commit(queue.take(trainer_id="t", max_groups=8, now_s=1.0).batch_id, step=1)
+    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=8, now_s=1.0).batch_id, step=1)
     complete(queue, *names[10:20], now_s=50.0)
     assert take(queue, 8, now_s=50.0) == ()
     complete(queue, names[9], now_s=50.0)
@@ -226,7 +228,7 @@ def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
     queue = make_queue("a" * 32, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
     assert queue.window.edge == 16
     complete(queue, *lease(queue))
-    batch = queue.take(trainer_id="t", max_groups=1, now_s=99.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=1, now_s=99.0)
     assert batch
     queue.batches.commit(batch.batch_id, step=1)
     assert (queue.window.head, queue.window.edge) == (1, 16)
@@ -239,7 +241,7 @@ def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
     )
     complete(queue, *lease(queue))
     spec = GroupSpec(task_id=TaskId("e"), index=0, domain="a", shard="s0", size=1, evaluation=True)
-    queue.add(Group(spec), now_s=0.0)
+    queue.add_group(Group(spec), now_s=0.0)
     assert lease(queue) == ["e"]
     assert take(queue, 4, now_s=99.0) == ("a0", "a1", "a2")
 
@@ -258,7 +260,7 @@ def test_evaluation_that_has_all_places_is_waited_for(held: dict[str, object]) -
             size=1,
             evaluation=True,
         )
-        queue.add(Group(spec), now_s=0.0)
+        queue.add_group(Group(spec), now_s=0.0)
     assert lease(queue) == ["e0", "e1"]
     assert take(queue, 4, now_s=99.0) == ()
 
@@ -269,7 +271,7 @@ def make_outage(**settings: object) -> GenerationQueue:
     for index in range(12):
         shard = "gone" if index < 8 else "s0"
         spec = GroupSpec(task_id=TaskId(f"a{index}"), index=index, domain="a", shard=shard, size=1)
-        queue.add(Group(spec), now_s=0.0)
+        queue.add_group(Group(spec), now_s=0.0)
     queue.set_away(frozenset({"gone"}))
     return queue
 
@@ -315,7 +317,7 @@ def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
             size=1,
             priority=priority,
         )
-        queue.add(Group(spec), now_s=0.0)
+        queue.add_group(Group(spec), now_s=0.0)
     return queue
 
 
@@ -331,7 +333,7 @@ def test_priority_passes_no_more_than_the_window_holds() -> None:
     assert lease(queue, 2) == ["a1", "a2"]
     complete(queue, "a1", "a2")
     assert take(queue, 2) == ("a1", "a2"), "what started before the head is inside the window"
-    queue.batches.commit(queue.take(trainer_id="t", max_groups=2, now_s=0.0).batch_id, step=1)
+    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=2, now_s=0.0).batch_id, step=1)
     assert lease(queue, 1) == ["a0"], "two passed it, and no more"
 
 

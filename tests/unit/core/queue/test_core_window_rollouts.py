@@ -31,7 +31,7 @@ def make_group(name: str, index: int, *, size: int = 1, **spec: object) -> Group
 
 def add(queue: GenerationQueue, *groups: Group, now_s: float = 0.0) -> None:
     for group in groups:
-        queue.add(group, now_s=now_s)
+        queue.add_group(group, now_s=now_s)
 
 
 def lease(queue: GenerationQueue, count: int = 100, *, now_s: float = 0.0) -> list[str]:
@@ -70,7 +70,7 @@ def test_window_admission_counts_what_no_trainer_took() -> None:
     for trajectory_id in lease(queue):
         queue.rollouts.complete(trajectory_id)
     assert lease(queue) == []
-    assert queue.take(trainer_id="t", max_groups=1, now_s=0.0) is not None
+    assert queue.take_batch(trainer_id="t", max_groups=1, now_s=0.0) is not None
     assert lease(queue) == ["c:0:0"]
 
 
@@ -82,7 +82,7 @@ def test_ahead_admission_is_bounded_by_the_head() -> None:
     queue.rollouts.complete("b:0:0")
     assert lease(queue) == []
     queue.rollouts.complete("a:0:0")
-    batch = queue.take(trainer_id="t", max_groups=2, now_s=0.0)
+    batch = queue.take_batch(trainer_id="t", max_groups=2, now_s=0.0)
     assert batch is not None
     queue.batches.commit(batch.batch_id, step=1)
     assert lease(queue) == ["c:0:0", "d:0:0"]
@@ -95,7 +95,7 @@ def test_evaluation_goes_first_and_is_never_in_a_batch() -> None:
     assert lease(queue) == ["e:0:0", "a:0:0"]
     queue.rollouts.complete("e:0:0")
     assert queue.ledger.group("e").phase is Phase.EVALUATED
-    assert queue.take(trainer_id="t", max_groups=2, now_s=99.0) is None
+    assert queue.take_batch(trainer_id="t", max_groups=2, now_s=99.0) is None
     assert queue.ledger.totals().accepted == 1
 
 

@@ -119,7 +119,7 @@ class GenerationQueueMachine(QueueTrainers):
         spec = GroupSpec(task_id=task_id, index=index, evaluation=evaluation, **task)
         self.next_index[evaluation] += 1
         self.pool[spec.task_id] = Durable(spec)
-        self.queue.add(Group(spec), now_s=self.now_s)
+        self.queue.add_group(Group(spec), now_s=self.now_s)
 
     @precondition(lambda self: self.pool)
     @rule(data=st.data())
@@ -129,7 +129,7 @@ class GenerationQueueMachine(QueueTrainers):
         if known.task_id not in self.queue.ledger:
             return
         with pytest.raises(InvalidArgument, match="was submitted before"):
-            self.queue.add(Group(replace(known, index=len(self.pool))), now_s=self.now_s)
+            self.queue.add_group(Group(replace(known, index=len(self.pool))), now_s=self.now_s)
 
     @rule(activity=st.sampled_from([Activity.RUNNING] * 5 + [*Activity]))
     def set_activity(self, activity: Activity) -> None:
@@ -294,7 +294,7 @@ class GenerationQueueMachine(QueueTrainers):
             if durable in left_out:
                 self.gone[durable.spec.task_id] = durable.restored()
             else:
-                self.queue.add(durable.restored(), now_s=self.now_s)
+                self.queue.add_group(durable.restored(), now_s=self.now_s)
         for shard in SHARDS:
             there = [one for one in left_out if one.spec.shard == shard]
             self.queue.ledger.leave_out(
@@ -327,7 +327,7 @@ class GenerationQueueMachine(QueueTrainers):
             ):
                 self._seal(claim.trajectory_id)
                 self._report(claim.trajectory_id, permanent=False)
-            batch = self.queue.take(trainer_id="last", max_groups=3, now_s=self.now_s)
+            batch = self.queue.take_batch(trainer_id="last", max_groups=3, now_s=self.now_s)
             if batch is not None:
                 self.batches["last"] = (batch.batch_id, batch.task_ids)
                 self._commit_again("last", self.step + 1)

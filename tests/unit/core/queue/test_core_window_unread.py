@@ -34,13 +34,13 @@ def make_queue(head: int | None, *, mode: Mode = Mode.WINDOWED) -> GenerationQue
 
 
 def take(queue: GenerationQueue, size: int) -> list[str]:
-    batch = queue.take(trainer_id="t", max_groups=size, now_s=1e6)
+    batch = queue.take_batch(trainer_id="t", max_groups=size, now_s=1e6)
     return list(batch.task_ids) if batch else []
 
 
 def take_id(queue: GenerationQueue) -> str:
     """Of the batch that the trainer holds."""
-    batch = queue.take(trainer_id="t", max_groups=1, now_s=1e6)
+    batch = queue.take_batch(trainer_id="t", max_groups=1, now_s=1e6)
     assert batch is not None
     return batch.batch_id
 
@@ -50,7 +50,7 @@ def test_head_waits_at_an_index_that_an_unread_shard_may_hold() -> None:
     queue = make_queue(2)
     for index in (0, 1, 2, 4, 5, 9):
         phase = Phase.TRAINED if index < 3 else Phase.QUEUED
-        queue.add(make_group(index, phase=phase), now_s=0.0)
+        queue.add_group(make_group(index, phase=phase), now_s=0.0)
     assert (queue.window.head, queue.window.edge) == (3, 7)
     queue.window.all_known()
     assert queue.window.head == 4
@@ -60,9 +60,9 @@ def test_what_is_inside_the_window_is_trained_on_meanwhile() -> None:
     """As while a shard is away in mid-term: up to H+W, and no further."""
     queue = make_queue(0)
     for index in (1, 2, 3, 4, 5):
-        queue.add(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
+        queue.add_group(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
     assert take(queue, 3) == ["t1", "t2", "t3"]
-    queue.add(make_group(0, shard="s1", phase=Phase.TRAINED), now_s=0.0)
+    queue.add_group(make_group(0, shard="s1", phase=Phase.TRAINED), now_s=0.0)
     queue.window.all_known()
     assert queue.window.head >= 1
 
@@ -71,7 +71,7 @@ def test_fifo_stops_at_an_index_that_an_unread_shard_may_hold() -> None:
     """Nothing overtakes what may be there."""
     queue = make_queue(0, mode=Mode.FIFO)
     for index in (0, 2, 3):
-        queue.add(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
+        queue.add_group(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
     assert take(queue, 2) == ["t0"]
     queue.batches.release(take_id(queue))
     queue.window.all_known()
@@ -105,7 +105,7 @@ def test_late_shard_makes_the_queue_that_both_would_have_made(
             queue.add_at_rest([g.spec.task_id for g in found], found, now_s=0.0)
         else:
             for group in found:
-                queue.add(group, now_s=0.0)
+                queue.add_group(group, now_s=0.0)
 
     late, both = make_queue(head), make_queue(None)
     restore(late, "s0")
@@ -129,7 +129,7 @@ def test_claims_on_unread_groups_are_kept_and_taken_over() -> None:
     assert len(rollouts) == 0
     group = make_group(0, shard="s1")
     group.recall([Attempt(0, 0, AttemptState.OPEN)])
-    queue.add(group, now_s=1.0)
+    queue.add_group(group, now_s=1.0)
     rollouts.all_read(now_s=1.0)
     assert len(rollouts) == 1
     assert rollouts.lease(runner_id="other", max_rollouts=9, now_s=2.0) == ()

@@ -58,7 +58,7 @@ class Engine:
 async def fetched_from(prefill: Prefill) -> KvSpan | None:
     """What a decode worker gets of that prefill instance."""
     server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
-    server.add(
+    server.add_service(
         rpc.add_PrefillServiceServicer_to_server, prefill, full_name="forge.v1.PrefillService"
     )
     channels, engine = Channels(SECURITY), Engine()

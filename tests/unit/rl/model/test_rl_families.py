@@ -128,7 +128,7 @@ def test_samples_taken_apart_are_the_same_samples(kind: str) -> None:
     alone.states = TreeStates()
     found_T, _ = alone.logprobs(tree)
     assert alone.states.whole.shape[0] == apart.tokens
-    merged.take(Way())
+    merged.use_way(Way())
     for batch in (tree, apart):
         assert torch.allclose(merged.logprobs(batch)[0], found_T, atol=1e-6)
 

@@ -54,7 +54,7 @@ async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
     await copies.refresh("s0")
     await copies.refresh("s0", count=True)
     assert scans.sent == [3, 0, 2, 0, 0]
-    assert names(copies.take(["s0"]).groups) == ["a", "b", "c", "d"]
+    assert names(copies.hand_over(["s0"]).groups) == ["a", "b", "c", "d"]
 
 
 async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_p
     scans.stores["s0"] = PoolStore(tmp_path / "restored", shard="s0")
     put_groups(scans.stores["s0"], make_group("older", 0))
     await copies.refresh("s0", count=True)
-    assert names(copies.take(["s0"]).groups) == ["older"]
+    assert names(copies.hand_over(["s0"]).groups) == ["older"]
 
 
 async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
@@ -93,7 +93,7 @@ async def test_scan_that_was_cut_short_changes_nothing(scans: StoreScans) -> Non
         await copies.refresh("s0")
     scans.break_after = None
     assert await copies.refresh("s0", count=True) == 2
-    assert [stored.group.step for stored in copies.take(["s0"]).groups] == [1, 1, 0]
+    assert [stored.group.step for stored in copies.hand_over(["s0"]).groups] == [1, 1, 0]
 
 
 async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -> None:
@@ -110,7 +110,7 @@ async def test_groups_are_handed_over_once(scans: StoreScans) -> None:
     """A term changes what it is built from: who stands again after one scans anew."""
     copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0", count=True)
-    copies.take(["s0"])
+    copies.hand_over(["s0"])
     assert await copies.refresh("s0") == 3
 
 
@@ -127,7 +127,7 @@ async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) 
     await copies.refresh("s0")
     reward(store, make_reward("late", 0.125), trajectory_id="big:0:0")
     await copies.refresh("s0", count=True)
-    found = copies.take(["s0"])
+    found = copies.hand_over(["s0"])
     *_, stored = found.groups
     assert len(stored.entry.task) < 100
     assert stored.entry.digest == b"digest"
@@ -206,7 +206,7 @@ async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quic
     assert gc.isenabled()
     for shard in ("s0", "s1"):
         await copies.refresh(shard, count=True)
-    assert names(copies.take(["s0", "s1"]).groups) == ["a", "b", "c"]
+    assert names(copies.hand_over(["s0", "s1"]).groups) == ["a", "b", "c"]
 
 
 def settle_all(store: PoolStore, count: int, *, at: int = 100) -> None:
@@ -227,7 +227,7 @@ async def test_election_reads_a_bounded_number_of_groups(scans: StoreScans, sett
     copies = ShardCopies(scans, most_settled=8)
     for shard in ("s0", "s1"):
         await copies.refresh(shard, count=True)
-    found = copies.take(["s0", "s1"])
+    found = copies.hand_over(["s0", "s1"])
     assert scans.sent == [3 + 4 + 4, 0]
     # Each of two shards has its half of the bound.
     newest = range(settled - 4, settled)
@@ -261,7 +261,7 @@ async def test_copy_stays_bounded_while_groups_are_settled(scans: StoreScans) ->
     seal(store, "g3:0:0", turns=0)
     assert await copies.refresh("s0", count=True) == 2
     assert copies.size("s0") == 3 + 2 + 2
-    (left_out,) = copies.take(["s0"]).left_out
+    (left_out,) = copies.hand_over(["s0"]).left_out
     assert left_out.counts[False, Phase.TRAINED] == 28
     assert left_out.completed["code"] == 2
 
@@ -274,7 +274,7 @@ async def test_group_that_is_taken_back_comes_back(scans: StoreScans) -> None:
     await copies.refresh("s0")
     set_states(store, change("t2", common_pb2.GROUP_STATE_PENDING))
     await copies.refresh("s0", count=True)
-    found = copies.take(["s0"])
+    found = copies.hand_over(["s0"])
     assert names(found.groups) == ["a", "b", "c", "t2", "t9", "g9"]
     (left_out,) = found.left_out
     assert left_out.counts[False, Phase.TRAINED] == 8
@@ -290,5 +290,5 @@ async def test_shard_that_cannot_count_is_read_whole(
     assert copies.size("s0") == 3 + 1 + 1
     monkeypatch.setattr(store_module, "count_settled", lambda records, found: False)
     await copies.refresh("s0", count=True)
-    found = copies.take(["s0"])
+    found = copies.hand_over(["s0"])
     assert (len(found.groups), found.left_out, found.unbounded) == (23, [], {"s0"})

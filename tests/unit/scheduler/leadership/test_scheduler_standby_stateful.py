@@ -242,7 +242,7 @@ class StandbyMachine(RuleBasedStateMachine):
     def _registered(self, copies: ShardCopies) -> RegisteredGroups:
         for shard in SHARDS:
             self.loop.run_until_complete(copies.refresh(shard, count=True))
-        return copies.take(SHARDS)
+        return copies.hand_over(SHARDS)
 
     def _check_groups(self, state: TermState, expected: TermState) -> None:
         """What is held is the same; what is not is settled, on a shard that is named, and read

@@ -156,7 +156,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def test_a_batch_holds_the_sealed_trajectories_of_its_groups(cluster: Cluster) -> None:
     """Abandoned rollouts are not even fetched."""
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None
     assert batch.claim.task_ids == ("batch-0-task",)
     assert cluster.pool.fetched == [["batch-0-task:0:0", "batch-0-task:2:0"]]
@@ -175,8 +175,8 @@ async def test_a_batch_has_the_baselines_of_the_moment_it_was_begun(cluster: Clu
 
 async def test_no_batch_yet_is_none(cluster: Cluster) -> None:
     """And the claim that is being waited for is not asked for twice."""
-    assert await cluster.source.take(wait_s=0) is None
-    assert await cluster.source.take(wait_s=0) is None
+    assert await cluster.source.take_batch(wait_s=0) is None
+    assert await cluster.source.take_batch(wait_s=0) is None
     assert len(cluster.scheduler.asked("LeaseBatch")) <= 1
 
 
@@ -184,12 +184,12 @@ async def test_the_next_batch_is_prepared_while_one_is_held(cluster: Cluster) ->
     """It is leased under another name: the same name would get the same batch."""
     cluster.scheduler.available.release()
     cluster.scheduler.available.release()
-    first = await cluster.source.take(wait_s=30)
+    first = await cluster.source.take_batch(wait_s=30)
     await cluster.source.prepare()
     assert first is not None
     assert set(cluster.scheduler.held.values()) == {"batch-0", "batch-1"}
     await cluster.source.commit(first.claim, step=1)
-    second = await cluster.source.take(wait_s=30)
+    second = await cluster.source.take_batch(wait_s=30)
     assert second is not None and second.claim.batch_id == "batch-1"
     (commit,) = cluster.scheduler.asked("CommitBatch")
     assert (commit.batch_id, commit.step, list(commit.task_ids)) == (
@@ -203,7 +203,7 @@ async def test_a_claim_is_renewed_until_it_is_settled(cluster: Cluster) -> None:
     """While the learner computes, the lease is kept alive; after the commit it is let go."""
     cluster.scheduler.lease_s = 0.003
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None
     async with asyncio.timeout(30):
         await cluster.scheduler.renewed.wait()
@@ -217,7 +217,7 @@ async def test_a_lost_claim_is_left_to_the_commit(cluster: Cluster) -> None:
     cluster.scheduler.lease_s = 0.003
     cluster.scheduler.renewal_fault = NotFound("not held")
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None
     async with asyncio.timeout(30):
         await batch.claim.renewal
@@ -229,7 +229,7 @@ async def test_a_cut_stream_is_taken_up_where_it_broke(cluster: Cluster) -> None
     cluster.pool.fault = ForgeError("cut")
     cluster.pool.fault.retryable = True  # type: ignore[misc]
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.samples.trajectories == 2
     assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
 
@@ -241,7 +241,7 @@ async def test_a_silent_stream_is_given_up(
     monkeypatch.setattr(batch_source, "_SILENCE_S", 0.05)
     cluster.pool.silent_after_first = True
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.samples.trajectories == 2
     assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
 
@@ -252,7 +252,7 @@ async def test_groups_with_an_unreadable_trajectory_are_tombstoned(cluster: Clus
     cluster.pool.damaged = {"batch-0-task-1:2:0"}
     cluster.scheduler.available.release()
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.claim.batch_id == "batch-1"
     (release,) = cluster.scheduler.asked("ReleaseBatch")
     assert (release.batch_id, release.reason, list(release.task_ids)) == (
@@ -281,5 +281,5 @@ async def test_a_rewind_forgets_what_was_prepared(cluster: Cluster) -> None:
     (rewind,) = cluster.scheduler.asked("Rewind")
     assert rewind.step == 4
     cluster.scheduler.available.release()
-    batch = await cluster.source.take(wait_s=30)
+    batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.claim.batch_id == "batch-1"
