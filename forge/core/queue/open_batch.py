@@ -117,7 +117,7 @@ class Complete:
         self, lane: str, limit: int, usable: Callable[[int], bool] | None = None
     ) -> list[int]:
         """Up to `limit` usable indices of a lane, in queue order."""
-        order = self._lanes[lane] if limit > 0 else []
+        order, limit = (self._lanes[lane], limit) if limit > 0 else ([], 0)
         return order[:limit] if usable is None else list(islice(filter(usable, order), limit))
 
     def remove(self, lane: str, indices: Sequence[int]) -> None:

@@ -173,6 +173,18 @@ def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> No
     assert take(queue, 1, trainer="other") == ("a1",)
 
 
+def test_a_smaller_batch_is_taken_while_a_shard_is_away() -> None:
+    """More groups are assigned to the open batch than it now needs."""
+    queue = make_queue("")
+    for index, shard in enumerate(("s0", "s0", "s0", "s1", "s0", "s0")):
+        queue.add_group(make_group("a", index, shard=shard), now_s=0.0)
+    complete(queue, "a0", "a1")
+    assert take(queue, 3) == ()
+    queue.rollouts.complete("a2:0:0")
+    queue.set_away(frozenset({"s1"}))
+    assert take(queue, 1) == ("a0",)
+
+
 def test_late_batch_goes_back_and_keeps_its_place() -> None:
     """A trainer that died gives its groups back by itself."""
     queue = make_queue("aa", batch_lease_s=30.0)
