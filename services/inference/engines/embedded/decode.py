@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,12 @@ import torch
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.placement.prefix_cache import Match
 from forge.runtime.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, Finish, KvSpan, Piece, Prompt, Tokens
+from services.inference.engines.base import BrokenWeights, Finish, Piece, Prompt, Tokens
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
-from services.inference.engines.embedded.messages import Swap
+from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.sampler import DrawnToken, draw
 from services.inference.engines.embedded.tensor_bytes import from_bytes
@@ -42,37 +42,6 @@ _MIXED = -1
 """Version of keys and values computed by several weights, or with NaN; never cached."""
 _LOOKAHEAD_TOKENS = 512
 """A new sequence gets a row for at most this many further tokens; a longer one moves."""
-
-Deliver = Callable[[Piece | ForgeError], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
-    """Ask: number of cached tokens of the prompt; pinned until Join or Abort."""
-
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
-    """Ask: sample this request; calls `deliver` on the event loop, last with a finish."""
-
-    prompt: Prompt
-    first: Tokens
-    span: KvSpan
-    """Keys and values after the reserved ones."""
-    stream: bool
-    asked_s: float
-    deliver: Deliver
-    matcher: Matcher | None = None
-    """State of the grammar after `first`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """Tell: drop a request in any state."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

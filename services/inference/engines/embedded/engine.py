@@ -30,12 +30,12 @@ from services.inference.engines.base import (
     Tokens,
 )
 from services.inference.engines.embedded import tensor_bytes
-from services.inference.engines.embedded.decode import Abort, DecodeActor, Join, Reserve
+from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
-from services.inference.engines.embedded.messages import Swap
+from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
 from services.inference.engines.grammar_masks import Grammars

@@ -1,10 +1,16 @@
-"""Messages of both actors of the embedded engine."""
+"""Messages of the actors of the embedded engine: of both, then of the one that decodes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from forge.core.errors import ForgeError
+from services.inference.engines.base import KvSpan, Piece, Prompt, Tokens
 from services.inference.engines.embedded.model import StagedWeights
+from services.inference.engines.grammar_masks import Matcher
+
+Deliver = Callable[[Piece | ForgeError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,3 +18,32 @@ class Swap:
     """Ask: serve these weights."""
 
     weights: StagedWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Ask: number of cached tokens of the prompt; pinned until Join or Abort."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Ask: sample this request; calls `deliver` on the event loop, last with a finish."""
+
+    prompt: Prompt
+    first: Tokens
+    span: KvSpan
+    """Keys and values after the reserved ones."""
+    stream: bool
+    asked_s: float
+    deliver: Deliver
+    matcher: Matcher | None = None
+    """State of the grammar after `first`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Tell: drop a request in any state."""
+
+    request_id: str
