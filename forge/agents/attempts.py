@@ -99,7 +99,7 @@ class Attempts:
         result = RolloutResult(lease_id=lease.lease_id, trajectory_id=lease.trajectory_id)
         gateway: Gateway | None = None
         try:
-            plan = self._plan(lease)
+            plan = await self._plan(lease)
             gateway = await self._gateways.acquire(lease.trajectory_id)
             await self._attempt(lease, plan, gateway)
         except asyncio.CancelledError:
@@ -124,11 +124,11 @@ class Attempts:
                 self._gateways.release(gateway)
         return result
 
-    def _plan(self, lease: pb.RolloutLease) -> _Plan:
+    async def _plan(self, lease: pb.RolloutLease) -> _Plan:
         """Raises `_Permanent` if no runner with these settings can run this lease."""
         try:
             return _Plan(
-                scaffold=self._scaffolds.get(lease.task.scaffold),
+                scaffold=await self._scaffolds.get(lease.task.scaffold),
                 domain=self._domain(lease.task.domain),
                 payload=_payload(lease.task.payload_json),
             )

@@ -6,6 +6,7 @@ tasks. Packages add scaffolds through the entry point group `forge.scaffolds`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -43,16 +44,23 @@ class Scaffolds:
         self._override = override
         self._made: dict[str, Scaffold] = {}
 
-    def get(self, name: str) -> Scaffold:
-        """Returns the scaffold with this name. Raises `NotFound` with the known names."""
+    async def get(self, name: str) -> Scaffold:
+        """Returns the scaffold with this name. Raises `NotFound` with the known names.
+
+        Imports it on a thread: the import of an SDK takes seconds on a loaded host.
+        """
         if self._override is not None:
             return self._override
         if name not in self._made:
             if name not in self._known:
                 known = ", ".join(sorted(self._known))
                 raise NotFound(f"unknown scaffold {name!r}; this runner knows {known}")
-            factory: Callable[..., Scaffold] = load_attribute(self._known[name])
-            self._made[name] = factory(**self._options)
+            factory: Callable[..., Scaffold] = await asyncio.to_thread(
+                load_attribute, self._known[name]
+            )
+            # Another rollout may have waited for the same import.
+            if name not in self._made:
+                self._made[name] = factory(**self._options)
         return self._made[name]
 
     async def close(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ssl
 from typing import Any, cast
 
+# The SDK imports this at the first call, which would hold up the event loop.
+import openai.resources.chat.completions  # noqa: F401
 from openai import (
     APIConnectionError,
     AsyncOpenAI,
