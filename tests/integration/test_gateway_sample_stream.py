@@ -98,7 +98,7 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
     [
         ("busy", ResourceExhausted, "7 requests are waiting"),
         ("bug", ForgeError, "internal error"),
-        ("cancelled", Unavailable, "within the router"),
+        ("cancelled", Unavailable, "the router cancelled the call"),
     ],
 )
 async def test_an_error_is_its_calls_alone(

@@ -35,7 +35,10 @@ def suite(
     argv += ["--basetemp", str(tmp_path / "suite")]
     os.mkfifo(pids)
     environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    # A shell starts what it runs in the background with SIGINT ignored, and a child inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(argv, cwd=ROOT, env=environ | {PIDS: str(pids)})
+    signal.signal(signal.SIGINT, before)
     with pids.open() as told:
         started = [psutil.Process(int(pid)) for pid in told.read().split()]
     yield running, started
