@@ -11,12 +11,11 @@ from pathlib import Path
 from benchmarks.support.cpu import cpu_s
 from benchmarks.support.mock_upstream import MockConfig, Script
 from benchmarks.support.processes import ended, started
-from forge.runtime.coordination import Coordinator
+from benchmarks.support.scheduler_cluster import scheduler_cluster
 from forge.runtime.rpc.remote import Remote
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from services.gateway.model.chat_model import ChatModel
 from tests.support.gateway.chat_templates import save_model
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.scheduler.cluster import START_S, SchedulerCluster
 
 CLUSTER = "middleware"
@@ -48,13 +47,8 @@ async def start_middleware(
 ) -> AsyncIterator[Middleware]:
     """All of it, serving. `concurrency` is N, in groups; W is 0.3 N."""
     async with AsyncExitStack() as undo:
-        etcd = EtcdServer(folder / "etcd")
-        etcd.start()
-        undo.callback(etcd.stop)
-        coordinator = await Coordinator.connect(etcd.endpoint, cluster=CLUSTER)
-        undo.push_async_callback(coordinator.close)
-        cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
-        undo.push_async_callback(cluster.close)
+        etcd, cluster = await undo.enter_async_context(scheduler_cluster(folder, CLUSTER))
+        coordinator = cluster.coordinator
         pool = cluster.start_pool()
         scheduler = cluster.start_scheduler(
             queue={

@@ -15,10 +15,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.support.cpu import cpu_s, rss_bytes
+from benchmarks.support.scheduler_cluster import scheduler_cluster
 from benchmarks.support.takeover import fill
-from forge.runtime.coordination import Coordinator
 from forge.runtime.telemetry import configure_logging
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
 CLUSTER = "settled"
@@ -35,13 +34,7 @@ async def measure_settled(folder: Path, groups: int) -> dict[str, float]:
     if not data_dir.exists():
         await asyncio.to_thread(fill, data_dir, groups)
     async with AsyncExitStack() as undo:
-        etcd = EtcdServer(folder / "etcd")
-        etcd.start()
-        undo.callback(etcd.stop)
-        coordinator = await Coordinator.connect(etcd.endpoint, cluster=CLUSTER)
-        undo.push_async_callback(coordinator.close)
-        cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
-        undo.push_async_callback(cluster.close)
+        _etcd, cluster = await undo.enter_async_context(scheduler_cluster(folder, CLUSTER))
         pool = cluster.start_pool()
         leader = cluster.start_scheduler()
         (began,) = await leader.until_logged("term_began")

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from forge.runtime.coordination import Coordinator
+from benchmarks.support.scheduler_cluster import scheduler_cluster
 from forge.runtime.telemetry import configure_logging
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
@@ -24,7 +24,6 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_reward
 from tests.support.pool.store import change
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.scheduler.cluster import START_S, SchedulerCluster, SchedulerProcess, make_task
 
 CLUSTER = "takeover"
@@ -46,13 +45,7 @@ async def measure_takeover(folder: Path, groups: int, *, trained: bool) -> dict[
     of these, all but what the kills use up were trained on before."""
     configure_logging("benchmark", CLUSTER, level="warning", file="")
     async with AsyncExitStack() as undo:
-        etcd = EtcdServer(folder / "etcd")
-        etcd.start()
-        undo.callback(etcd.stop)
-        coordinator = await Coordinator.connect(etcd.endpoint, cluster=CLUSTER)
-        undo.push_async_callback(coordinator.close)
-        cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
-        undo.push_async_callback(cluster.close)
+        _etcd, cluster = await undo.enter_async_context(scheduler_cluster(folder, CLUSTER))
         over = groups - MIN_GROUPS if trained else 0
         await asyncio.to_thread(fill, folder / "pool-s0" / "data", over)
         cluster.start_pool()

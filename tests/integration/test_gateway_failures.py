@@ -130,7 +130,7 @@ async def test_agent_sees_one_error_when_its_gateway_is_killed(
     async with stack.agent(await stack.gateway(coordinator), token) as agent:
         assert await agent.close(min_turns=3) == 3
     trajectory = await recorded(stack, coordinator, trajectory_id)
-    # The engine notices in its own time that nobody is left to answer.
+    # The engine notices the closed connection after some tokens.
     await until(lambda: len(stack.sampled(trajectory_id)) >= 4)
     check_exact(stack, trajectory, lost=1)
     assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]

@@ -50,7 +50,7 @@ async def test_killed_etcd_leaves_the_last_known_view(
     await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
     await until(lambda: not registration.alive)
-    # Real time: a lease runs out that nobody can ask.
+    # Real time: the lease runs out while etcd cannot be asked.
     await asyncio.sleep(TTL_S)
     assert [one.instance_id for one in discovery.instances] == ["p"]
     with pytest.raises(Unavailable, match=own_etcd.endpoint):

@@ -26,7 +26,7 @@ def returned(process: SchedulerProcess) -> int:
 
 
 async def train(forge: SchedulerCluster) -> list[scheduler_pb2.LeaseBatchResponse]:
-    """Tasks t0, t1 and on, of which every third has a tag, two in each step; the batches."""
+    """Trains tasks t0, t1, ..., two a step; every third has a tag. Returns the batches."""
     await forge.submit(
         make_task(f"t{n}", tag="third" if n % 3 == 0 else "") for n in range(STEPS * BATCH)
     )

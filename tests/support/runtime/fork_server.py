@@ -1,7 +1,7 @@
 """Forks the processes of services: `python -m tests.support.runtime.fork_server <file descriptor>`.
 
 Owns the imports: what a service runs is imported once, in this process, before the first fork for
-it. A fork has one thread and has used neither gRPC nor torch, so it goes on as a fresh process of
+it. A fork has one thread and has used neither gRPC nor torch, so it continues as a fresh process of
 `python -m <module>` does after its imports. It ends when the socket is closed.
 """
 

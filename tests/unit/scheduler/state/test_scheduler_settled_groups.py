@@ -1,4 +1,4 @@
-"""Groups that were settled long ago: they leave memory, and nobody is answered otherwise."""
+"""Groups that were settled long ago leave memory; the answers stay the same."""
 
 from __future__ import annotations
 
