@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from forge.agents.plugins import load_attribute
 from forge.agents.rollout import Scaffold
+from forge.core.entry_points import installed
 from forge.core.errors import NotFound
 
 ENTRY_POINTS = "forge.scaffolds"
@@ -38,8 +38,8 @@ class Scaffolds:
         override: Scaffold | None = None,
     ) -> None:
         """`extra` adds "module:factory" entries; `override` runs every task instead."""
-        installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-        self._known = {**SCAFFOLDS, **installed, **extra}
+        added = {name: entry.value for name, entry in installed(ENTRY_POINTS).items()}
+        self._known = {**SCAFFOLDS, **added, **extra}
         self._options = {"timeout_s": timeout_s, "tls_ca": tls_ca}
         self._override = override
         self._made: dict[str, Scaffold] = {}

@@ -116,9 +116,9 @@ class Complete:
     def oldest(
         self, lane: str, limit: int, usable: Callable[[int], bool] | None = None
     ) -> list[int]:
-        """Up to `limit` usable indices of a lane, in queue order."""
-        order, limit = (self._lanes[lane], limit) if limit > 0 else ([], 0)
-        return order[:limit] if usable is None else list(islice(filter(usable, order), limit))
+        """Up to `limit` usable indices of a lane, in queue order; none if it is negative."""
+        order, most = self._lanes[lane], max(limit, 0)
+        return order[:most] if usable is None else list(islice(filter(usable, order), most))
 
     def remove(self, lane: str, indices: Sequence[int]) -> None:
         """Remove what `oldest` returned."""

@@ -110,7 +110,9 @@ class FixedWindow(Selection):
 
     def choose(self, window: Window, demand: Demand) -> list[Group]:
         """The next batch of the window."""
-        ask = demand
         return window.take(
-            ask.size, away=ask.away, can_progress=ask.can_progress, growing=ask.growing
+            demand.size,
+            away=demand.away,
+            can_progress=demand.can_progress,
+            growing=demand.growing,
         )

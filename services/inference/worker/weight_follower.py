@@ -44,7 +44,6 @@ class WeightFollower:
     def __init__(self, context: ServiceContext, engine: Engine, *, policy: str) -> None:
         self.weights: Mapping[int, Sequence[NamedTensor]] = {}
         """The version in service, as published; empty before the first."""
-        self._served_version = 0
         self._context = context
         self._engine = engine
         self._key = manifest_key(policy)
@@ -84,7 +83,7 @@ class WeightFollower:
         while True:
             self._news.clear()
             manifest = self._wanted
-            if manifest is None or manifest.weight_version <= self._served_version:
+            if manifest is None or manifest.weight_version <= max(self.weights, default=0):
                 await self._news.wait()
                 continue
             try:
@@ -115,7 +114,6 @@ class WeightFollower:
         fetched_s = time.monotonic()
         await self._engine.load(tensors, version=manifest.weight_version)
         self.weights = {manifest.weight_version: tuple(tensors.values())}
-        self._served_version = manifest.weight_version
         WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
             "weights_swapped",

@@ -196,14 +196,12 @@ class Records:
         """Stores the pieces of `payload` as one record."""
         value = seal_value(key, *payload)
         self._transaction.put(key, value, db=self._databases[table])
-        for listener in self._listeners:
-            listener.record_changed(table, key, value, replicated=True)
+        self._changed(table, key, value)
 
     def delete(self, table: Table, key: bytes) -> None:
         """Deletes a record, if it is there."""
         if self._transaction.delete(key, db=self._databases[table]):
-            for listener in self._listeners:
-                listener.record_changed(table, key, None, replicated=True)
+            self._changed(table, key, None)
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
         """The record as stored, with its checksum."""
@@ -219,6 +217,11 @@ class Records:
             self._transaction.delete(key, db=self._databases[table])
         else:
             self._transaction.put(key, value, db=self._databases[table])
+        self._changed(table, key, value, replicated=replicated)
+
+    def _changed(
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool = True
+    ) -> None:
         for listener in self._listeners:
             listener.record_changed(table, key, value, replicated=replicated)
 
@@ -243,8 +246,7 @@ class Records:
                 and bytes(cursor.key()).startswith(prefix)
             ):
                 size_bytes += len(cursor.value())
-                for listener in self._listeners:
-                    listener.record_changed(table, bytes(cursor.key()), None, replicated=True)
+                self._changed(table, bytes(cursor.key()), None)
                 found = cursor.delete() and bool(cursor.key())
                 deleted += 1
         return deleted, size_bytes
