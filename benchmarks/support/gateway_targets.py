@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.support.chat_load import Target
 from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.security import Claims
 from tests.support.gateway.chat_templates import save_model
 from tests.support.pool.process import PoolProcess

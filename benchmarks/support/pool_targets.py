@@ -26,7 +26,7 @@ import psutil
 from benchmarks.support.cpu import cpu_s
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.coordination import Coordinator
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
 from forge.v1 import common_pb2, pool_pb2
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.runtime.etcd import EtcdServer, free_port

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
 
 
 def started(module: str, folder: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:

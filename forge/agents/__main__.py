@@ -3,7 +3,7 @@
 import sys
 
 from forge.agents.config import RunnerConfig
-from forge.runtime.startup import run
+from forge.runtime.process.startup import run
 
 
 def load_app() -> type:

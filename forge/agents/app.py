@@ -18,7 +18,7 @@ from forge.agents.scaffolds import Scaffolds
 from forge.agents.scaffolds import command as commands
 from forge.agents.scoring import Scorer
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge.core.clocks import Clock, Comparison, compare
-from forge.runtime.clock_watch import read_clocks
 from forge.runtime.coordination import Coordinator
+from forge.runtime.process.clock_watch import read_clocks
 from forge.runtime.rpc import Channels
 
 

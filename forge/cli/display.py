@@ -23,7 +23,7 @@ from forge.cli.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
 from forge.cli.trouble import troubles
 from forge.core.confidence_intervals import change_interval
-from forge.runtime.processes import ProcessEvent
+from forge.runtime.process.child_processes import ProcessEvent
 from forge.v1 import trainer_pb2
 
 PHASES: Mapping[Phase, str] = {

@@ -24,7 +24,7 @@ from forge.cli.connection import Connection
 from forge.cli.stack import etcd_binary
 from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
-from forge.runtime.clock_watch import REMEDY
+from forge.runtime.process.clock_watch import REMEDY
 
 DISTRIBUTION = "forge-rl"
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """The processes of a stack on one machine: their order and settings.
 
-Owns the arguments and the order; `forge.runtime.processes` owns the processes. With systemd this
-module is not needed: the services find each other through etcd in both cases.
+Owns the arguments and the order; `forge.runtime.process.child_processes` owns the processes. With
+systemd this module is not needed: the services find each other through etcd in both cases.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from forge.cli.rundir import RunDirectory
 from forge.core.errors import InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.first_done import first_done
-from forge.runtime.ports import free_ports
-from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
+from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
+from forge.runtime.process.ports import free_ports
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from forge.cli.stack import READY_KINDS
 from forge.cli.trouble import troubles
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.clock_watch import REMEDY
 from forge.runtime.coordination import Coordinator
+from forge.runtime.process.clock_watch import REMEDY
 
 
 async def show_status(at: Connection, console: Console) -> None:

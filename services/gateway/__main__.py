@@ -1,6 +1,6 @@
 """Run one gateway instance: `python -m services.gateway --help`."""
 
-from forge.runtime.startup import run
+from forge.runtime.process.startup import run
 from services.gateway.config import GatewayConfig
 
 

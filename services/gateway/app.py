@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from forge.runtime.actor_system import ActorRef, ActorSystem
-from forge.runtime.allocator import keep_freed_memory, settle
-from forge.runtime.service import ServiceContext
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.process.allocator import keep_freed_memory, settle
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings

@@ -17,7 +17,7 @@ from typing import Any
 
 from forge.core.errors import ForgeError, PermissionDenied, ResourceExhausted, Unavailable
 from forge.core.trajectory import parse_trajectory_id
-from forge.runtime.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from services.gateway.actors.session import IsBusy, Reread, SessionActor, SessionSettings

@@ -1,6 +1,6 @@
 """Run one inference instance: `python -m services.inference --help`."""
 
-from forge.runtime.startup import run
+from forge.runtime.process.startup import run
 from services.inference.config import InferenceConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from forge.core.errors import ConfigError
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from services.inference.config import InferenceConfig
 
 

@@ -1,7 +1,7 @@
 """Run one pool instance: `python -m services.pool --help`."""
 
-from forge.runtime.allocator import keep_freed_memory
-from forge.runtime.startup import run
+from forge.runtime.process.allocator import keep_freed_memory
+from forge.runtime.process.startup import run
 from services.pool.config import PoolConfig
 
 KEPT_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, Unavailable
 from forge.runtime.coordination import Registration
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors.writer import Writer, WriterRef

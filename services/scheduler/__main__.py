@@ -1,6 +1,6 @@
 """Run one scheduler instance: `python -m services.scheduler --help`."""
 
-from forge.runtime.startup import run
+from forge.runtime.process.startup import run
 from services.scheduler.config import SchedulerConfig
 
 

@@ -9,7 +9,7 @@ import gc
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Leadership
 from forge.runtime.first_done import first_done
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
 from services.scheduler import metrics

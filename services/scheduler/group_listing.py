@@ -16,7 +16,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.pool_shards import ShardScans
 from services.scheduler.state.messages import GroupView, ListTagged, Tagged, ViewGroups

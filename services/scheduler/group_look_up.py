@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from services.scheduler.pool_shards import PoolShards
 from services.scheduler.state.messages import (
     FindNew,

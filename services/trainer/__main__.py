@@ -1,6 +1,6 @@
 """Run the trainer: `python -m services.trainer --help`."""
 
-from forge.runtime.startup import run
+from forge.runtime.process.startup import run
 from services.trainer.config import TrainerConfig
 
 

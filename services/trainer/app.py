@@ -16,8 +16,8 @@ from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
-from forge.runtime.actor_system import ActorRef
-from forge.runtime.service import ServiceContext
+from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint

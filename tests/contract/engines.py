@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
     EngineOptions,

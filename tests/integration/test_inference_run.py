@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from forge.core.errors import Unavailable
-from forge.runtime.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.status import ERROR_KEY

@@ -16,7 +16,12 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import ConfigError, FailedPrecondition
-from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor, Restart
+from forge.runtime.process.child_processes import (
+    ProcessEvent,
+    ProcessSpec,
+    ProcessSupervisor,
+    Restart,
+)
 from tests.support.runtime.waiting import until
 
 SOON = Restart(backoff_s=0.01)
@@ -247,7 +252,7 @@ async def test_two_children_cannot_have_one_name(watched: Watched) -> None:
 PARENT = """
 import asyncio, os, sys
 from pathlib import Path
-from forge.runtime.processes import ProcessSpec, ProcessSupervisor
+from forge.runtime.process.child_processes import ProcessSpec, ProcessSupervisor
 
 async def main():
     supervisor = ProcessSupervisor(on_event=lambda event: None)

@@ -5,12 +5,13 @@ Keys under /forge/<cluster>/: `services/<kind>/<instance>` (leased), `leader/<na
 last known view; only elections and publications wait. An instance id belongs to one live process:
 a second one is refused. From the wire up:
 
-    etcd        the client: deadlines, snapshot then watch, every failure is Unavailable
-    leases      leases with a local deadline; registration and leadership, one lease each
-    claims      leased keys with one live owner, taken by compare-and-swap
-    directory   pure: the view of one kind, and the grace period around an outage
-    discovery   follows the changes of one kind
-    coordinator the interface for services
+    etcd            the client: deadlines, snapshot then watch, every failure is Unavailable
+    leases          leases with a local deadline, and registration
+    leader_election campaigns, and leadership with its fence
+    claims          leased keys with one live owner, taken by compare-and-swap
+    directory       pure: the view of one kind, and the grace period around an outage
+    discovery       follows the changes of one kind
+    coordinator     the interface for services
 """
 
 from forge.runtime.coordination.claims import Fields, Owner
@@ -18,7 +19,8 @@ from forge.runtime.coordination.coordinator import Coordinator
 from forge.runtime.coordination.directory import Instance
 from forge.runtime.coordination.discovery import Discovery
 from forge.runtime.coordination.etcd import Versioned
-from forge.runtime.coordination.leases import Leadership, Registration
+from forge.runtime.coordination.leader_election import Leadership
+from forge.runtime.coordination.leases import Registration
 
 __all__ = [
     "Coordinator",

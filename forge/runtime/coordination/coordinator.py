@@ -7,7 +7,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
 from types import MappingProxyType
 
 import grpc
@@ -17,7 +16,8 @@ from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance
 from forge.runtime.coordination.discovery import Discovery
 from forge.runtime.coordination.etcd import Etcd, Versioned, open_channel
-from forge.runtime.coordination.leases import Leadership, Lease, OnConflict, Registration
+from forge.runtime.coordination.leader_election import Leadership, elect
+from forge.runtime.coordination.leases import Lease, OnConflict, Registration
 
 _PULSE_S = 0.5
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -160,27 +160,9 @@ class Coordinator:
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
         """Wait until elected leader of `name`; an outage of etcd prolongs the wait."""
-        key = f"leader/{name}"
-        while True:
-            async with aclosing(self.follow(key)) as holders:
-                async for holder in holders:
-                    if holder is None:
-                        break
-            with contextlib.suppress(Unavailable):
-                lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=ttl_s)
-                try:
-                    fence = await self._etcd.swap(
-                        key, instance_id.encode(), expected_revision=0, lease_id=lease.lease_id
-                    )
-                except (Unavailable, asyncio.CancelledError):
-                    # The outcome is unknown; revoking the lease deletes the key.
-                    await lease.revoke()
-                    raise
-                if fence is not None:
-                    leadership = Leadership(lease, name=name, fence=fence)
-                    self._held.add(leadership)
-                    return leadership
-                await lease.revoke()
+        leadership = await elect(self._etcd, name, instance_id, ttl_s=ttl_s)
+        self._held.add(leadership)
+        return leadership
 
     async def get(self, key: str) -> Versioned | None:
         """Return the value of /forge/<cluster>/<key>. Raises Unavailable."""
@@ -197,16 +179,9 @@ class Coordinator:
             raise StaleFence(f"{key} is no longer at revision {expected_revision}")
         return revision
 
-    async def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
+    def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
         """Yield the current value (None: absent), then each change; never misses the latest."""
-        last: Versioned | None = None
-        first = True
-        async with aclosing(self._etcd.observe(key)) as changes:
-            async for change in changes:
-                current = change.present.get(key)
-                if first or current != last:
-                    first, last = False, current
-                    yield current
+        return self._etcd.follow(key)
 
     async def close(self) -> None:
         """Disconnect. Registrations and leadership end with their leases."""

@@ -143,6 +143,17 @@ class Etcd:
             # Jitter: many processes lose their watches at once.
             await asyncio.sleep(random.uniform(0.1, 1.0))
 
+    async def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
+        """Yield the current value (None: absent), then each change; never misses the latest."""
+        last: Versioned | None = None
+        first = True
+        async with aclosing(self.observe(key)) as changes:
+            async for change in changes:
+                current = change.present.get(key)
+                if first or current != last:
+                    first, last = False, current
+                    yield current
+
     async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
         """Return, or raise the stream's error, when a new snapshot is needed."""
         found = await self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Leases with a local deadline, and their two uses: registration and leadership.
+"""Leases with a local deadline, and registration, which holds one.
 
 A frozen etcd neither renews a lease nor reports it. So each lease has a local deadline: the TTL
 less a margin, from the time before the last successful renewal was sent. After it the holder treats
@@ -20,7 +20,7 @@ _MARGIN = 0.2
 """Margin of the local deadline, as a share of the TTL."""
 _MAX_PERIOD_S = 2.0
 """Longest time between renewals: after an outage all are back within the grace period."""
-_RETRY_S = 0.25
+RETRY_S = 0.25
 
 
 class LeaseStore(Protocol):
@@ -142,7 +142,7 @@ class Registration:
     async def _keep(self) -> None:
         outage = conflict = False
         while True:
-            await asyncio.sleep(_RETRY_S if outage else self._lease.period_s)
+            await asyncio.sleep(RETRY_S if outage else self._lease.period_s)
             try:
                 # The old lease first: etcd extends leases when it restarts, so often all is well.
                 if await self._lease.renew(timeout_s=self._lease.period_s):
@@ -175,60 +175,3 @@ class Registration:
             self._lease = await self._enter(metadata)
             self._unwritten = metadata is not self._metadata
         log.warning("registered_again")
-
-
-class Leadership:
-    """Leadership of a name until lost or resigned; to regain it, campaign again."""
-
-    def __init__(self, lease: Lease, *, name: str, fence: int) -> None:
-        self.fence = fence
-        """Grows with every leader of the name; a write that carries an older one is refused."""
-        self._name = name
-        self._lease = lease
-        self._ended = asyncio.Event()
-        self._task = asyncio.create_task(self._keep())
-
-    @property
-    def alive(self) -> bool:
-        """Whether it leads; False before another can be elected, even if etcd is frozen."""
-        return self._lease.alive and not self._ended.is_set()
-
-    async def lost(self) -> None:
-        """Wait for the end of leadership."""
-        await self._ended.wait()
-
-    async def resign(self) -> None:
-        """End it now; the next election need not wait for the TTL."""
-        await self.abandon()
-        await self._lease.revoke()
-
-    async def abandon(self) -> None:
-        """End it as if the process had died: the next election waits for the TTL."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        # A task cancelled before its first step has set nothing.
-        self._ended.set()
-
-    async def _keep(self) -> None:
-        try:
-            await self._renew()
-        finally:
-            # On every end: `lost` must return.
-            self._ended.set()
-        log.warning("leadership_lost", name=self._name, fence=self.fence)
-        # etcd may thaw before the lease expires: free the name.
-        await self._lease.revoke()
-
-    async def _renew(self) -> None:
-        """Returns when the lease is over."""
-        pause_s = self._lease.period_s
-        while True:
-            await asyncio.sleep(min(pause_s, self._lease.left_s))
-            if not self._lease.alive:
-                return
-            try:
-                if not await self._lease.renew(timeout_s=self._lease.left_s):
-                    return
-                pause_s = self._lease.period_s
-            except Unavailable:
-                pause_s = _RETRY_S

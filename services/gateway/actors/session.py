@@ -18,8 +18,8 @@ from prometheus_client import Counter
 
 from forge.core.conversation.messages import Message
 from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2

@@ -27,7 +27,7 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.runtime.actor import Actor
+from forge.runtime.actors.actor import Actor
 from forge.runtime.rpc.chunks import CHUNK_BYTES, chunked, split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from forge.core.errors import ForgeError
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.actor import Actor
+from forge.runtime.actors.actor import Actor
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb

@@ -25,7 +25,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
 from forge.runtime.rpc.tokens import joined, split

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from forge.runtime.actor_system import ActorRef
-from forge.runtime.background import Background
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.coordination import Discovery
 from forge.runtime.first_done import first_done
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.background import Background
+from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc

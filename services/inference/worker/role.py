@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge.runtime import weights
-from forge.runtime.background import Background
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.background import Background
+from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Engine, EngineOptions

@@ -17,8 +17,8 @@ from typing import Any
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.backoff import Backoff
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.streams import flowing
-from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightManifest, digest_of, manifest_key
 from forge.v1 import inference_pb2_grpc as rpc

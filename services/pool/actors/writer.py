@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forge.core.errors import ForgeError
-from forge.runtime.actor import ThreadActor
+from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.rpc.chunks import chunked
 from forge.runtime.telemetry import log
 from services.pool.data.commands import AppendTurns, Command

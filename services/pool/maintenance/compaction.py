@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool.maintenance.backup import room

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Leadership
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2, replica_pb2_grpc
 from services.pool.actors.writer import WriterRef

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.group_look_up import ask_with_look_up

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from services.scheduler.pool_shards import PoolShards
 from services.scheduler.state.messages import CheckExpired, Report, SettleRollouts

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
-from forge.runtime.actor import Actor
+from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
 from services.scheduler.pool_shards import Change, PoolShards
 from services.scheduler.state.messages import StoreFinalStates

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from forge.core.errors import ActorStopped, MailboxFull, NotFound, Unavailable
-from forge.runtime.actor import Actor
+from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
 from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics

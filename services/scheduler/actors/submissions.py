@@ -13,8 +13,8 @@ from typing import Any
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.placement.sharding import choose_shard
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.group_look_up import ask_with_look_up

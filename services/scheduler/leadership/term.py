@@ -18,10 +18,10 @@ from typing import Any
 
 from forge.core.errors import ForgeError
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.runtime.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.first_done import first_done
-from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.pool_shards import Change
 from services.scheduler.state.left_out_groups import LeftOut

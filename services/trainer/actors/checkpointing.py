@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.runtime.actor import ThreadActor
+from forge.runtime.actors.actor import ThreadActor
 from services.trainer.checkpoint.files import Contents
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forge.core.named_tensor import NamedTensor
 from forge.rl.learner.batch_plan import BatchPlan
-from forge.runtime.actor import ThreadActor
+from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore

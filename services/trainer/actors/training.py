@@ -19,8 +19,8 @@ from typing import Any
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from forge.rl.learner.types import StepResult
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping
 
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
     EngineOptions,
     EngineStatus,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.core.errors import NotFound
-from forge.runtime.actor import Actor, ThreadActor
+from forge.runtime.actors.actor import Actor, ThreadActor
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.core.errors import FailedPrecondition
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.actors.supervision import Restart
 from forge.runtime.config import ServiceConfig
-from forge.runtime.service import ServiceContext
-from forge.runtime.startup import run
-from forge.runtime.supervision import Restart
+from forge.runtime.process.service import ServiceContext
+from forge.runtime.process.startup import run
 from forge.runtime.telemetry import log
 from tests.support.runtime.echo import FULL_NAME, EchoServicer, add_to_server
 

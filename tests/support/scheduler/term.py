@@ -12,8 +12,8 @@ from typing import Any
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.runtime.actor_system import ActorRef, ActorSystem
-from forge.runtime.supervision import Restart
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.actors.commits import CommitActor
 from services.scheduler.actors.expired_leases import ExpiredLeaseActor

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from forge.runtime.processes import dying_with_parent
+from forge.runtime.process.child_processes import dying_with_parent
 
 BUSY = 16
 

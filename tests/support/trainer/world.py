@@ -10,8 +10,8 @@ from typing import Any
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
 from forge.rl.losses import PolicyStats
-from forge.runtime.actor import Actor
-from forge.runtime.actor_system import ActorRef
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef
 from services.trainer.actors.checkpointing import Flush, Write
 from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
 from services.trainer.actors.training import Advance

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from forge.cli.display import RunDisplay
 from forge.cli.main import app
-from forge.runtime.processes import ProcessEvent
+from forge.runtime.process.child_processes import ProcessEvent
 
 FILE = "{tmp}/file"
 

@@ -12,7 +12,7 @@ import pytest
 from forge.client.scheduler import SyncScheduler
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.coordination import Instance
-from forge.runtime.ports import free_ports
+from forge.runtime.process.ports import free_ports
 from forge.runtime.rpc import RpcServer
 from forge.runtime.security import Keyring, Security
 from forge.v1 import scheduler_pb2 as pb

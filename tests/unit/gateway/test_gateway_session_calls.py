@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.security import Claims
 from services.gateway.actors.shard_writer import Backlog
 from services.gateway.sessions import LONG_CALL_S, Session, SessionLimits, Sessions

@@ -22,7 +22,7 @@ import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.placement.prefix_cache import Match
-from forge.runtime.actor import ThreadActor
+from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Finish, Piece, Prompt, Tokens
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix

@@ -15,8 +15,8 @@ from typing import Any
 
 from forge.core.errors import ForgeError, NotFound
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.actor_system import ActorRef, ActorSystem
-from forge.runtime.supervision import Restart
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import (
     EngineOptions,

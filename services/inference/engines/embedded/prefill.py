@@ -18,7 +18,7 @@ import torch
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
-from forge.runtime.actor import ThreadActor
+from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
 from services.inference.engines.embedded.kv.attention import grouped_attention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache

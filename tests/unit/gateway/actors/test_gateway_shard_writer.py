@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import services.gateway.actors.shard_writer as shard_writer
 from forge.core.errors import FailedPrecondition, ResourceExhausted
-from forge.runtime.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway.actors.shard_writer import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 from services.trainer.actors.training import Training
 from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_clock import RunClock

@@ -12,7 +12,7 @@ import pytest_asyncio
 import structlog
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from forge.runtime.actor_system import ActorSystem
+from forge.runtime.actors.actor_system import ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
 from services.trainer.checkpoint.store import Checkpoint

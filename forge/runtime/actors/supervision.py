@@ -1,7 +1,7 @@
 """Supervision: runs actors, restarts them after crashes, escalates when they crash too often.
 
 A cell has the mailbox of an actor and the task that runs it through all its restarts. Owns
-back-off, escalation and the answer to every ask. Not here: the actor (`forge.runtime.actor`).
+back-off, escalation and the answer to every ask. Not here: the actor (`actors.actor`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.core.errors import ActorStopped, ForgeError
-from forge.runtime.actor import Actor, ThreadActor
-from forge.runtime.mailbox import Envelope, KindMetrics, Mailbox, answer_all
+from forge.runtime.actors.actor import Actor, ThreadActor
+from forge.runtime.actors.mailbox import Envelope, KindMetrics, Mailbox, answer_all
 from forge.runtime.telemetry import log
 
 

@@ -1,7 +1,7 @@
 """The actors of one process: spawn, address, stop.
 
-Owns addresses and the registry. Not here: the actor (`forge.runtime.actor`), its queue
-(`forge.runtime.mailbox`), its restarts (`forge.runtime.supervision`).
+Owns addresses and the registry. Not here: the actor (`forge.runtime.actors.actor`), its queue
+(`forge.runtime.actors.mailbox`), its restarts (`forge.runtime.actors.supervision`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from forge.core.errors import DeadlineExceeded, FailedPrecondition
-from forge.runtime.actor import Actor, ThreadActor
-from forge.runtime.mailbox import Envelope
-from forge.runtime.supervision import DEFAULT_RESTART, Cell, LoopCell, Restart, ThreadCell
+from forge.runtime.actors.actor import Actor, ThreadActor
+from forge.runtime.actors.mailbox import Envelope
+from forge.runtime.actors.supervision import DEFAULT_RESTART, Cell, LoopCell, Restart, ThreadCell
 from forge.runtime.telemetry import log
 
 

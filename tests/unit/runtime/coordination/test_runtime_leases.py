@@ -17,7 +17,8 @@ from forge.runtime.coordination.directory import (
     Directory,
     Instance,
 )
-from forge.runtime.coordination.leases import Leadership, Lease
+from forge.runtime.coordination.leader_election import Leadership
+from forge.runtime.coordination.leases import Lease
 
 
 @dataclass

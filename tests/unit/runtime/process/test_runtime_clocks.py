@@ -9,13 +9,13 @@ import pytest
 import pytest_asyncio
 
 from forge.core.clocks import Clock
-from forge.runtime import clock_watch
-from forge.runtime.clock_watch import ClockWatch, read_clocks
 from forge.runtime.coordination import Instance
+from forge.runtime.process import clock_watch
+from forge.runtime.process.clock_watch import ClockWatch, read_clocks
+from forge.runtime.process.service import CLOCK_OFFSET_KEY, ServiceContext
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Keyring, Security
-from forge.runtime.service import CLOCK_OFFSET_KEY, ServiceContext
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
 

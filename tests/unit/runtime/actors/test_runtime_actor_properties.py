@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from forge.core.errors import ActorStopped, MailboxFull, NotFound
-from forge.runtime.actor import Actor, ThreadActor
-from forge.runtime.actor_system import ActorSystem
-from forge.runtime.mailbox import Envelope, KindMetrics, Mailbox
-from forge.runtime.supervision import Restart, RestartBudget
+from forge.runtime.actors.actor import Actor, ThreadActor
+from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.actors.mailbox import Envelope, KindMetrics, Mailbox
+from forge.runtime.actors.supervision import Restart, RestartBudget
 
 MAILBOX_SIZE = 3
 

@@ -1,7 +1,7 @@
 """Start of a service process: reads its settings, then imports its code.
 
 A wrong setting, `--help` and `--print-config` end the process before it imports gRPC and torch,
-which takes seconds. Not here: the life of a serving process (`forge.runtime.service`).
+which takes seconds. Not here: the life of a serving process (`forge.runtime.process.service`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(
     """
     try:
         config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
-        from forge.runtime.service import serve
+        from forge.runtime.process.service import serve
 
         code = 1 if serve(service, config, load_app()) else 0
     except ForgeError as error:

@@ -1,7 +1,7 @@
 """The bounded queue of an actor, and its metrics.
 
 Passes messages between threads; every ask gets exactly one answer. Not here: the handling of
-messages (`forge.runtime.supervision`).
+messages (`forge.runtime.actors.supervision`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import ActorStopped, NotFound, ResourceExhausted
-from forge.runtime.actor import ThreadActor
-from forge.runtime.actor_system import ActorSystem
-from forge.runtime.supervision import Restart
+from forge.runtime.actors.actor import ThreadActor
+from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.actors.supervision import Restart
 from tests.support.runtime.waiting import until
 
 

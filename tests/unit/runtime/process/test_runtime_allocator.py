@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import resource
-from forge.runtime.allocator import keep_freed_memory
+from forge.runtime.process.allocator import keep_freed_memory
 
 def rounds(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,7 +27,7 @@ print(given_back, rounds(20))
 
 COPIES = """
 import resource
-from forge.runtime.allocator import keep_freed_memory
+from forge.runtime.process.allocator import keep_freed_memory
 from services.gateway.app import KEPT_BYTES, MAPPED_BYTES
 keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
 prompt = bytes(1 << 20)

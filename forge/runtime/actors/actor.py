@@ -7,8 +7,8 @@ The life of an actor:
     any other exception: answers the asker, stopped(), back-off, a fresh actor from the factory
 
 `Actor` runs on the event loop, `ThreadActor` on a thread of its own (LMDB, torch). Only an
-`ActorRef` reaches them. Not here: addresses (`forge.runtime.actor_system`), queues
-(`forge.runtime.mailbox`), restarts (`forge.runtime.supervision`).
+`ActorRef` reaches them. Not here: addresses (`forge.runtime.actors.actor_system`), queues
+(`forge.runtime.actors.mailbox`), restarts (`forge.runtime.actors.supervision`).
 """
 
 from __future__ import annotations

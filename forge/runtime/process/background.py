@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from forge.runtime.service import ServiceContext
+from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 
 

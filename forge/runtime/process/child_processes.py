@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from forge.core.errors import ConfigError, FailedPrecondition
-from forge.runtime.startup import CANNOT_START
-from forge.runtime.supervision import Restart, RestartBudget
+from forge.runtime.actors.supervision import Restart, RestartBudget
+from forge.runtime.process.startup import CANNOT_START
 
 __all__ = ["ProcessEvent", "ProcessSpec", "ProcessSupervisor", "Restart", "dying_with_parent"]
 

@@ -27,11 +27,11 @@ import sdnotify
 import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
-from forge.runtime.actor_system import ActorSystem
-from forge.runtime.clock_watch import ClockWatch
+from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Registration
 from forge.runtime.first_done import first_done
+from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer

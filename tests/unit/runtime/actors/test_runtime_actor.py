@@ -18,9 +18,9 @@ from forge.core.errors import (
     MailboxFull,
     NotFound,
 )
-from forge.runtime.actor import Actor, ThreadActor
-from forge.runtime.actor_system import ActorSystem
-from forge.runtime.supervision import Restart
+from forge.runtime.actors.actor import Actor, ThreadActor
+from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.actors.supervision import Restart
 from tests.support.runtime.actors import Crash, Double, Doubler, Gate, Refuse, ThreadDoubler
 
 AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)

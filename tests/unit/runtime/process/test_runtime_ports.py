@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from forge.runtime import ports
-from forge.runtime.ports import free_ports
+from forge.runtime.process import ports
+from forge.runtime.process.ports import free_ports
 
 
 def test_no_port_is_of_those_that_the_kernel_gives_away() -> None:

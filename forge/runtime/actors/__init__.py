@@ -1,0 +1,1 @@
+"""Actors: one state each, one message at a time, in a bounded mailbox; supervised."""

@@ -1,0 +1,1 @@
+"""A process: start, serving, end; its memory, clock and child processes."""
