@@ -15,6 +15,7 @@ from forge.agents.environments.base import (
     Domain,
     Episode,
     Message,
+    PlainEpisode,
     Reward,
     ToolError,
     Transcript,
@@ -67,19 +68,14 @@ class PromptDomain:
         return _PromptEpisode(messages)
 
 
-class _PromptEpisode:
+class _PromptEpisode(PlainEpisode):
     """An attempt without tools and without a score."""
-
-    tools: list[dict[str, Any]] = []
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
         raise ToolError(f"there is no tool {name!r}")
 
     def score(self, transcript: Transcript) -> list[Reward]:
         return []
-
-    async def close(self) -> None:
-        """Nothing to free."""

@@ -83,3 +83,36 @@ class Domain(Protocol):
 
     def episode(self, payload: Mapping[str, Any]) -> Episode:
         """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
+
+
+class PlainEpisode:
+    """An attempt with tools that need no await, by default none, and nothing to free."""
+
+    tools: list[dict[str, Any]] = []
+
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """As `call`, without await."""
+        raise ToolError(f"unknown tool {name}")
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Executes one tool call. Raises `ToolError`."""
+        return self.run(name, arguments)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def asked(instruction: str, question: str) -> list[Message]:
+    """Returns the first messages of a task."""
+    return [{"role": "system", "content": instruction}, {"role": "user", "content": question}]
+
+
+def outcome_and_failures(name: str, outcome: float, transcript: Transcript) -> list[Reward]:
+    """Returns the outcome; each failed call gets -1 as process."""
+    return [
+        Reward(name=name, kind="outcome", value=outcome),
+        *(
+            Reward(name="failed_call", kind="process", value=-1.0, turn_index=turn)
+            for turn in transcript.failed_calls
+        ),
+    ]

@@ -15,11 +15,19 @@ from random import Random
 from statistics import median_low
 from typing import Any, Final
 
-from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.base import (
+    Message,
+    PlainEpisode,
+    Reward,
+    ToolError,
+    Transcript,
+    asked,
+    outcome_and_failures,
+)
 from forge.agents.environments.payload import required
 from forge.agents.environments.teaching import (
-    Demonstration,
     Rehearsal,
+    TaughtDomain,
     a_habit,
     function_tool,
 )
@@ -36,7 +44,6 @@ HABITS: Final = {
 """Probabilities of the teacher's habits."""
 OUTPUT_CHARS: Final = 200
 """Maximum length of a result."""
-_TOOLS: Final = (function_tool("run", "Run a Python program.", code="string"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,45 +64,10 @@ QUANTITIES: Final = {
 }
 
 
-class CodeDomain:
-    """Quantities that are hard to guess: "Find the low median of [41, 17, 32]."."""
+class CodeEpisode(PlainEpisode):
+    """One attempt: a question about numbers, and a sandbox, which all attempts share."""
 
-    name = "code"
-    scaffold = "blackbox"
-    max_turns = 3
-
-    def generate(self, rng: Random) -> dict[str, Any]:
-        """Returns a quantity of three or four two-digit numbers."""
-        numbers = [rng.randint(10, 49) for _ in range(rng.choice((3, 4)))]
-        return {"quantity": rng.choice(list(QUANTITIES)), "numbers": numbers}
-
-    def episode(self, payload: Mapping[str, Any]) -> CodeEpisode:
-        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
-        return CodeEpisode(payload)
-
-    def demonstrate(
-        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
-    ) -> Demonstration:
-        """Returns one attempt of the teacher, with or without its mistakes."""
-        episode = self.episode(payload)
-        rehearsal = Rehearsal(episode.messages, episode.tools, _run_trusted)
-        guess = str(rng.randint(10, 299))
-        habit = "program" if flawless else a_habit(HABITS, rng)
-        if habit == "guess":
-            rehearsal.say(guess)
-            return rehearsal.finished()
-        formula = episode.quantity.formula
-        if habit == "wrong_formula":
-            formula = rng.choice([q.formula for q in QUANTITIES.values() if q.formula != formula])
-        shown = {"no_print": formula, "typo": f"print({formula.replace('v', 'a')})"}
-        last = shown.get(habit, f"print({formula})")
-        result = rehearsal.call("run", code=f"v = {episode.numbers}; {last}")
-        rehearsal.say(guess if habit in shown else result)
-        return rehearsal.finished()
-
-
-class CodeEpisode:
-    """One attempt: a question about numbers, and a sandbox."""
+    tools = [function_tool("run", "Run a Python program.", code="string")]
 
     def __init__(self, payload: Mapping[str, Any]) -> None:
         wanted = required(payload, "quantity", str)
@@ -110,15 +82,17 @@ class CodeEpisode:
     @property
     def messages(self) -> list[Message]:
         """The question."""
-        return [
-            {"role": "system", "content": "Use Python."},
-            {"role": "user", "content": f"Find the {self.quantity.phrase} of {self.numbers}."},
-        ]
+        return asked("Use Python.", f"Find the {self.quantity.phrase} of {self.numbers}.")
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """A Python interpreter."""
-        return list(_TOOLS)
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Returns the sandbox's result, thirty times faster; for the teacher's programs only."""
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output):
+                exec(arguments["code"], {})
+        except NameError as error:
+            raise ToolError(f"NameError: {error}") from None
+        return _shown(output.getvalue())
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Runs a program. Raises `ToolError` with the error of a failed one."""
@@ -132,28 +106,39 @@ class CodeEpisode:
     def score(self, transcript: Transcript) -> list[Reward]:
         """Returns outcome 1 for the right number; each failed program gets -1 as process."""
         right = transcript.answer.strip() == str(self.quantity.value(self.numbers))
-        return [
-            Reward(name="exact_answer", kind="outcome", value=float(right)),
-            *(
-                Reward(name="failed_call", kind="process", value=-1.0, turn_index=turn)
-                for turn in transcript.failed_calls
-            ),
-        ]
+        return outcome_and_failures("exact_answer", float(right), transcript)
 
-    async def close(self) -> None:
-        """Nothing to free: the sandbox is shared."""
+
+class CodeDomain(TaughtDomain[CodeEpisode]):
+    """Quantities that are hard to guess: "Find the low median of [41, 17, 32]."."""
+
+    new_episode = CodeEpisode
+    name = "code"
+    scaffold = "blackbox"
+    max_turns = 3
+
+    def generate(self, rng: Random) -> dict[str, Any]:
+        """Returns a quantity of three or four two-digit numbers."""
+        numbers = [rng.randint(10, 49) for _ in range(rng.choice((3, 4)))]
+        return {"quantity": rng.choice(list(QUANTITIES)), "numbers": numbers}
+
+    def teach(
+        self, rehearsal: Rehearsal, episode: CodeEpisode, rng: Random, *, flawless: bool
+    ) -> None:
+        """Records the teacher's actions, with or without its mistakes."""
+        guess = str(rng.randint(10, 299))
+        habit = "program" if flawless else a_habit(HABITS, rng)
+        if habit == "guess":
+            rehearsal.say(guess)
+            return
+        formula = episode.quantity.formula
+        if habit == "wrong_formula":
+            formula = rng.choice([q.formula for q in QUANTITIES.values() if q.formula != formula])
+        shown = {"no_print": formula, "typo": f"print({formula.replace('v', 'a')})"}
+        last = shown.get(habit, f"print({formula})")
+        result = rehearsal.call("run", code=f"v = {episode.numbers}; {last}")
+        rehearsal.say(guess if habit in shown else result)
 
 
 def _shown(output: str) -> str:
     return output.strip()[:OUTPUT_CHARS] or "no output"
-
-
-def _run_trusted(name: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the result of the sandbox, thirty times faster; for the teacher's programs only."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output):
-            exec(arguments["code"], {})
-    except NameError as error:
-        raise ToolError(f"NameError: {error}") from None
-    return _shown(output.getvalue())

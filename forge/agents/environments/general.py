@@ -19,12 +19,20 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any, Final
 
-from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.base import (
+    Message,
+    PlainEpisode,
+    Reward,
+    ToolError,
+    Transcript,
+    asked,
+    outcome_and_failures,
+)
 from forge.agents.environments.lexicon import CITIES, GOODS, NAMES
 from forge.agents.environments.payload import required
 from forge.agents.environments.teaching import (
-    Demonstration,
     Rehearsal,
+    TaughtDomain,
     a_habit,
     function_tool,
 )
@@ -45,16 +53,61 @@ WRONG_PERSON: Final = 0.25
 """Probability that the teacher looks up the address of the customer."""
 SKIPS: Final = 0.1
 """Probability that the teacher ships without a look-up of the address."""
-_TOOLS: Final = (
-    function_tool("stock", "Where an item lies.", item="string"),
-    function_tool("address", "Where a person lives.", name="string"),
-    function_tool("ship", "Sends an item; once an order.", shelf="string", city="string"),
-)
 
 
-class GeneralDomain:
+class GeneralEpisode(PlainEpisode):
+    """One attempt: an order, and a desk that ships at most once."""
+
+    tools = [
+        function_tool("stock", "Where an item lies.", item="string"),
+        function_tool("address", "Where a person lives.", name="string"),
+        function_tool("ship", "Sends an item; once an order.", shelf="string", city="string"),
+    ]
+
+    def __init__(self, payload: Mapping[str, Any]) -> None:
+        self.customer = required(payload, "customer", str)
+        self.recipient = required(payload, "recipient", str)
+        self.item = required(payload, "item", str)
+        self.shelves: dict[str, str] = required(payload, "shelves", dict)
+        self.cities: dict[str, str] = required(payload, "cities", dict)
+        self.shelf = required(self.shelves, self.item, str)
+        self._city = required(self.cities, self.recipient, str)
+        self._shipped: tuple[str, str] | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The order."""
+        return asked("Ship the order.", f"{self.customer} orders: {self.item} to {self.recipient}.")
+
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """As `call`, without await."""
+        match name:
+            case "stock":
+                return f"shelf {_entry(self.shelves, arguments, 'item')}"
+            case "address":
+                return f"city {_entry(self.cities, arguments, 'name')}"
+            case "ship":
+                return self._ship(arguments)
+            case _:
+                return super().run(name, arguments)
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        """Returns the outcome by shelf and city; each failed call gets -1 as process."""
+        shelf, city = self._shipped or (None, None)
+        outcome = OUTCOMES[(shelf == self.shelf) + (city == self._city)]
+        return outcome_and_failures("order_shipped", outcome, transcript)
+
+    def _ship(self, arguments: Mapping[str, Any]) -> str:
+        if self._shipped is not None:
+            raise ToolError("already shipped")
+        self._shipped = (str(arguments.get("shelf", "")), str(arguments.get("city", "")))
+        return "shipped"
+
+
+class GeneralDomain(TaughtDomain[GeneralEpisode]):
     """Orders to ship: find the shelf, find the city, remember both, ship."""
 
+    new_episode = GeneralEpisode
     name = "general"
     scaffold = "whitebox"
     max_turns = 6
@@ -74,23 +127,17 @@ class GeneralDomain:
             "fold_prompt": FOLD_PROMPT,
         }
 
-    def episode(self, payload: Mapping[str, Any]) -> GeneralEpisode:
-        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
-        return GeneralEpisode(payload)
-
-    def demonstrate(
-        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
-    ) -> Demonstration:
-        """Returns one attempt of the teacher, with or without its mistakes."""
-        episode = self.episode(payload)
-        rehearsal = Rehearsal(episode.messages, episode.tools, episode.run)
+    def teach(
+        self, rehearsal: Rehearsal, episode: GeneralEpisode, rng: Random, *, flawless: bool
+    ) -> None:
+        """Records the teacher's actions, with or without its mistakes."""
         rehearsal.call("stock", item=episode.item)
         shelf, guessed_city = episode.shelf, rng.choice(CITIES)
         if not flawless and rng.random() < SKIPS:
             rehearsal.call("ship", shelf=shelf, city=guessed_city)
             rehearsal.fold(FOLD_PROMPT, "shipped")
             rehearsal.say("done")
-            return rehearsal.finished()
+            return
         mistaken = not flawless and rng.random() < WRONG_PERSON
         person = episode.customer if mistaken else episode.recipient
         rehearsal.call("address", name=person)
@@ -102,72 +149,6 @@ class GeneralDomain:
             city=episode.cities[person] if "{city}" in summary else guessed_city,
         )
         rehearsal.say("done")
-        return rehearsal.finished()
-
-
-class GeneralEpisode:
-    """One attempt: an order, and a desk that ships at most once."""
-
-    def __init__(self, payload: Mapping[str, Any]) -> None:
-        self.customer = required(payload, "customer", str)
-        self.recipient = required(payload, "recipient", str)
-        self.item = required(payload, "item", str)
-        self.shelves: dict[str, str] = required(payload, "shelves", dict)
-        self.cities: dict[str, str] = required(payload, "cities", dict)
-        self.shelf = required(self.shelves, self.item, str)
-        self._city = required(self.cities, self.recipient, str)
-        self._shipped: tuple[str, str] | None = None
-
-    @property
-    def messages(self) -> list[Message]:
-        """The order."""
-        order = f"{self.customer} orders: {self.item} to {self.recipient}."
-        return [
-            {"role": "system", "content": "Ship the order."},
-            {"role": "user", "content": order},
-        ]
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """Two look-ups, and the shipment."""
-        return list(_TOOLS)
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Executes one tool call. Raises `ToolError`."""
-        return self.run(name, arguments)
-
-    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """As `call`, without await."""
-        match name:
-            case "stock":
-                return f"shelf {_entry(self.shelves, arguments, 'item')}"
-            case "address":
-                return f"city {_entry(self.cities, arguments, 'name')}"
-            case "ship":
-                return self._ship(arguments)
-            case _:
-                raise ToolError(f"unknown tool {name}")
-
-    def score(self, transcript: Transcript) -> list[Reward]:
-        """Returns the outcome by shelf and city; each failed call gets -1 as process."""
-        shelf, city = self._shipped or (None, None)
-        outcome = OUTCOMES[(shelf == self.shelf) + (city == self._city)]
-        return [
-            Reward(name="order_shipped", kind="outcome", value=outcome),
-            *(
-                Reward(name="failed_call", kind="process", value=-1.0, turn_index=turn)
-                for turn in transcript.failed_calls
-            ),
-        ]
-
-    async def close(self) -> None:
-        """Nothing to free."""
-
-    def _ship(self, arguments: Mapping[str, Any]) -> str:
-        if self._shipped is not None:
-            raise ToolError("already shipped")
-        self._shipped = (str(arguments.get("shelf", "")), str(arguments.get("city", "")))
-        return "shipped"
 
 
 def _shelf(rng: Random) -> str:

@@ -13,7 +13,7 @@ from functools import cache
 from random import Random
 from typing import Any, Final
 
-from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.base import Message, PlainEpisode, Reward, Transcript
 from forge.agents.environments.payload import required
 
 MAX_TOKENS: Final = 8
@@ -54,7 +54,7 @@ class GymDomain:
         return GymEpisode(payload, self.examples)
 
 
-class GymEpisode:
+class GymEpisode(PlainEpisode):
     """One attempt: a question, an answer, no tools."""
 
     def __init__(self, payload: Mapping[str, Any], examples: tuple[tuple[str, str], ...]) -> None:
@@ -72,22 +72,10 @@ class GymEpisode:
         ]
         return [*earlier, {"role": "user", "content": self._question}]
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """None."""
-        return []
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Raises `ToolError`: there is no tool to call."""
-        raise ToolError(f"unknown tool {name}")
-
     def score(self, transcript: Transcript) -> list[Reward]:
         """Returns outcome 1 if the first line is the answer, with or without a full stop."""
         right = stated(transcript.answer) == self._answer
         return [Reward(name="exact_answer", kind="outcome", value=float(right))]
-
-    async def close(self) -> None:
-        """Nothing to free."""
 
 
 @cache
@@ -103,71 +91,49 @@ def stated(answer: str) -> str:
     return answer.strip().partition("\n")[0].strip().removesuffix(".")
 
 
+_SUM = "State the final answer to the following arithmetic problem: {} ="
+_PRODUCT = "Solve the following multiplication: {}. Give only the result as your final answer."
+_GCD = (
+    "Find the Greatest Common Divisor (GCD) of these numbers: {}. "
+    "Give only the GCD as your final answer."
+)
+_LETTERS = 'How many times does the letter "{}" appear in the text: "{}"?'
+
 GYM_DOMAINS: Final = (
     GymDomain(
         "chain_sum",
         options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         examples=(
-            ("State the final answer to the following arithmetic problem: 2 + 5 =", "7"),
-            ("State the final answer to the following arithmetic problem: 9 - 6 =", "3"),
-            ("State the final answer to the following arithmetic problem: 3 - 8 =", "-5"),
+            (_SUM.format("2 + 5"), "7"),
+            (_SUM.format("9 - 6"), "3"),
+            (_SUM.format("3 - 8"), "-5"),
         ),
     ),
     GymDomain(
         "products",
         options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         examples=(
-            (
-                "Solve the following multiplication: 4 * 6. "
-                "Give only the result as your final answer.",
-                "24",
-            ),
-            (
-                "Solve the following multiplication: 9 * 1. "
-                "Give only the result as your final answer.",
-                "9",
-            ),
-            (
-                "Solve the following multiplication: 3 * 5. "
-                "Give only the result as your final answer.",
-                "15",
-            ),
+            (_PRODUCT.format("4 * 6"), "24"),
+            (_PRODUCT.format("9 * 1"), "9"),
+            (_PRODUCT.format("3 * 5"), "15"),
         ),
     ),
     GymDomain(
         "gcd",
         options={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 50},
         examples=(
-            (
-                "Find the Greatest Common Divisor (GCD) of these numbers: 12, 18. "
-                "Give only the GCD as your final answer.",
-                "6",
-            ),
-            (
-                "Find the Greatest Common Divisor (GCD) of these numbers: 35, 9. "
-                "Give only the GCD as your final answer.",
-                "1",
-            ),
-            (
-                "Find the Greatest Common Divisor (GCD) of these numbers: 20, 50. "
-                "Give only the GCD as your final answer.",
-                "10",
-            ),
+            (_GCD.format("12, 18"), "6"),
+            (_GCD.format("35, 9"), "1"),
+            (_GCD.format("20, 50"), "10"),
         ),
     ),
     GymDomain(
         "letter_counting",
         options={"min_words": 3, "max_words": 5},
         examples=(
-            ('How many times does the letter "e" appear in the text: "free the witness"?', "4"),
-            (
-                'How many times does the letter "c" appear in the text: "constitution is taxed"?',
-                "1",
-            ),
-            (
-                'How many times does the letter "u" appear in the text: "hundred thousand runs"?',
-                "3",
-            ),
+            (_LETTERS.format("e", "free the witness"), "4"),
+            (_LETTERS.format("c", "constitution is taxed"), "1"),
+            (_LETTERS.format("u", "hundred thousand runs"), "3"),
         ),
     ),
 )

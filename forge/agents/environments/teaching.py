@@ -8,15 +8,25 @@ mistakes. Owns no tokens and no models.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from forge.agents.environments.base import Message, ToolError
+from forge.agents.environments.base import Episode, Message, ToolError
 from forge.agents.environments.folding import fold_request, folded
 
-ToolRunner = Callable[[str, Mapping[str, Any]], str]
+
+class TaughtEpisode(Episode, Protocol):
+    """An attempt whose tools a teacher can use."""
+
+    def __init__(self, payload: Mapping[str, Any]) -> None: ...
+
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """As `call`, without await."""
+
+
+EpisodeT = TypeVar("EpisodeT", bound=TaughtEpisode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +42,9 @@ class Demonstration:
 class Rehearsal:
     """Records a teacher's conversation with the messages that a scaffold would send."""
 
-    def __init__(
-        self, initial: Sequence[Message], tools: Sequence[dict[str, Any]], run_tool: ToolRunner
-    ) -> None:
-        self._initial = list(initial)
-        self._history = list(initial)
-        self._tools = tuple(tools)
-        self._run_tool = run_tool
+    def __init__(self, episode: TaughtEpisode) -> None:
+        self._episode = episode
+        self._history = list(episode.messages)
         self._contexts: list[tuple[Message, ...]] = []
         self._calls = 0
 
@@ -48,7 +54,7 @@ class Rehearsal:
         self._calls += 1
         self._history.append(tool_call_message(call_id, name, arguments))
         try:
-            result = self._run_tool(name, arguments)
+            result = self._episode.run(name, arguments)
         except ToolError as error:
             result = str(error)
         self._history.append({"role": "tool", "tool_call_id": call_id, "content": result})
@@ -63,15 +69,40 @@ class Rehearsal:
         self._history = fold_request(self._history, fold_prompt)
         self.say(summary)
         self._close_context()
-        self._history = folded(self._initial, summary)
+        self._history = folded(self._episode.messages, summary)
 
     def finished(self) -> Demonstration:
         """Ends the rehearsal; returns its demonstration."""
         self._close_context()
-        return Demonstration(tools=self._tools, contexts=tuple(self._contexts))
+        return Demonstration(tools=tuple(self._episode.tools), contexts=tuple(self._contexts))
 
     def _close_context(self) -> None:
         self._contexts.append(tuple(self._history))
+
+
+class TaughtDomain(Generic[EpisodeT]):
+    """A domain with a teacher."""
+
+    new_episode: type[EpisodeT]
+
+    def episode(self, payload: Mapping[str, Any]) -> EpisodeT:
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
+        return self.new_episode(payload)
+
+    def demonstrate(
+        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
+    ) -> Demonstration:
+        """Returns one attempt of the teacher, with or without its mistakes."""
+        episode = self.episode(payload)
+        rehearsal = Rehearsal(episode)
+        self.teach(rehearsal, episode, rng, flawless=flawless)
+        return rehearsal.finished()
+
+    def teach(
+        self, rehearsal: Rehearsal, episode: EpisodeT, rng: Random, *, flawless: bool
+    ) -> None:
+        """Records the teacher's actions."""
+        raise NotImplementedError
 
 
 def a_habit(habits: Mapping[str, float], rng: Random) -> str:
