@@ -5,7 +5,6 @@ Owns no state. The server verifies the session token before a handler runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -19,6 +18,7 @@ from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import check_rewards, close_session, facts_of
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
@@ -73,8 +73,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stop=checked_stops("stop", list(request.stop)),
             context_action=request.context_action,
             stream=request.stream,
-            arrived_s=time.monotonic(),
-            arrived_unix_s=time.time(),
+            arrived=Moment.now(),
         )
         async with (
             self._sessions.use_session(current_claims()) as session,
@@ -96,8 +95,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             sampling=_sampling(request.sampling),
             context_action=request.context_action,
             stream=request.stream,
-            arrived_s=time.monotonic(),
-            arrived_unix_s=time.time(),
+            arrived=Moment.now(),
         )
         async with (
             self._sessions.use_session(current_claims()) as session,

@@ -9,14 +9,13 @@ gateway has recorded turns (`services.gateway.conversation.rebase`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from forge.core.conversation.messages import Message
 from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
@@ -32,8 +31,9 @@ from services.gateway.conversation.conversation import (
     SampledAnswer,
     given,
 )
-from services.gateway.conversation.handles import Handle, Recalled, deleted_names
+from services.gateway.conversation.handles import Recalled, deleted_names
 from services.gateway.conversation.rebase import rebase
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import ContextTooLong, SessionClosed
 from services.gateway.metrics import (
     CONTEXTS,
@@ -44,7 +44,7 @@ from services.gateway.metrics import (
     SHARED_TOKENS,
     TURNS,
 )
-from services.gateway.model.chat_model import ChatModel, Tools
+from services.gateway.model.chat_model import ChatModel
 
 LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread, because they take several milliseconds."""
@@ -63,34 +63,22 @@ def _turns(finish_reason: common_pb2.FinishReason.ValueType) -> Counter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginChat:
+class BeginCall:
     """Begins a call; the answer is its `Prompt`."""
 
     call_id: str
     abort: Callable[[], None]
     """Ends the call at once; the tokens sampled so far are recorded."""
-    messages: Sequence[Message]
-    tools: Tools
+    request: TurnRequest
     opening: str
-    arrived: Moment
+    """The beginning of the answer that ends the prompt, for example of a required call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginGenerate:
-    """Begins a call over token ids that the agent rendered; the answer is its `Prompt`."""
-
-    call_id: str
-    abort: Callable[[], None]
-    prompt_ids: bytes
-    arrived: Moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountChat:
+class CountPrompt:
     """Counts the tokens of a prompt; no call begins."""
 
-    messages: Sequence[Message]
-    tools: Tools
+    request: TurnRequest
     opening: str
 
 
@@ -99,16 +87,10 @@ class EndCall:
     """Ends a call, also one that has not begun; the answer is its turn index, -1 without a turn."""
 
     call_id: str
+    request: TurnRequest
     prompt: Prompt | None
     sampled: SampledAnswer | None
     """None for a call without sampled tokens."""
-    temperature: float
-    context_action: str
-    arrived: Moment
-    handle: Handle | None = None
-    """Name of the turn for `Recall`."""
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +193,7 @@ class SessionActor(Actor):
         self._just_read = False
         """True if the pool was read since the last call began."""
 
-    async def receive(self, message: Any) -> Any:  # noqa: C901
+    async def receive(self, message: Any) -> Any:
         """Handles one message, after a rebuild of the session if necessary."""
         if isinstance(message, IsBusy):
             return bool(self._calls)
@@ -219,16 +201,11 @@ class SessionActor(Actor):
         if self._conversation is None:
             self._conversation = await self._rebuild()
         match message:
-            case BeginChat():
+            case BeginCall():
                 self._admit()
-                draft = await self._draft(self._conversation, message)
-                return self._begin(message, await self._encode(draft))
-            case CountChat():
-                draft = await self._draft(self._conversation, message)
-                return (await self._encode(draft)).tokens
-            case BeginGenerate():
-                self._admit()
-                return self._begin(message, await self._encode(given(message.prompt_ids)))
+                return self._begin(message, await self._prompt(self._conversation, message))
+            case CountPrompt():
+                return (await self._prompt(self._conversation, message)).tokens
             case EndCall():
                 return self._end(self._conversation, message)
             case Recall():
@@ -278,8 +255,14 @@ class SessionActor(Actor):
         )
         return turns
 
-    async def _draft(self, conversation: Conversation, chat: BeginChat | CountChat) -> Draft:
-        draft = conversation.draft(chat.messages, chat.tools, opening=chat.opening)
+    async def _prompt(self, conversation: Conversation, ask: BeginCall | CountPrompt) -> Prompt:
+        request = ask.request
+        if request.prompt_ids:
+            return await self._encode(given(request.prompt_ids))
+        return await self._encode(await self._draft(conversation, request, ask.opening))
+
+    async def _draft(self, conversation: Conversation, request: TurnRequest, opening: str) -> Draft:
+        draft = conversation.draft(request.messages, request.tools, opening=opening)
         just_read, self._just_read = self._just_read, False
         if just_read or draft.place is None or not draft.place.unknown_answers:
             return draft
@@ -291,7 +274,7 @@ class SessionActor(Actor):
         except (Unavailable, DeadlineExceeded) as error:
             log.info("session_not_reread", error=str(error))
             return draft  # An unavailable pool does not stop calls.
-        return conversation.draft(chat.messages, chat.tools, opening=chat.opening)
+        return conversation.draft(request.messages, request.tools, opening=opening)
 
     async def _recall(self, conversation: Conversation, name: str) -> Recalled | None:
         recalled = conversation.recall(name)
@@ -326,7 +309,7 @@ class SessionActor(Actor):
             tail = encode(draft.text) if draft.text else b""
         return Prompt(ids=draft.ids + tail, draft=draft)
 
-    def _begin(self, call: BeginChat | BeginGenerate, prompt: Prompt) -> Prompt:
+    def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
         model_tokens = self._settings.model.context_tokens
         limit = self._claims.context_limit(model_tokens)
         if prompt.tokens >= limit:
@@ -336,7 +319,7 @@ class SessionActor(Actor):
                 f"the messages take {prompt.tokens}"
             )
         assert self._conversation is not None, "rebuilt before the first message"
-        begun = self._agent_time.began(call.arrived, turns=self._conversation.turns)
+        begun = self._agent_time.began(call.request.arrived, turns=self._conversation.turns)
         self._calls[call.call_id] = _Call(abort=call.abort, begun=begun)
         _contexts(prompt.draft.how).inc()
         return prompt
@@ -347,7 +330,7 @@ class SessionActor(Actor):
         begun = open_call.begun if open_call is not None else None
         turn_index = -1
         if call.prompt is not None and call.sampled is not None and not self._sealed:
-            turn_index = self._record(conversation, call, begun, call.prompt, call.sampled)
+            turn_index = self._record(conversation, call.request, begun, call.prompt, call.sampled)
         elif begun is not None:
             self._agent_time.failed(begun, turns=conversation.turns)
         if self._drained is not None and not self._calls and not self._drained.done():
@@ -357,16 +340,20 @@ class SessionActor(Actor):
     def _record(
         self,
         conversation: Conversation,
-        call: EndCall,
+        request: TurnRequest,
         begun: Begun | None,
         prompt: Prompt,
         sampled: SampledAnswer,
     ) -> int:
-        turn = conversation.record(prompt, sampled, call.handle)
+        aborted = sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
+        turn = conversation.record(prompt, sampled, None if aborted else request.handle)
         turn.trajectory_id = self._claims.trajectory_id
-        turn.temperature, turn.top_p, turn.top_k = call.temperature, call.top_p, call.top_k
-        turn.context_action = call.context_action
-        self._agent_time.record(turn, begun, arrived=call.arrived, now_s=self._settings.clock())
+        sampling = request.sampling
+        turn.temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+        turn.top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+        turn.top_k = sampling.top_k
+        turn.context_action = request.context_action
+        self._agent_time.record(turn, begun, arrived=request.arrived, now_s=self._settings.clock())
         self._settings.writer.tell(Append(turn=turn))
         self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
         _turns(sampled.finish_reason).inc()

@@ -4,11 +4,12 @@ Owns the times in a turn's record from which `forge.core.credit.completion_time`
 completion time of a rollout: the number of turns that had ended when the request arrived, and the
 agent time since the latest end. Within this gateway they come from the monotonic clock. Across
 gateways, and after a read from the pool, they come from the wall clock, so the clocks of the hosts
-must agree. Pure: time is an argument.
+must agree. `AgentTime` reads no clock: time is an argument.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from forge.v1 import common_pb2
@@ -21,6 +22,11 @@ class Moment:
     at_s: float
     """On the monotonic clock of this process."""
     unix_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Reads both clocks."""
+        return cls(at_s=time.monotonic(), unix_s=time.time())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,19 +104,19 @@ class Prompt:
 class SampledAnswer:
     """The answer of one call as the router sampled it."""
 
-    ids: bytes
-    logprobs: bytes
-    weight_versions: bytes
-    allowed_logprobs: bytes = b""
-    """As in `SampledTokens`; empty without a grammar, top_p or top_k."""
+    columns: common_pb2.SampledTokens
+    """Without the likeliest tokens."""
     finish_reason: common_pb2.FinishReason.ValueType
     answer: Message | None
     """Parsed answer; None for a request over token ids."""
     parse_error: str = ""
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    timings: common_pb2.TurnTimings = field(default_factory=common_pb2.TurnTimings)
     cached_tokens: int = 0
+
+    @property
+    def ids(self) -> bytes:
+        """The int32 ids of the answer."""
+        return self.columns.ids
 
     @property
     def tokens(self) -> int:
@@ -219,16 +219,9 @@ class Conversation:
             parent_turn=shared.turn,
             prefix_tokens=shared.tokens,
             prompt_ids=tail,
-            sampled=common_pb2.SampledTokens(
-                ids=sampled.ids,
-                logprobs=sampled.logprobs,
-                weight_versions=sampled.weight_versions,
-                allowed_logprobs=sampled.allowed_logprobs,
-            ),
+            sampled=sampled.columns,
             finish_reason=sampled.finish_reason,
-            timings=common_pb2.TurnTimings(
-                queue_s=sampled.queue_s, prefill_s=sampled.prefill_s, decode_s=sampled.decode_s
-            ),
+            timings=sampled.timings,
             cached_tokens=sampled.cached_tokens,
             messages_json=self._messages_json(shared, node, handle),
             parse_error=sampled.parse_error,

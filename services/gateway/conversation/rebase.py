@@ -73,9 +73,7 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
     if node is not None and node.parent is not None:
         place, opening = Place(root=root_of(node), node=node.parent, beyond=()), node.opening
     sampled = SampledAnswer(
-        ids=turn.sampled.ids,
-        logprobs=turn.sampled.logprobs,
-        weight_versions=turn.sampled.weight_versions,
+        columns=turn.sampled,
         finish_reason=turn.finish_reason,
         answer=node.message if node is not None else None,
         parse_error=turn.parse_error,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from forge.core.conversation.messages import Message
 from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import Handle
 from services.gateway.model.chat_model import Tools
 
@@ -33,6 +34,4 @@ class TurnRequest:
     """Name of the turn, unless the turn is aborted."""
     stream: bool = False
     """True: the agent gets each delta at once, so a started answer is never sampled again."""
-    arrived_s: float
-    """Arrival by the monotonic clock."""
-    arrived_unix_s: float
+    arrived: Moment

@@ -23,6 +23,11 @@ from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel, TextStream
 
+_COLUMNS = ("ids", "logprobs", "weight_versions", "allowed_logprobs")
+"""Columns of `SampledTokens` with one number per token; the last one may be empty."""
+_TOP_COLUMNS = ("top_ids", "top_logprobs")
+"""Columns with the likeliest tokens, the same number per position; empty unless requested."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
@@ -63,14 +68,7 @@ class AnswerParser:
         """The stop string that ended the answer."""
         self.complete = False
         """True once the answer has a finish reason or is stopped."""
-        self.ids = bytearray()
-        self.logprobs = bytearray()
-        self.weight_versions = bytearray()
-        self.allowed_logprobs = bytearray()
-        """Empty without a grammar or a cut."""
-        self._top_ids = bytearray()
-        self._top_logprobs = bytearray()
-        """The likeliest tokens, the same number per position; empty unless requested."""
+        self._columns = {name: bytearray() for name in (*_COLUMNS, *_TOP_COLUMNS)}
         self._last = inference_pb2.SampleResponse()
         self._parser = self._new_parser()
         self._stream = TextStream(self._model)
@@ -94,12 +92,12 @@ class AnswerParser:
     def feed(self, tokens: common_pb2.SampledTokens) -> list[Delta]:
         """Adds tokens; returns the deltas that later tokens cannot change."""
         count = len(tokens.ids) // TOKEN_BYTES
-        if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions):
-            raise DataLoss("the router sent token columns of unequal length")
-        if len(tokens.allowed_logprobs) not in (0, len(tokens.ids)):
-            raise DataLoss("the router sent token columns of unequal length")
         top_bytes = len(tokens.top_ids) // count if count else 0
-        if not len(tokens.top_ids) == len(tokens.top_logprobs) == top_bytes * count:
+        if not (
+            len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions)
+            and len(tokens.allowed_logprobs) in (0, len(tokens.ids))
+            and len(tokens.top_ids) == len(tokens.top_logprobs) == top_bytes * count
+        ):
             raise DataLoss("the router sent token columns of unequal length")
         ids = list(int32_array(tokens.ids))
         deltas: list[Delta] = []
@@ -112,12 +110,9 @@ class AnswerParser:
                 if self.stopped:
                     count = position + 1
                     break
-        self.ids += tokens.ids[: count * TOKEN_BYTES]
-        self.logprobs += tokens.logprobs[: count * TOKEN_BYTES]
-        self.weight_versions += tokens.weight_versions[: count * TOKEN_BYTES]
-        self.allowed_logprobs += tokens.allowed_logprobs[: count * TOKEN_BYTES]
-        self._top_ids += tokens.top_ids[: count * top_bytes]
-        self._top_logprobs += tokens.top_logprobs[: count * top_bytes]
+        for names, size in ((_COLUMNS, TOKEN_BYTES), (_TOP_COLUMNS, top_bytes)):
+            for name in names:
+                self._columns[name] += getattr(tokens, name)[: count * size]
         return deltas
 
     def finish(self) -> list[Delta]:
@@ -141,41 +136,36 @@ class AnswerParser:
 
     def tokens(self) -> common_pb2.SampledTokens:
         """Returns the tokens so far, with every requested column."""
-        return common_pb2.SampledTokens(
-            ids=bytes(self.ids),
-            logprobs=bytes(self.logprobs),
-            weight_versions=bytes(self.weight_versions),
-            allowed_logprobs=bytes(self.allowed_logprobs),
-            top_ids=bytes(self._top_ids),
-            top_logprobs=bytes(self._top_logprobs),
-        )
+        return self._tokens(*self._columns)
 
-    def sampled_answer(self, *, parsed: bool = True) -> SampledAnswer:
-        """Returns the answer as the session records it; aborted, unless it is complete."""
+    def _tokens(self, *names: str) -> common_pb2.SampledTokens:
+        columns = {name: bytes(self._columns[name]) for name in names}
+        return common_pb2.SampledTokens(**columns)
+
+    def sampled_answer(self, *, parsed: bool) -> SampledAnswer | None:
+        """Returns the answer as the session records it; aborted, unless it is complete. None
+        before its first token."""
+        if not (self.complete or self._columns["ids"]):
+            return None
         if not self.complete:
             finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_ABORTED
         elif self.stopped:
             finish_reason = common_pb2.FINISH_REASON_STOP
         else:
             finish_reason = self._last.finish_reason
-        timings = self._last.timings
         return SampledAnswer(
-            ids=bytes(self.ids),
-            logprobs=bytes(self.logprobs),
-            weight_versions=bytes(self.weight_versions),
-            allowed_logprobs=bytes(self.allowed_logprobs),
+            columns=self._tokens(*_COLUMNS),
             finish_reason=finish_reason,
             answer=self.message() if parsed else None,
             parse_error=self.parse_error if self.complete else "",
-            queue_s=timings.queue_s,
-            prefill_s=timings.prefill_s,
-            decode_s=timings.decode_s,
+            timings=self._last.timings,
             cached_tokens=self._last.cached_tokens,
         )
 
     def token_logprobs(self) -> list[TokenLogprob]:
         """Returns the log-prob and text of each token."""
-        ids, logprobs = int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs))
+        ids = int32_array(bytes(self._columns["ids"]))
+        logprobs = float32_array(bytes(self._columns["logprobs"]))
         return [
             TokenLogprob(text=self._model.piece(token_id), logprob=logprob, top=top)
             for token_id, logprob, top in zip(ids, logprobs, self._top(len(ids)), strict=True)
@@ -183,8 +173,8 @@ class AnswerParser:
 
     def _top(self, count: int) -> Iterator[Sequence[tuple[str, float]]]:
         """Yields the likeliest tokens per position, without those of probability 0."""
-        ids = int32_array(bytes(self._top_ids))
-        logprobs = float32_array(bytes(self._top_logprobs))
+        ids = int32_array(bytes(self._columns["top_ids"]))
+        logprobs = float32_array(bytes(self._columns["top_logprobs"]))
         width = len(ids) // count if count else 0
         for start in range(0, count * width, width) if width else ():
             pairs = zip(ids[start : start + width], logprobs[start : start + width], strict=True)

@@ -14,8 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
-from services.gateway.conversation.agent_time import Moment
+from services.gateway.actors.session import BeginCall, CountPrompt, EndCall
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
@@ -70,6 +69,12 @@ class Turns:
             prompt: Prompt | None = None
             parser: AnswerParser | None = None
             ended = False
+
+            def end_call(sampled: SampledAnswer | None) -> EndCall:
+                return EndCall(
+                    call_id=call.call_id, request=request, prompt=prompt, sampled=sampled
+                )
+
             try:
                 prompt = await self._begin(session, request, opening, call)
                 inside = self.model.starts_inside(prompt.ids, opening=opening)
@@ -83,15 +88,14 @@ class Turns:
                         yield piece
                 ended = True
                 sampled = _sampled_answer(parser, request)
-                turn_index = await self._end(session, _end_call(call, request, prompt, sampled))
+                turn_index = await self._end(session, end_call(sampled))
                 if call.aborted or sampled is None:
                     raise SessionClosed("the session was closed during this call")
                 yield _turn(parser, sampled, turn_index=turn_index, prompt=prompt)
             finally:
                 call.cancel_attempt()
                 if not ended:
-                    sampled = _sampled_answer(parser, request)
-                    session.actor.tell(_end_call(call, request, prompt, sampled))
+                    session.actor.tell(end_call(_sampled_answer(parser, request)))
 
     async def finish_turn(self, session: Session, request: TurnRequest) -> Turn:
         """Returns the finished turn; raises the errors of `run_turn`."""
@@ -103,9 +107,7 @@ class Turns:
 
     async def count_prompt_tokens(self, session: Session, request: TurnRequest) -> int:
         """Counts the tokens of the prompt of `request`; records no turn."""
-        count = CountChat(
-            messages=request.messages, tools=request.tools, opening=self._opening(request)
-        )
+        count = CountPrompt(request=request, opening=self._opening(request))
         tokens: int = await session.actor.ask(count, timeout_s=ASK_TIMEOUT_S)
         return tokens
 
@@ -113,23 +115,7 @@ class Turns:
         self, session: Session, request: TurnRequest, opening: str, call: SampleCall
     ) -> Prompt:
         started = time.perf_counter()
-        begin = (
-            BeginGenerate(
-                call_id=call.call_id,
-                abort=call.abort,
-                prompt_ids=request.prompt_ids,
-                arrived=_arrived(request),
-            )
-            if request.prompt_ids
-            else BeginChat(
-                call_id=call.call_id,
-                abort=call.abort,
-                messages=request.messages,
-                tools=request.tools,
-                opening=opening,
-                arrived=_arrived(request),
-            )
-        )
+        begin = BeginCall(call_id=call.call_id, abort=call.abort, request=request, opening=opening)
         prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
         PREPARE_SECONDS.observe(time.perf_counter() - started)
         return prompt
@@ -191,9 +177,7 @@ async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) ->
 
 def _sampled_answer(parser: AnswerParser | None, request: TurnRequest) -> SampledAnswer | None:
     """Returns the answer for the record; None for a call that ended before its first token."""
-    if parser is None or not (parser.complete or parser.ids):
-        return None
-    return parser.sampled_answer(parsed=not request.prompt_ids)
+    return parser.sampled_answer(parsed=not request.prompt_ids) if parser else None
 
 
 def _turn(parser: AnswerParser, sampled: SampledAnswer, *, turn_index: int, prompt: Prompt) -> Turn:
@@ -206,28 +190,3 @@ def _turn(parser: AnswerParser, sampled: SampledAnswer, *, turn_index: int, prom
         tokens=parser.tokens,
         token_logprobs=parser.token_logprobs,
     )
-
-
-def _end_call(
-    call: SampleCall,
-    request: TurnRequest,
-    prompt: Prompt | None,
-    sampled: SampledAnswer | None,
-) -> EndCall:
-    sampling = request.sampling
-    ended_well = sampled and sampled.finish_reason != common_pb2.FINISH_REASON_ABORTED
-    return EndCall(
-        call_id=call.call_id,
-        prompt=prompt,
-        sampled=sampled,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        context_action=request.context_action,
-        arrived=_arrived(request),
-        handle=request.handle if ended_well else None,
-    )
-
-
-def _arrived(request: TurnRequest) -> Moment:
-    return Moment(at_s=request.arrived_s, unix_s=request.arrived_unix_s)

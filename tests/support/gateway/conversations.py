@@ -122,9 +122,11 @@ class Session:
         first = sum(len(sampled) // 4 for sampled in self.sampled)
         numbers = range(first, first + len(ids) // 4)
         return SampledAnswer(
-            ids=ids,
-            logprobs=float32_bytes(-0.5 * number for number in numbers),
-            weight_versions=int32_bytes(numbers),
+            columns=common_pb2.SampledTokens(
+                ids=ids,
+                logprobs=float32_bytes(-0.5 * number for number in numbers),
+                weight_versions=int32_bytes(numbers),
+            ),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=answer,
         )

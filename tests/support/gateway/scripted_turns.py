@@ -41,9 +41,7 @@ class ScriptedTurns:
             yield Piece(deltas=deltas, tokens=common_pb2.SampledTokens(), prompt_tokens=5)
         message = Message(role="assistant", content="".join(map(str, self.script)))
         sampled = SampledAnswer(
-            ids=b"",
-            logprobs=b"",
-            weight_versions=b"",
+            columns=common_pb2.SampledTokens(ids=b"", logprobs=b"", weight_versions=b""),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=message,
         )

@@ -18,9 +18,10 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
-from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
+from services.gateway.actors.session import BeginCall, Describe, EndCall, SessionSettings
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.gateway.chat_templates import make_model
 from tests.support.runtime.waiting import settle, until
@@ -130,32 +131,32 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
     await system.stop()
 
 
+REQUEST = TurnRequest(
+    messages=[Message(role="user", content="One?")],
+    sampling=common_pb2.SamplingParams(),
+    arrived=Moment(at_s=0.0, unix_s=0.0),
+)
+
+
 async def begin(session: Session) -> Any:
-    chat = BeginChat(
-        call_id="a",
-        abort=lambda: None,
-        messages=[Message(role="user", content="One?")],
-        tools=(),
-        opening="",
-        arrived=Moment(at_s=0.0, unix_s=0.0),
-    )
+    chat = BeginCall(call_id="a", abort=lambda: None, request=REQUEST, opening="")
     return await session.actor.ask(chat, timeout_s=TIMEOUT_S)
 
 
 def ending(prompt: Any) -> EndCall:
     return EndCall(
         call_id="a",
+        request=REQUEST,
         prompt=prompt,
         sampled=SampledAnswer(
-            ids=int32_bytes([5]),
-            logprobs=float32_bytes([-0.5]),
-            weight_versions=int32_bytes([1]),
+            columns=common_pb2.SampledTokens(
+                ids=int32_bytes([5]),
+                logprobs=float32_bytes([-0.5]),
+                weight_versions=int32_bytes([1]),
+            ),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=Message(role="assistant", content="x" * 4000),
         ),
-        temperature=1.0,
-        context_action="",
-        arrived=Moment(at_s=0.0, unix_s=0.0),
     )
 
 

@@ -20,6 +20,7 @@ from aiohttp import web
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
@@ -52,7 +53,7 @@ class AnthropicMessages:
         router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
         asked = decode(await request.read(), schema.MessagesRequest)
@@ -63,8 +64,7 @@ class AnthropicMessages:
             sampling=sampling,
             stop=schema.stops_of(asked),
             stream=bool(asked.stream),
-            arrived_s=arrived_s,
-            arrived_unix_s=arrived_unix_s,
+            arrived=arrived,
         )
         async with edge.sessions.use_session(claims) as session:
             answer = MessagesAnswer(
@@ -82,7 +82,7 @@ class AnthropicMessages:
         edge = self._edge
         claims = edge.claims(request)
         asked = decode(await request.read(), schema.CountTokensRequest)
-        turn = self._turn(asked, sampling=common_pb2.SamplingParams())
+        turn = self._turn(asked, arrived=Moment.now(), sampling=common_pb2.SamplingParams())
         async with edge.sessions.use_session(claims) as session:
             return json_response(
                 {"input_tokens": await edge.turns.count_prompt_tokens(session, turn)}
@@ -92,11 +92,10 @@ class AnthropicMessages:
         self,
         asked: schema.CountTokensRequest,
         *,
+        arrived: Moment,
         sampling: common_pb2.SamplingParams,
         stop: Sequence[str] = (),
         stream: bool = False,
-        arrived_s: float = 0.0,
-        arrived_unix_s: float = 0.0,
     ) -> TurnRequest:
         self._edge.check_model(asked.model)
         schema.check(asked)
@@ -110,8 +109,7 @@ class AnthropicMessages:
             sampling=sampling,
             stop=stop,
             stream=stream,
-            arrived_s=arrived_s,
-            arrived_unix_s=arrived_unix_s,
+            arrived=arrived,
         )
 
 

@@ -21,6 +21,7 @@ from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
@@ -42,7 +43,7 @@ class ChatCompletions:
         router.add_post(f"{prefix}/v1/chat/completions", self._create)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
         asked = request_body.decode(await request.read(), chat_schema.ChatCompletionRequest)
@@ -60,8 +61,7 @@ class ChatCompletions:
             sampling=sampling,
             stop=chat_schema.stop_of(asked),
             stream=bool(asked.stream),
-            arrived_s=arrived_s,
-            arrived_unix_s=arrived_unix_s,
+            arrived=arrived,
         )
         choices = chat_schema.choices_of(asked)
         async with edge.sessions.use_session(claims) as session:
@@ -253,7 +253,7 @@ def usage(turns: list[Turn]) -> dict[str, Any]:
 
 def _fingerprint(turns: list[Turn]) -> str:
     """Returns the newest weight version among the sampled tokens."""
-    versions = [v for turn in turns for v in int32_array(turn.sampled.weight_versions)[-1:]]
+    versions = [v for turn in turns for v in int32_array(turn.sampled.columns.weight_versions)[-1:]]
     return f"weights-{max(versions)}" if versions else ""
 
 

@@ -7,7 +7,6 @@ the session, in any gateway, and is unknown in other sessions.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import Handle, Recalled, deletion
 from services.gateway.conversation.prefix_match import NamedPrefix
 from services.gateway.conversation.turn_request import TurnRequest
@@ -61,14 +61,12 @@ class Responses:
         router.add_delete(f"{prefix}/v1/responses/{{response}}", self._delete)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
         asked = request_body.decode(await request.read(), ResponsesRequest)
         edge.check_model(asked.model)
-        head, turn = _head_and_turn(
-            asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
-        )
+        head, turn = _head_and_turn(asked, edge.turns.model, arrived)
         grammar = await responses_schema.answer_grammar_of(asked)
         turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
         async with edge.sessions.use_session(claims) as session:
@@ -163,7 +161,7 @@ class Response:
 
 
 def _head_and_turn(
-    asked: ResponsesRequest, model: ChatModel, *, arrived_s: float, arrived_unix_s: float
+    asked: ResponsesRequest, model: ChatModel, arrived: Moment
 ) -> tuple[Head, TurnRequest]:
     """Returns the head of the response, and the turn request without its messages."""
     responses_schema.check(asked)
@@ -173,14 +171,14 @@ def _head_and_turn(
     echoed = responses_schema.echoed(asked)
     head = Head(
         key=key,
-        created_at=arrived_unix_s,
+        created_at=arrived.unix_s,
         model=model.name,
         instructions=asked.instructions,
         tools=responses_schema.responses_tools(tools),
         echoed=echoed,
     )
     facts = {
-        "created_at": arrived_unix_s,
+        "created_at": arrived.unix_s,
         "instructed": bool(asked.instructions),
         "echoed": responses_schema.remembered(echoed),
     }
@@ -201,8 +199,7 @@ def _head_and_turn(
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=None if asked.store is False else Handle(name=key, facts=facts),
         stream=bool(asked.stream),
-        arrived_s=arrived_s,
-        arrived_unix_s=arrived_unix_s,
+        arrived=arrived,
     )
     return head, turn
 

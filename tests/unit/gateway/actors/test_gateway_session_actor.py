@@ -18,8 +18,7 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.session import (
-    BeginChat,
-    BeginGenerate,
+    BeginCall,
     Closed,
     Describe,
     EndCall,
@@ -34,6 +33,7 @@ from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, deletion
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import ContextTooLong, SessionClosed
 from tests.support.gateway.chat_templates import make_model
 
@@ -128,6 +128,11 @@ def moment(at_s: float) -> Moment:
     return Moment(at_s=at_s, unix_s=at_s + 1e6)
 
 
+def request_at(arrived_s: float, **fields: Any) -> TurnRequest:
+    plain = {"sampling": common_pb2.SamplingParams(), "arrived": moment(arrived_s)}
+    return TurnRequest(**plain | fields)
+
+
 async def begin(
     session: ActorRef,
     call_id: str,
@@ -135,14 +140,9 @@ async def begin(
     abort: Callable[[], None] = lambda: None,
     arrived_s: float = 0.0,
 ) -> Prompt:
-    message = BeginChat(
-        call_id=call_id,
-        abort=abort,
-        messages=[user(one) if isinstance(one, str) else one for one in texts or ("One?",)],
-        tools=(),
-        opening="",
-        arrived=moment(arrived_s),
-    )
+    messages = [user(one) if isinstance(one, str) else one for one in texts or ("One?",)]
+    request = request_at(arrived_s, messages=messages)
+    message = BeginCall(call_id=call_id, abort=abort, request=request, opening="")
     prompt: Prompt = await session.ask(message, timeout_s=TIMEOUT_S)
     return prompt
 
@@ -156,12 +156,14 @@ async def end(
     parse_error: str = "",
     sampled: bool = True,
     handle: Handle | None = None,
-    **cut: Any,
+    **asked: Any,
 ) -> int:
     what = SampledAnswer(
-        ids=int32_bytes([5, 6]),
-        logprobs=float32_bytes([-0.5, -0.5]),
-        weight_versions=int32_bytes([1, 1]),
+        columns=common_pb2.SampledTokens(
+            ids=int32_bytes([5, 6]),
+            logprobs=float32_bytes([-0.5, -0.5]),
+            weight_versions=int32_bytes([1, 1]),
+        ),
         finish_reason=common_pb2.FINISH_REASON_STOP,
         answer=Message(role="assistant", content="Yes."),
         parse_error=parse_error,
@@ -170,11 +172,7 @@ async def end(
         call_id=call_id,
         prompt=prompt,
         sampled=what if sampled else None,
-        temperature=1.0,
-        context_action="",
-        arrived=moment(started_s),
-        handle=handle,
-        **cut,
+        request=request_at(started_s, handle=handle, sampling=common_pb2.SamplingParams(**asked)),
     )
     turn_index: int = await session.ask(message, timeout_s=TIMEOUT_S)
     return turn_index
@@ -194,12 +192,13 @@ async def test_a_turn_records_the_settings_it_was_sampled_with(
     session: ActorRef, world: World
 ) -> None:
     """Also those that cut nothing: a turn without them is one of before."""
-    await end(session, "a", await begin(session, "a"), top_p=0.75, top_k=4)
+    asked = {"temperature": 0.5, "top_p": 0.75, "top_k": 4}
+    await end(session, "a", await begin(session, "a"), **asked)
     await end(session, "b", await begin(session, "b"))
     cut, whole = world.kept
-    assert (cut.temperature, cut.top_p, cut.top_k) == (1.0, 0.75, 4)
+    assert (cut.temperature, cut.top_p, cut.top_k) == (0.5, 0.75, 4)
     assert whole.HasField("top_p") and whole.HasField("top_k")
-    assert (whole.top_p, whole.top_k) == (1.0, 0)
+    assert (whole.temperature, whole.top_p, whole.top_k) == (1.0, 1.0, 0)
 
 
 async def test_agents_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:
@@ -254,8 +253,9 @@ async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
             await begin(session, call_id, "word " * 100)
     ids = int32_bytes(range(64))
     with pytest.raises(ContextTooLong, match="take 64"):
+        rendered = request_at(0.0, prompt_ids=ids)
         await session.ask(
-            BeginGenerate(call_id="d", abort=lambda: None, prompt_ids=ids, arrived=moment(0.0)),
+            BeginCall(call_id="d", abort=lambda: None, request=rendered, opening=""),
             timeout_s=TIMEOUT_S,
         )
 

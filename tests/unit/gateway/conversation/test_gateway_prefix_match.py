@@ -41,9 +41,11 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
     ids = conversation.model.encode(answer.content)
     count = len(ids) // 4
     sampled = SampledAnswer(
-        ids=ids,
-        logprobs=float32_bytes([-0.5] * count),
-        weight_versions=int32_bytes([3] * count),
+        columns=common_pb2.SampledTokens(
+            ids=ids,
+            logprobs=float32_bytes([-0.5] * count),
+            weight_versions=int32_bytes([3] * count),
+        ),
         finish_reason=common_pb2.FINISH_REASON_STOP,
         answer=answer,
     )
@@ -98,9 +100,7 @@ def test_call_outlives_the_conversation_it_was_drafted_in() -> None:
     second = Conversation(model=model)
     second.restore(stored)
     sampled = SampledAnswer(
-        ids=model.encode("2"),
-        logprobs=b"",
-        weight_versions=b"",
+        columns=common_pb2.SampledTokens(ids=model.encode("2"), logprobs=b"", weight_versions=b""),
         finish_reason=common_pb2.FINISH_REASON_STOP,
         answer=Message(role="assistant", content="2"),
     )

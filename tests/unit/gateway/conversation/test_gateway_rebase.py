@@ -39,9 +39,11 @@ class Gateway:
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
         ids = b"".join(MODEL.encode(char) for char in text) + int32_bytes(MODEL.stop_ids)
         sampled = SampledAnswer(
-            ids=ids,
-            logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
-            weight_versions=int32_bytes([1] * (len(ids) // 4)),
+            columns=common_pb2.SampledTokens(
+                ids=ids,
+                logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
+                weight_versions=int32_bytes([1] * (len(ids) // 4)),
+            ),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=Message(role="assistant", content=text),
         )

@@ -22,6 +22,7 @@ from forge.core.formats import CallDelta, collect
 from forge.core.formats.registry import BUILT_IN
 from forge.grammar.answer_grammar import LIMITS, source
 from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model.chat_model import ChatModel
@@ -118,8 +119,7 @@ def request(tools: list[Any], required: str | None, **fields: Any) -> TurnReques
         tools=tools,
         required_tool=required,
         sampling=common_pb2.SamplingParams(),
-        arrived_s=0.0,
-        arrived_unix_s=0.0,
+        arrived=Moment.now(),
         **fields,
     )
 

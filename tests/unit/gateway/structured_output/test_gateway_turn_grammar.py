@@ -14,6 +14,7 @@ from forge.core.formats import collect, get_format
 from forge.core.formats.registry import BUILT_IN
 from forge.grammar.answer_grammar import LIMITS, Kind, source
 from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import notation_of
@@ -37,7 +38,7 @@ def tool(name: str, *, strict: bool | None = None, **schema: Any) -> dict[str, A
 
 
 def request(**fields: Any) -> TurnRequest:
-    given = {"sampling": common_pb2.SamplingParams(), "arrived_s": 0.0, "arrived_unix_s": 0.0}
+    given = {"sampling": common_pb2.SamplingParams(), "arrived": Moment.now()}
     return TurnRequest(**{**given, **fields})
 
 

@@ -78,7 +78,7 @@ def test_any_tokens_become_some_text(ids: list[int]) -> None:
     """A policy may sample nonsense: it is text all the same, and every token is kept."""
     answer = parser_of()
     read(answer, [[i] for i in ids])
-    assert bytes(answer.ids) == int32_bytes(ids)
+    assert answer.tokens().ids == int32_bytes(ids)
 
 
 @given(
@@ -93,8 +93,9 @@ def test_stop_string_ends_text_and_tokens(before: str, after: str, sizes: list[i
     assert read(answer, cut([*spelt(text), END], sizes)) == text.partition("STOP")[0]
     assert answer.stopped
     end = text.index("STOP") + len("STOP")
-    assert bytes(answer.ids) == int32_bytes(spelt(text[:end]))
-    assert len(answer.logprobs) == len(answer.weight_versions) == len(answer.ids)
+    assert answer.tokens().ids == int32_bytes(spelt(text[:end]))
+    columns = answer.tokens()
+    assert len(columns.logprobs) == len(columns.weight_versions) == len(columns.ids)
 
 
 def test_half_a_stop_string_is_text_after_all() -> None:
@@ -108,7 +109,7 @@ def test_end_token_is_kept_but_not_shown() -> None:
     """The end-of-turn token was sampled, so it is trained on; it is no text."""
     answer = parser_of()
     assert read(answer, [[*spelt("hi"), END]]) == "hi"
-    assert int32_array(bytes(answer.ids))[-1] == END
+    assert int32_array(answer.tokens().ids)[-1] == END
     assert [token.text for token in answer.token_logprobs()] == ["h", "i", "<|im_end|>"]
 
 
@@ -175,7 +176,7 @@ def test_answer_without_parallel_calls_ends_with_the_first() -> None:
     assert read(answer, [spelt(f"Well. {call}\n{call} Done.")]) == "Well."
     assert [made.call_id for made in answer.message().tool_calls] == ["call-0"]
     assert (answer.stopped, answer.stop_text, answer.parse_error) == (True, "", "")
-    assert MODEL.decode(bytes(answer.ids)) == f"Well. {call}"
+    assert MODEL.decode(answer.tokens().ids) == f"Well. {call}"
 
 
 def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
@@ -191,4 +192,4 @@ def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
     deltas = [*answer.feed(tokens(spelt("[..] and so on"))), *answer.finish()]
     assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["one"]
     assert [made.name for made in answer.message().tool_calls] == ["one"]
-    assert MODEL.decode(bytes(answer.ids)) == "[..]"
+    assert MODEL.decode(answer.tokens().ids) == "[..]"

@@ -11,7 +11,8 @@ import pytest
 
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginGenerate, EndCall
+from services.gateway.actors.session import BeginCall, EndCall
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, given
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
@@ -31,9 +32,9 @@ class Session:
         self.actor = self
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        if isinstance(message, BeginGenerate):
+        if isinstance(message, BeginCall):
             self.abort = message.abort
-            return Prompt(ids=message.prompt_ids, draft=given(message.prompt_ids))
+            return Prompt(ids=message.request.prompt_ids, draft=given(message.request.prompt_ids))
         self.tell(message)
         return len(self.ended) - 1
 
@@ -88,13 +89,14 @@ async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> N
         prompt_ids=int32_bytes([1, 2]),
         sampling=common_pb2.SamplingParams(max_tokens=9),
         stream=True,
-        arrived_s=0.0,
-        arrived_unix_s=0.0,
+        arrived=Moment.now(),
     )
     with pytest.raises(SessionClosed):
         async for _ in turns.run_turn(cast(Any, session), request):
             pass
     (end,) = session.ended
+    # The record takes the sampling settings from the request.
+    assert end.request is request
     if not said:
         assert end.sampled is None
     else:
@@ -138,8 +140,7 @@ async def test_a_stopped_answer_cancels_its_sampling() -> None:
         sampling=common_pb2.SamplingParams(max_tokens=9),
         stop=(model.piece(5) * 2,),
         stream=True,
-        arrived_s=0.0,
-        arrived_unix_s=0.0,
+        arrived=Moment.now(),
     )
     turn = [event async for event in turns.run_turn(cast(Any, session), request)][-1]
     assert isinstance(turn, Turn)
@@ -173,33 +174,3 @@ async def test_a_close_does_not_wait_for_a_router() -> None:
     later.abort()
     assert await later.read_response() is None
     assert not streams.looked_for.is_set()
-
-
-@pytest.mark.parametrize(
-    ("asked", "recorded"),
-    [({}, (1.0, 1.0, 0)), ({"temperature": 0.5, "top_p": 0.75, "top_k": 4}, (0.5, 0.75, 4))],
-)
-async def test_a_call_ends_with_the_settings_it_was_sampled_with(
-    asked: dict[str, Any], recorded: tuple[float, float, int]
-) -> None:
-    """What the agent asked for, or the settings of the distribution that is trained."""
-    session = Session()
-    turns = Turns(
-        make_model("chatml"),
-        cast(Any, SimpleNamespace(count_call=lambda _: nullcontext())),
-        cast(Any, Stream(session, 3)),
-        sample_timeout_s=30.0,
-        retry_for_s=30.0,
-    )
-    request = TurnRequest(
-        prompt_ids=int32_bytes([1, 2]),
-        sampling=common_pb2.SamplingParams(max_tokens=9, **asked),
-        stream=True,
-        arrived_s=0.0,
-        arrived_unix_s=0.0,
-    )
-    with pytest.raises(SessionClosed):
-        async for _ in turns.run_turn(cast(Any, session), request):
-            pass
-    (end,) = session.ended
-    assert (end.temperature, end.top_p, end.top_k) == recorded

@@ -30,9 +30,7 @@ from services.gateway.turns.types import Turn
 
 def turn_of(message: Message, **changes: Any) -> Turn:
     sampled = SampledAnswer(
-        ids=b"\0\0\0\0",
-        logprobs=b"",
-        weight_versions=b"",
+        columns=common_pb2.SampledTokens(ids=b"\0\0\0\0", logprobs=b"", weight_versions=b""),
         finish_reason=changes.pop("finish_reason", common_pb2.FINISH_REASON_STOP),
         answer=message,
     )

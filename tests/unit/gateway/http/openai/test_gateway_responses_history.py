@@ -51,9 +51,11 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
     prompt = Prompt(ids=draft.ids + conversation.model.encode(draft.text), draft=draft)
     ids = conversation.model.encode(answer.content or "x")
     sampled = SampledAnswer(
-        ids=ids,
-        logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
-        weight_versions=int32_bytes([3] * (len(ids) // 4)),
+        columns=common_pb2.SampledTokens(
+            ids=ids,
+            logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
+            weight_versions=int32_bytes([3] * (len(ids) // 4)),
+        ),
         finish_reason=common_pb2.FINISH_REASON_STOP,
         answer=answer,
     )

@@ -35,9 +35,11 @@ class World:
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
         ids = b"".join(map(MODEL.encode, pieces)) + int32_bytes(sorted(MODEL.stop_ids)[:1])
         sampled = SampledAnswer(
-            ids=ids,
-            logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
-            weight_versions=int32_bytes([3] * (len(ids) // 4)),
+            columns=common_pb2.SampledTokens(
+                ids=ids,
+                logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
+                weight_versions=int32_bytes([3] * (len(ids) // 4)),
+            ),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=Message(role="assistant", content="".join(pieces)),
             cached_tokens=2,
