@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from forge.core.errors import ConfigError
 from forge.runtime.process.service import ServiceContext
 from services.inference.config import InferenceConfig
-
-
-class _Role(Protocol):
-    async def drain(self) -> None: ...
-
-    async def stop(self) -> None: ...
 
 
 class InferenceApp:
@@ -26,26 +18,20 @@ class InferenceApp:
             )
         self.kind = config.role
         self._context = context
-        self._role: _Role | None = None
 
     async def start(self) -> None:
         """Start the role of this process."""
         # Imported by role: a router's host has no torch.
         if self.kind == "router":
-            from services.inference.router.role import RouterRole
-
-            self._role = await RouterRole.start(self._context)
+            from services.inference.router.role import start_role
         else:
-            from services.inference.worker.role import WorkerRole
-
-            self._role = await WorkerRole.start(self._context)
+            from services.inference.worker.role import start_role
+        self._drain_role, self._background = await start_role(self._context)
 
     async def drain(self) -> None:
         """Drain the role."""
-        if self._role is not None:
-            await self._role.drain()
+        await self._drain_role()
 
     async def stop(self) -> None:
-        """Stop the role."""
-        if self._role is not None:
-            await self._role.stop()
+        """Stop the role's task in the background."""
+        await self._background.stop()

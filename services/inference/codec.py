@@ -26,7 +26,13 @@ from forge.v1.common_pb2 import (
     Tensor,
 )
 from forge.v1.common_pb2 import Grammar as GrammarParams
-from forge.v1.inference_pb2 import FetchKvResponse, KvBlock
+from forge.v1.inference_pb2 import (
+    DecodeRequest,
+    FetchKvResponse,
+    KvBlock,
+    PrefillRequest,
+    SampleRequest,
+)
 from services.inference.engines.base import (
     Finish,
     Grammar,
@@ -51,18 +57,18 @@ _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
 
 
 def read_prompt(
-    request_id: str, prompt_ids: bytes, params: SamplingParams, limits: ModelLimits, *, seed: int
+    request: SampleRequest | PrefillRequest | DecodeRequest, limits: ModelLimits, *, seed: int
 ) -> Prompt:
-    """Return a checked prompt; `seed` replaces an absent one. Raises InvalidArgument."""
-    check_ids(prompt_ids, limits)
-    sampling = read_sampling(params, seed=seed)
-    tokens = len(prompt_ids) // TOKEN_BYTES
+    """Return the checked prompt; `seed` replaces an absent one. Raises InvalidArgument."""
+    check_ids(request.prompt_ids, limits)
+    sampling = read_sampling(request.sampling, seed=seed)
+    tokens = len(request.prompt_ids) // TOKEN_BYTES
     if sampling.grammar is not None and sampling.grammar.matched_tokens > tokens:
         raise InvalidArgument(
             f"sampling.grammar.matched_tokens = {sampling.grammar.matched_tokens}: "
             f"the prompt has {tokens} tokens"
         )
-    return Prompt(request_id=request_id, ids=prompt_ids, sampling=sampling)
+    return Prompt(request_id=request.request_id, ids=request.prompt_ids, sampling=sampling)
 
 
 def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:

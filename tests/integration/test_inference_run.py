@@ -16,18 +16,22 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.status import ERROR_KEY
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
+from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt, Sampling
 from services.inference.router import request as request_module
 from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
-from services.inference.router.request import RouterOptions, Run
+from services.inference.router.request import Run
 
-OPTIONS = RouterOptions(request_timeout_s=300.0, worker_wait_s=30.0, hold_s=30.0)
+CONFIG = InferenceConfig(
+    request_timeout_s=300.0, router=RouterSettings(worker_wait_s=30.0, hold_s=30.0)
+)
 
 
 def tokens(*ids: int, top: int = 0) -> SampledTokens:
@@ -117,7 +121,7 @@ class Routed:
             context_tokens=1 << 20,
             router=self.router,
             channels=cast(Any, self.channels),
-            options=OPTIONS,
+            config=CONFIG,
         )
 
     async def running(self) -> list[int]:
@@ -139,8 +143,12 @@ async def routed(worker: Worker) -> AsyncIterator[Routed]:
         SimpleNamespace(
             kind=kind,
             instances=[
-                SimpleNamespace(
-                    instance_id=kind, address=worker.address, metadata={"capacity": "4"}
+                Instance(
+                    kind=kind,
+                    instance_id=kind,
+                    address=worker.address,
+                    metadata={"capacity": "4"},
+                    revision=1,
                 )
             ],
         )

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
@@ -25,7 +26,7 @@ from forge.runtime.actors.actor import Actor
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
-from services.inference.router.fleet import Announced, Fleet, Worker
+from services.inference.router.fleet import Fleet, Worker
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 
 OVERCOMMIT = 1.25
@@ -292,16 +293,7 @@ class RouterActor(Actor):
         return worker
 
     def _refresh(self) -> None:
-        announced = [
-            Announced(
-                instance_id=instance.instance_id,
-                role=discovery.kind,
-                address=instance.address,
-                metadata=instance.metadata,
-            )
-            for discovery in self._discoveries
-            for instance in discovery.instances
-        ]
+        announced = chain.from_iterable(each.instances for each in self._discoveries)
         try:
             gone = self._fleet.update(announced)
         except (ValueError, ForgeError) as error:

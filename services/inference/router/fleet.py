@@ -6,13 +6,14 @@ its share, and costs stay comparable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from forge.core.errors import Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
+from forge.runtime.coordination import Instance
 
 SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""
@@ -61,16 +62,6 @@ class Worker:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """A worker's entry in discovery."""
-
-    instance_id: str
-    role: str
-    address: str
-    metadata: Mapping[str, str]
-
-
 @dataclass(slots=True)
 class Fleet:
     """All workers in discovery."""
@@ -78,7 +69,7 @@ class Fleet:
     workers: dict[str, Worker] = field(default_factory=dict)
     """By instance id, unique over both roles."""
 
-    def update(self, announced: Iterable[Announced]) -> list[Worker]:
+    def update(self, announced: Iterable[Instance]) -> list[Worker]:
         """Apply a view of discovery; return the removed workers."""
         present = {one.instance_id: one for one in announced}
         gone = [
@@ -136,13 +127,13 @@ class Fleet:
             worker.cached.clear()
 
 
-def _new_worker(one: Announced, version: int) -> Worker:
-    initial_s, memory = (1e-4, 20_000.0) if one.role == "prefill" else (1.0, 200.0)
+def _new_worker(one: Instance, version: int) -> Worker:
+    initial_s, memory = (1e-4, 20_000.0) if one.kind == "prefill" else (1.0, 200.0)
     return Worker(
         instance_id=one.instance_id,
-        role=one.role,
+        role=one.kind,
         address=one.address,
-        capacity=max(1, int(one.metadata.get("capacity", 1))) if one.role == "decode" else 0,
+        capacity=max(1, int(one.metadata.get("capacity", 1))) if one.kind == "decode" else 0,
         version=version,
         cached=PrefixCache(
             block_tokens=max(1, int(one.metadata.get("block_tokens", 16))),

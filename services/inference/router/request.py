@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -34,6 +34,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
+from services.inference.config import InferenceConfig
 from services.inference.engines.base import Finish, Prompt, Sampling
 from services.inference.router.actor import (
     Abandoned,
@@ -56,16 +57,6 @@ _MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
 """Errors that another worker, or a later attempt, can cure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    """Time limits of a request."""
-
-    request_timeout_s: float
-    worker_wait_s: float
-    """Longest time of successive failures; then the caller gets the error."""
-    hold_s: float
-
-
 class Run:
     """Runs one request."""
 
@@ -77,15 +68,15 @@ class Run:
         context_tokens: int,
         router: ActorRef,
         channels: Channels,
-        options: RouterOptions,
+        config: InferenceConfig,
     ) -> None:
         self._prompt = prompt
         self._stream = stream
         self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)
         self._router = router
         self._channels = channels
-        self._options = options
-        self._deadline_s = time.monotonic() + options.request_timeout_s
+        self._config = config
+        self._deadline_s = time.monotonic() + config.request_timeout_s
         self._sampled = b""
         """All tokens so far, sent to the caller or not."""
         self._unsent: list[SampledTokens] = []
@@ -124,7 +115,7 @@ class Run:
                 await admission.granted
         except TimeoutError:
             raise DeadlineExceeded(
-                f"waited {self._options.request_timeout_s:g} s for a free slot"
+                f"waited {self._config.request_timeout_s:g} s for a free slot"
             ) from None
         self._timings.queue_s += time.monotonic() - began_s
 
@@ -142,7 +133,7 @@ class Run:
                 now_s = time.monotonic()
                 # From the first failure on, since the lost attempt may have run for long.
                 failing_s = now_s if failing_s is None else failing_s
-                if now_s - failing_s >= self._options.worker_wait_s or self._left_s() <= 0:
+                if now_s - failing_s >= self._config.router.worker_wait_s or self._left_s() <= 0:
                     raise self._gave_up(error) from error
                 log.debug(
                     "request_moves",
@@ -157,7 +148,7 @@ class Run:
     def _gave_up(self, error: ForgeError) -> ForgeError:
         kind = ResourceExhausted if isinstance(error, ResourceExhausted) else Unavailable
         return kind(
-            f"no worker could continue the request within {self._options.worker_wait_s:g} s; "
+            f"no worker could continue the request within {self._config.router.worker_wait_s:g} s; "
             f"last error: {error}",
             retry_after_s=1.0,
         )
@@ -169,7 +160,7 @@ class Run:
             request_id=secrets.token_hex(8),
             prompt_ids=self._prompt.ids + self._sampled,
             sampling=codec.write_sampling(self._sampling_from_here()),
-            hold_s=self._options.hold_s,
+            hold_s=self._config.router.hold_s,
         )
         address, read = await self._prefill(request)
         self._take(read.first)

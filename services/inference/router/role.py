@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.coordination import Discovery
@@ -14,52 +14,27 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import FleetChanged, RouterActor
-from services.inference.router.request import RouterOptions
 from services.inference.router.service import InferenceServicer
 
 
-class RouterRole:
-    """The actor, its servicer and the watch over discovery."""
-
-    def __init__(self, servicer: InferenceServicer, background: Background) -> None:
-        self._servicer = servicer
-        self._background = background
-
-    @classmethod
-    async def start(cls, context: ServiceContext) -> RouterRole:
-        """Spawn the actor and add the servicer."""
-        config: InferenceConfig = context.config
-        limits = read_limits(config.model_path, context_tokens=config.context_tokens)
-        discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
-        router = await context.actors.spawn(
-            lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit), name="router"
-        )
-        servicer = InferenceServicer(
-            router,
-            context.channels,
-            limits,
-            model_path=config.model_path,
-            options=RouterOptions(
-                request_timeout_s=config.request_timeout_s,
-                worker_wait_s=config.router.worker_wait_s,
-                hold_s=config.router.hold_s,
-            ),
-        )
-        context.server.add_service(
-            rpc.add_InferenceServiceServicer_to_server,
-            servicer,
-            full_name="forge.v1.InferenceService",
-            scopes={"GetInferenceStatus": "operator"},
-        )
-        return cls(servicer, Background(context, watch(discoveries, router), name="fleet-watch"))
-
-    async def drain(self) -> None:
-        """Drain kept streams; the server finishes the open calls."""
-        self._servicer.drain()
-
-    async def stop(self) -> None:
-        """Stop watching discovery."""
-        await self._background.stop()
+async def start_role(
+    context: ServiceContext,
+) -> tuple[Callable[[], Awaitable[None]], Background]:
+    """Spawn the actor and add the servicer; its drain, and the watch over discovery."""
+    config: InferenceConfig = context.config
+    limits = read_limits(config.model_path, context_tokens=config.context_tokens)
+    discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
+    router = await context.actors.spawn(
+        lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit), name="router"
+    )
+    servicer = InferenceServicer(router, context.channels, limits, config)
+    context.server.add_service(
+        rpc.add_InferenceServiceServicer_to_server,
+        servicer,
+        full_name="forge.v1.InferenceService",
+        scopes={"GetInferenceStatus": "operator"},
+    )
+    return servicer.drain, Background(context, watch(discoveries, router), name="fleet-watch")
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:

@@ -13,9 +13,10 @@ from forge.runtime.rpc.channel import Channels
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
+from services.inference.config import InferenceConfig
 from services.inference.engines.base import ModelLimits
 from services.inference.router.actor import Report
-from services.inference.router.request import RouterOptions, Run
+from services.inference.router.request import Run
 from services.inference.router.sample_stream import SampleStreams
 
 _ASK_TIMEOUT_S = 10.0
@@ -29,18 +30,15 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         router: ActorRef,
         channels: Channels,
         limits: ModelLimits,
-        *,
-        model_path: str,
-        options: RouterOptions,
+        config: InferenceConfig,
     ) -> None:
         self._router = router
         self._channels = channels
         self._limits = limits
-        self._model = Path(model_path).name
-        self._options = options
+        self._config = config
         self._streams = SampleStreams(self._sample)
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         """Refuse new calls on kept streams; each ends when its open calls have."""
         self._streams.drain()
 
@@ -61,20 +59,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 yield response
 
     async def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
-        prompt = codec.read_prompt(
-            request.request_id,
-            request.prompt_ids,
-            request.sampling,
-            self._limits,
-            seed=secrets.randbits(64),
-        )
+        prompt = codec.read_prompt(request, self._limits, seed=secrets.randbits(64))
         run = Run(
             prompt,
             stream=request.stream,
             context_tokens=self._limits.context_tokens,
             router=self._router,
             channels=self._channels,
-            options=self._options,
+            config=self._config,
         )
         async with aclosing(run.responses()) as responses:
             async for response in responses:
@@ -87,6 +79,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         status: pb.GetInferenceStatusResponse = await self._router.ask(
             Report(), timeout_s=_ASK_TIMEOUT_S
         )
-        status.model = self._model
+        status.model = Path(self._config.model_path).name
         status.context_tokens = self._limits.context_tokens
         return status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from forge.runtime import weights
 from forge.runtime.process.background import Background
 from forge.runtime.process.service import ServiceContext
@@ -17,35 +19,21 @@ _FETCH_KV_SILENCE_S = 30.0
 _MIB = 1 << 20
 
 
-class WorkerRole:
-    """An engine, its servicers and its weight follower."""
-
-    def __init__(self, engine: Engine, background: Background) -> None:
-        self._engine = engine
-        self._background = background
-
-    @classmethod
-    async def start(cls, context: ServiceContext) -> WorkerRole:
-        """Start the engine, add its servicers and follow the weights."""
-        config: InferenceConfig = context.config
-        engine = await _start_engine(context)
-        follower = WeightFollower(context, engine, policy=config.policy)
-        context.server.add_service(
-            rpc.add_WeightServiceServicer_to_server,
-            weights.WeightServicer(lambda: follower.weights),
-            full_name=weights.FULL_NAME,
-        )
-        # Not in discovery until it has weights.
-        context.ready = False
-        return cls(engine, Background(context, follower.run(), name="weights"))
-
-    async def drain(self) -> None:
-        """Wait for running requests and held prompts; the bootstrap limits the time."""
-        await self._engine.idle()
-
-    async def stop(self) -> None:
-        """Stop following the weights."""
-        await self._background.stop()
+async def start_role(
+    context: ServiceContext,
+) -> tuple[Callable[[], Awaitable[None]], Background]:
+    """Start the engine and add its servicers; the wait for its last request, and the task that
+    follows the weights."""
+    engine = await _start_engine(context)
+    follower = WeightFollower(context, engine, policy=context.config.policy)
+    context.server.add_service(
+        rpc.add_WeightServiceServicer_to_server,
+        weights.WeightServicer(lambda: follower.weights),
+        full_name=weights.FULL_NAME,
+    )
+    # Not in discovery until it has weights.
+    context.ready = False
+    return engine.idle, Background(context, follower.run(), name="weights")
 
 
 async def _start_engine(context: ServiceContext) -> Engine:

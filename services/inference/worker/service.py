@@ -31,13 +31,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             raise InvalidArgument("request_id is empty")
         if not request.hold_s > 0:
             raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
-        prompt = codec.read_prompt(
-            request.request_id,
-            request.prompt_ids,
-            request.sampling,
-            self._engine.limits,
-            seed=secrets.randbits(64),
-        )
+        prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         read = await self._engine.prefill(prompt, hold_s=request.hold_s)
         return pb.PrefillResponse(
             first=codec.write_tokens(read.first),
@@ -74,13 +68,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
         """Fetch the keys and values, then sample."""
-        prompt = codec.read_prompt(
-            request.request_id,
-            request.prompt_ids,
-            request.sampling,
-            self._engine.limits,
-            seed=secrets.randbits(64),
-        )
+        prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")

@@ -19,6 +19,7 @@ from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
+from forge.v1.inference_pb2 import SampleRequest
 from services.inference import codec
 from services.inference.engines.base import KvSpan, ModelLimits, Tokens
 from services.inference.engines.model_limits import read_limits
@@ -58,8 +59,9 @@ def test_bad_input_is_named_with_its_value(
 ) -> None:
     """InvalidArgument says which field, which value and what is allowed."""
     params = SamplingParams(**{"max_tokens": 4, **sampling})
+    request = SampleRequest(request_id="r", prompt_ids=prompt_ids, sampling=params)
     with pytest.raises(InvalidArgument) as refused:
-        codec.read_prompt("r", prompt_ids, params, LIMITS, seed=0)
+        codec.read_prompt(request, LIMITS, seed=0)
     assert all(word in str(refused.value) for word in words)
 
 

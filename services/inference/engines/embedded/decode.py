@@ -30,7 +30,7 @@ from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunk
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import DrawnToken, draw
+from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.tensor_bytes import from_bytes
 from services.inference.engines.grammar_masks import Matcher
 
@@ -88,14 +88,7 @@ class _Sequence(Branch):
 
     def take_unsent(self) -> Tokens:
         unsent, self.unsent = self.unsent, []
-        leaves_out = self.prompt.sampling.leaves_out
-        return Tokens(
-            ids=tuple(drawn.token for drawn, _ in unsent),
-            logprobs=tuple(drawn.logprob for drawn, _ in unsent),
-            versions=tuple(version for _, version in unsent),
-            allowed=tuple(drawn.allowed for drawn, _ in unsent) if leaves_out else (),
-            top=tuple(drawn.top for drawn, _ in unsent if drawn.top),
-        )
+        return tokens_of(unsent, self.prompt.sampling)
 
 
 class DecodeActor(ThreadActor):

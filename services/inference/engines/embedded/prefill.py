@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
-from services.inference.engines.embedded.kv.attention import grouped_attention
+from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
+from services.inference.engines.embedded.kv.attention import attention_bias
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import DrawnToken, draw
+from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.grammar_masks import Matcher
 
 _MASK_ELEMENTS = 1 << 24
@@ -164,13 +165,7 @@ class PrefillActor(ThreadActor):
             self._cache.store(reading.prompt.ids, reading.kv)
         return HeldPrompt(
             prefilled=Prefilled(
-                first=Tokens(
-                    ids=(drawn.token,),
-                    logprobs=(drawn.logprob,),
-                    versions=(version,),
-                    allowed=(drawn.allowed,) if message.prompt.sampling.leaves_out else (),
-                    top=(drawn.top,) if drawn.top else (),
-                ),
+                first=tokens_of([(drawn, version)], message.prompt.sampling),
                 cached_tokens=reading.start if its_own else reading.prompt.tokens,
                 queue_s=began_s - message.asked_s,
                 prefill_s=prefill_s,
@@ -287,13 +282,13 @@ class _PrefillPass:
             k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
             v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
             q_HGSD = q_NQD[rows].view(-1, heads, groups, head_size).permute(1, 2, 0, 3)
-            out_HGSD = grouped_attention(
+            out_HGSD = scaled_dot_product_attention(
                 q_HGSD,
                 k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
                 v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
-                bias=self._bias_for(index, window),
+                attn_mask=self._bias_for(index, window),
+                is_causal=span.start == 0 and window is None,
                 scale=scale,
-                causal=span.start == 0 and window is None,
             )
             read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
         return read_NQD
@@ -305,11 +300,7 @@ class _PrefillPass:
         if (index, window) not in self._bias:
             span = self._spans[index]
             kv = span.reading.kv
-            queries_S1 = torch.arange(span.start, span.end, device=kv.device)[:, None]
-            keys_T = torch.arange(span.end, device=kv.device)
-            hidden_ST = keys_T > queries_S1
-            if window is not None:
-                hidden_ST |= keys_T <= queries_S1 - window
-            bias_ST = torch.zeros(hidden_ST.shape, dtype=kv.dtype, device=kv.device)
-            self._bias[index, window] = bias_ST.masked_fill_(hidden_ST, -torch.inf)[None, None]
+            queries_S = torch.arange(span.start, span.end, device=kv.device)
+            bias_ST = attention_bias(queries_S, span.end, window=window, dtype=kv.dtype)
+            self._bias[index, window] = bias_ST[None, None]
         return self._bias[index, window]

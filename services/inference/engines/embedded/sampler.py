@@ -17,7 +17,7 @@ import torch
 
 from forge.core.errors import ForgeError
 from forge.rl.sampling import sample, uniforms
-from services.inference.engines.base import Likeliest, Prompt
+from services.inference.engines.base import Likeliest, Prompt, Sampling, Tokens
 from services.inference.engines.grammar_masks import Matcher, mask_words
 
 
@@ -31,6 +31,17 @@ class DrawnToken(NamedTuple):
     """Log of the probability mass left by grammar, top-k and top-p; 0 without any."""
     top: Likeliest
     """Empty without `top_logprobs`."""
+
+
+def tokens_of(drawn: Sequence[tuple[DrawnToken, int]], sampling: Sampling) -> Tokens:
+    """Return tokens, each with the version of the weights that sampled it, as columns."""
+    return Tokens(
+        ids=tuple(token.token for token, _ in drawn),
+        logprobs=tuple(token.logprob for token, _ in drawn),
+        versions=tuple(version for _, version in drawn),
+        allowed=tuple(token.allowed for token, _ in drawn) if sampling.leaves_out else (),
+        top=tuple(token.top for token, _ in drawn if token.top),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import ResourceExhausted, Unavailable
+from forge.runtime.coordination import Instance
 from services.inference.router.actor import (
     MIN_ADMITTED,
     Admit,
@@ -24,7 +25,7 @@ from services.inference.router.actor import (
     RouterActor,
     Sampled,
 )
-from services.inference.router.fleet import SUSPECT_S, Announced, Fleet
+from services.inference.router.fleet import SUSPECT_S, Fleet
 
 
 def ids(*tokens: int) -> bytes:
@@ -33,10 +34,11 @@ def ids(*tokens: int) -> bytes:
 
 def announced(
     name: str, role: str, *, version: int = 1, address: str = "", **metadata: str
-) -> Announced:
-    return Announced(
+) -> Instance:
+    return Instance(
         instance_id=name,
-        role=role,
+        kind=role,
+        revision=1,
         address=address or f"{name}:1",
         metadata={
             "weight_version": str(version),
@@ -65,7 +67,7 @@ class Clock:
 class Harness:
     """A RouterActor over a discovery that the test writes."""
 
-    def __init__(self, *workers: Announced, queue_limit: int = 4) -> None:
+    def __init__(self, *workers: Instance, queue_limit: int = 4) -> None:
         self.clock = Clock()
         self._prefill = SimpleNamespace(kind="prefill", instances=())
         self._decode = SimpleNamespace(kind="decode", instances=())
@@ -73,11 +75,11 @@ class Harness:
         self.actor = RouterActor(discoveries, queue_limit=queue_limit, clock=self.clock)
         self._show(workers)
 
-    def _show(self, workers: Sequence[Announced]) -> None:
-        self._prefill.instances = tuple(w for w in workers if w.role == "prefill")
-        self._decode.instances = tuple(w for w in workers if w.role == "decode")
+    def _show(self, workers: Sequence[Instance]) -> None:
+        self._prefill.instances = tuple(w for w in workers if w.kind == "prefill")
+        self._decode.instances = tuple(w for w in workers if w.kind == "decode")
 
-    async def change(self, *workers: Announced) -> None:
+    async def change(self, *workers: Instance) -> None:
         self._show(workers)
         await self.actor.receive(FleetChanged())
 
@@ -92,7 +94,7 @@ class Harness:
 DECODE = announced("d", "decode")
 
 
-async def harness(*workers: Announced, **options: Any) -> Harness:
+async def harness(*workers: Instance, **options: Any) -> Harness:
     made = Harness(*workers, **options)
     await made.actor.started()
     return made

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
@@ -36,19 +35,16 @@ class KvPass(Protocol):
         """Store this layer's keys and values; return the attention output, shape NQD."""
 
 
-def grouped_attention(
-    q_BHGD: torch.Tensor,
-    k_BHTD: torch.Tensor,
-    v_BHTD: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    scale: float | None,
-    causal: bool = False,
+def attention_bias(
+    positions_R: torch.Tensor, length: int, *, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention of G query rows per key-value head, without repeated keys."""
-    return scaled_dot_product_attention(
-        q_BHGD, k_BHTD, v_BHTD, attn_mask=bias, is_causal=causal, scale=scale
-    )
+    """0 for the keys up to a row's position and inside the window, -inf for others: [R, length]."""
+    keys_T = torch.arange(length, device=positions_R.device)
+    hidden_RT = keys_T > positions_R[:, None]
+    if window is not None:
+        hidden_RT |= keys_T <= positions_R[:, None] - window
+    bias_RT = torch.zeros(hidden_RT.shape, dtype=dtype, device=positions_R.device)
+    return bias_RT.masked_fill_(hidden_RT, -torch.inf)
 
 
 def _attention(  # noqa: PLR0913

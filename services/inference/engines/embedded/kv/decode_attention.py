@@ -3,9 +3,8 @@
 Each sequence reads its own slab row. All sequences of a trunk read it together, and the two results
 are merged by their log-sum-exp.
 
-Shape suffixes: N sequences, R rows of a slab, K sequences of one trunk, M sequences that
-read trunks, H key-value heads, G query
-heads per key-value head, Q = H * G, T tokens, D head size.
+Shape suffixes: N sequences, R rows of a slab, K sequences of one trunk, M sequences that read
+trunks, H key-value heads, G query heads per key-value head, Q = H * G, T tokens, D head size.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from services.inference.engines.embedded.kv.attention import grouped_attention
+from services.inference.engines.embedded.kv.attention import attention_bias
 from services.inference.engines.embedded.kv.shared_prefixes import Trunk
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
@@ -74,7 +74,7 @@ class SlabStep:
                 read, read_lse = _attention_with_lse(*own, bias=bias[index], scale=scale)
                 lse.append(read_lse)
             else:
-                read = grouped_attention(*own, bias=bias[index], scale=scale)
+                read = scaled_dot_product_attention(*own, attn_mask=bias[index], scale=scale)
             out.append(read)
             start = end
         out_NHGD = torch.cat(out) if len(out) > 1 else out[0]
@@ -207,10 +207,5 @@ def _length(slab: Slab, needed: Sequence[int]) -> int:
 def _bias(
     positions_R: torch.Tensor, length: int, *, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """0 for the tokens up to a row's position, -inf for padding: [R, 1, 1, length]."""
-    keys_T = torch.arange(length, device=positions_R.device)
-    hidden_RT = keys_T > positions_R[:, None]
-    if window is not None:
-        hidden_RT |= keys_T <= positions_R[:, None] - window
-    bias_RT = torch.zeros(hidden_RT.shape, dtype=dtype, device=positions_R.device)
-    return bias_RT.masked_fill_(hidden_RT, -torch.inf)[:, None, None]
+    """The bias of rows with one query each: [R, 1, 1, length]."""
+    return attention_bias(positions_R, length, window=window, dtype=dtype)[:, None, None]

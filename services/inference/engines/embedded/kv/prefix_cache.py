@@ -12,13 +12,12 @@ from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.shape import KvShape
 
 
-class KvCache:
+class KvCache(PrefixCache):
     """Blocks of keys and values in one tensor, indexed by their tokens."""
 
     def __init__(self, shape: KvShape, *, block_tokens: int, capacity_bytes: int) -> None:
-        self.block_tokens = block_tokens
         blocks = capacity_bytes // (block_tokens * shape.token_bytes)
-        self._index = PrefixCache(block_tokens=block_tokens, capacity_tokens=blocks * block_tokens)
+        super().__init__(block_tokens=block_tokens, capacity_tokens=blocks * block_tokens)
         # [layers, 2, heads, slots, block_tokens, head_size]: slots have a sequence's layout.
         # The system allocates pages as slots fill.
         self._blocks = torch.empty(
@@ -26,23 +25,6 @@ class KvCache:
             dtype=shape.dtype,
             device=shape.device,
         )
-
-    @property
-    def tokens(self) -> int:
-        """Number of cached tokens."""
-        return self._index.tokens
-
-    def match(self, ids: bytes, *, limit_tokens: int | None = None, pin: bool = False) -> Match:
-        """See `PrefixCache.match`."""
-        return self._index.match(ids, limit_tokens=limit_tokens, pin=pin)
-
-    def shared_tokens(self, match: Match) -> int:
-        """See `PrefixCache.shared_tokens`."""
-        return self._index.shared_tokens(match)
-
-    def unpin(self, match: Match) -> None:
-        """See `PrefixCache.unpin`."""
-        self._index.unpin(match)
 
     def read(
         self, match: Match, out: torch.Tensor, *, start: int = 0, end: int | None = None
@@ -60,7 +42,7 @@ class KvCache:
 
         `kv` may begin at `from_token` if all tokens before it are cached and pinned.
         """
-        placed = self._index.insert(ids)
+        placed = self.insert(ids)
         if placed:
             size = self.block_tokens
             start = placed[0].start_token - from_token
@@ -71,10 +53,6 @@ class KvCache:
             layers, two, heads, _, head_size = kv.shape
             blocks = kv[:, :, :, start:end].view(layers, two, heads, len(placed), size, head_size)
             self._blocks.index_copy_(3, slots, blocks)
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        self._index.clear()
 
 
 def prefix(ids: bytes, tokens: int) -> bytes:
