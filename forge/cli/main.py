@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,10 @@ import typer
 
 from forge.cli.command_exit import console, fail, finish
 from forge.cli.connection import Connection, of_run
+from forge.cli.options import with_options
 from forge.cli.pool import pool_app
-from forge.cli.pool_options import reading
 from forge.cli.queue import queue_app
+from forge.cli.run_options import Root, RunOptions, Seed
 from forge.core.errors import ForgeError, InvalidArgument
 
 app = typer.Typer(
@@ -27,24 +28,6 @@ model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export
 app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
-
-Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
-RunDir = Annotated[
-    Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
-]
-Model = Annotated[
-    str, typer.Option(help="tiny, smollm2, a directory, or a hub id with a chat template.")
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
-Etcd = Annotated[
-    str, typer.Option(help="host:port[,host:port] of a running etcd. Default: start one.")
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable."
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,81 +49,32 @@ def options(
 
 
 @app.command()
-def run(
-    model: Model = "tiny",
-    seed: Seed = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps. Default: the model's preset.")
-    ] = None,
-    eval_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Held-out tasks per domain. Default: the preset's.")
-    ] = None,
-    eval_every_steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Also measure held-out tasks every N steps of training."),
-    ] = None,
-    root: Root = Path(".forge"),
-    run_dir: RunDir = None,
-    etcd: Etcd = "",
-    overrides: Set = None,
-) -> None:
+@with_options
+def run(options: RunOptions) -> None:
     """Train a model end to end on this machine and print the result.
 
     Starts every service as a separate process, measures held-out tasks, trains, measures
     again and stops everything. After an interruption the same command resumes the run.
     """
-    from forge.cli.presets import parse_overrides
-    from forge.cli.training_run import RunOptions, train
+    from forge.cli.training_run import train
 
-    def main() -> Awaitable[None]:
-        options = RunOptions(
-            model=model,
-            seed=seed,
-            root=root,
-            run_dir=run_dir,
-            steps=steps,
-            eval_tasks=eval_tasks,
-            eval_every_steps=eval_every_steps,
-            etcd=etcd,
-            settings=parse_overrides(overrides or []),
-        )
-        return train(options, console)
-
-    finish(main, "Interrupted. Run the same command again to resume.")
+    finish(lambda: train(options, console), "Interrupted. Run the same command again to resume.")
 
 
 @app.command()
-def up(
-    model: Model = "tiny",
-    seed: Seed = 0,
-    root: Root = Path(".forge"),
-    run_dir: RunDir = None,
-    etcd: Etcd = "",
-    overrides: Set = None,
-) -> None:
+@with_options
+def up(stack: RunOptions) -> None:
     """Start every service and keep them running until Ctrl-C.
 
     For your tasks and agents: submit with the client SDK, point agents at the gateway.
     """
-    from forge.cli.presets import parse_overrides
-    from forge.cli.training_run import RunOptions, serve
+    from forge.cli.training_run import serve
 
-    def main() -> Awaitable[None]:
-        options = RunOptions(
-            model=model,
-            seed=seed,
-            root=root,
-            run_dir=run_dir,
-            etcd=etcd,
-            settings=parse_overrides(overrides or []),
-        )
-        return serve(options, console)
-
-    finish(main, "Stopped.")
+    finish(lambda: serve(stack, console), "Stopped.")
 
 
 @app.command()
-@reading
+@with_options
 def status(
     find: Callable[[], Connection],
     directory: Annotated[Path | None, typer.Argument(help="The same as --run-dir.")] = None,
@@ -179,7 +113,7 @@ def plot(
 
 
 @app.command()
-@reading
+@with_options
 def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
     """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
 

@@ -16,7 +16,7 @@ import typer
 
 from forge.cli.command_exit import console, fail, finish
 from forge.cli.connection import Connection
-from forge.cli.pool_options import reading
+from forge.cli.options import with_options
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, pool_pb2
 
@@ -38,7 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per li
 
 
 @pool_app.command()
-@reading
+@with_options
 def check(
     find: Callable[[], Connection],
     directory: Directory,
@@ -117,7 +117,7 @@ def adopt(directory: Directory) -> None:
 
 
 @pool_app.command()
-@reading
+@with_options
 def compact(find: Callable[[], Connection], directory: Directory) -> None:
     """Return the space of freed records in a shard's file to the disk, running or not.
 
@@ -141,7 +141,7 @@ def compact(find: Callable[[], Connection], directory: Directory) -> None:
 
 
 @pool_app.command()
-@reading
+@with_options
 def query(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
@@ -161,7 +161,7 @@ def query(
 
 
 @pool_app.command()
-@reading
+@with_options
 def tail(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
@@ -190,7 +190,7 @@ def tail(
 
 
 @pool_app.command()
-@reading
+@with_options
 def export(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
@@ -215,7 +215,7 @@ def export(
 
 
 @pool_app.command()
-@reading
+@with_options
 def stats(at: Connection, json: Json = False) -> None:
     """Count groups and trajectories by domain and state; show sizes and the oldest group."""
     from forge.cli.pool_reading import show_stats

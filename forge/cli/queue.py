@@ -13,7 +13,7 @@ import typer
 
 from forge.cli.command_exit import console, finish
 from forge.cli.connection import Connection
-from forge.cli.pool_options import reading
+from forge.cli.options import with_options
 from forge.cli.trouble import troubles
 from forge.v1 import common_pb2, scheduler_pb2
 
@@ -31,21 +31,21 @@ _POLL_S = 1.0
 
 
 @queue_app.command()
-@reading
+@with_options
 def pause(at: Connection) -> None:
     """Lease no further rollout and no further batch. Leased ones continue to their end."""
     finish(lambda: _set(at, scheduler_pb2.ACTIVITY_PAUSED), "Interrupted.")
 
 
 @queue_app.command()
-@reading
+@with_options
 def resume(at: Connection) -> None:
     """Continue after a pause or a drain."""
     finish(lambda: _set(at, scheduler_pb2.ACTIVITY_RUNNING), "Interrupted.")
 
 
 @queue_app.command()
-@reading
+@with_options
 def drain(
     at: Connection,
     wait: Annotated[bool, typer.Option(help="Return when no group runs.")] = False,
@@ -55,14 +55,14 @@ def drain(
 
 
 @queue_app.command()
-@reading
+@with_options
 def status(at: Connection) -> None:
     """Show the state of the queue."""
     finish(lambda: _set(at, None), "Interrupted.")
 
 
 @queue_app.command()
-@reading
+@with_options
 def submit(
     at: Connection,
     file: Annotated[Path, typer.Argument(help="JSON Lines: an object with `payload` per task.")],

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from forge.cli.kept import MeasuredModel, measured_model
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw, read_evaluations
 from forge.cli.presets import Preset, Settings, merged, preset_for
+from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.stack import Stack, StackPlan, check_settings
 from forge.client.operator import Operator
@@ -39,21 +39,6 @@ OPERATE_RETRY_S = 120.0
 """Retry time of commands: a restarted service may first rebuild its state."""
 OBSERVE_RETRY_S = 2.0
 """Retry time of the display, which must not freeze: it polls a restarting service again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The options of the command line."""
-
-    model: str
-    seed: int
-    root: Path
-    run_dir: Path | None
-    etcd: str
-    settings: Settings
-    steps: int | None = None
-    eval_tasks: int | None = None
-    eval_every_steps: int | None = None
 
 
 def directory_of(options: RunOptions) -> RunDirectory:

@@ -14,9 +14,10 @@ from forge.cli import training_run
 from forge.cli.campaign import Campaign, Progress
 from forge.cli.display import RunDisplay, evaluation_line, evaluations_table
 from forge.cli.presets import preset_for
+from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory
 from forge.cli.status import _trainer_status
-from forge.cli.training_run import RunOptions, open_run, plan_of, preset_of
+from forge.cli.training_run import open_run, plan_of, preset_of
 from forge.client.task_files import read_tasks
 from forge.core.errors import InvalidArgument, Unavailable
 from forge.v1 import inference_pb2, scheduler_pb2
@@ -37,15 +38,7 @@ EVALUATION = pb.Evaluation(
 
 
 def options_of(root: Path, **changed: Any) -> RunOptions:
-    given: dict[str, Any] = {
-        "model": "tiny",
-        "seed": 0,
-        "root": root,
-        "run_dir": None,
-        "etcd": "",
-        "settings": {},
-    }
-    return RunOptions(**(given | changed))
+    return RunOptions(root=root, **changed)
 
 
 async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
@@ -73,8 +66,8 @@ async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
     assert sorted(task.domain for task in tasks) == sorted([*domains] * 3)
     assert {task.group_size for task in tasks} == {preset.eval_attempts}
 
-    at_end = {"trainer": {"evaluation.at_end": "true"}}
-    own = options_of(tmp_path, eval_every_steps=15, settings=at_end)
+    at_end = ["trainer.evaluation.at_end=true"]
+    own = options_of(tmp_path, eval_every_steps=15, overrides=at_end)
     assert plan_of(own, directory, state, preset).settings["trainer"]["evaluation.at_end"] == "true"
     plain = plan_of(options_of(tmp_path), directory, state, preset).settings["trainer"]
     assert not any(key.startswith("eval") for key in plain)
@@ -84,7 +77,7 @@ async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts
     tmp_path: Path,
 ) -> None:
     """In the trainer's words."""
-    options = options_of(tmp_path, settings={"trainer": {"evaluation.every_steps": "5"}})
+    options = options_of(tmp_path, overrides=["trainer.evaluation.every_steps=5"])
     with pytest.raises(
         InvalidArgument, match=r"evaluation\.every_steps = 5 is not allowed without"
     ):

@@ -1,6 +1,6 @@
-"""Shared options of commands that use a running system.
+"""Shared options of commands.
 
-Owns the options of a trajectory filter and of a connection, and their conversion.
+Owns the options of a trajectory filter and of a connection, and the conversion of all shared ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typer
 
 from forge.cli.command_exit import fail
 from forge.cli.connection import Connection, newest_run, of_run
+from forge.cli.run_options import RunOptions, stack_options
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 
@@ -143,12 +144,15 @@ _SOURCES: dict[str, Callable[..., Any]] = {
     "find": _found_later,
     "named": _if_named,
     "wanted": trajectory_filter,
+    "options": RunOptions,
+    "stack": stack_options,
 }
 
 
-def reading(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorates a command: options replace its parameters. Options of a connection replace `at`,
-    `find` (connects on demand) or `named` (None without options); those of a filter, `wanted`."""
+    `find` (connects on demand) or `named` (None without options); those of a filter, `wanted`;
+    those of a run, `options`, or `stack` without a campaign."""
     declared = inspect.signature(command, eval_str=True).parameters
     sources = {name: make for name, make in _SOURCES.items() if name in declared}
     options = {

@@ -1,0 +1,66 @@
+"""The options of `forge run` and `forge up`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forge.cli.presets import Settings, parse_overrides
+
+Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
+Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
+_OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of one run. Raises `InvalidArgument` for a wrong `--set`."""
+
+    model: Annotated[
+        str, typer.Option(help="tiny, smollm2, a directory, or a hub id with a chat template.")
+    ] = "tiny"
+    seed: Seed = 0
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps. Default: the model's preset.")
+    ] = None
+    eval_tasks: Annotated[
+        int | None, typer.Option(min=1, help="Held-out tasks per domain. Default: the preset's.")
+    ] = None
+    eval_every_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also measure held-out tasks every N steps of training."),
+    ] = None
+    root: Root = Path(".forge")
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
+    ] = None
+    etcd: Annotated[
+        str, typer.Option(help="host:port[,host:port] of a running etcd. Default: start one.")
+    ] = ""
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable.",
+        ),
+    ] = None
+    settings: Settings = field(init=False)
+    """The parsed `overrides`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", parse_overrides(self.overrides or []))
+
+
+def stack_options(**options: Any) -> RunOptions:
+    """Returns the options of a stack without a campaign."""
+    return RunOptions(**options)
+
+
+_OPTIONS = inspect.signature(RunOptions, eval_str=True)
+stack_options.__signature__ = _OPTIONS.replace(  # type: ignore[attr-defined]
+    parameters=[one for name, one in _OPTIONS.parameters.items() if name not in _OF_CAMPAIGN]
+)
