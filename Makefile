@@ -5,6 +5,9 @@ SEED ?= 0
 
 ROUNDS ?= 10
 
+# pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: run help setup hooks test test-loaded test-clients test-wheel coverage lint docs dist protos \
 	protos-baseline chaos crash fuzz bench bench-peers families
 

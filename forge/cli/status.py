@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import gather
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,6 +17,7 @@ from forge.client.operator import Operator
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.clock_watch import REMEDY
+from forge.v1 import scheduler_pb2
 
 
 async def show_status(at: Connection, console: Console) -> None:
@@ -25,18 +26,19 @@ async def show_status(at: Connection, console: Console) -> None:
         console.print(await _instances(coordinator))
         # Without retries: absent services are reported.
         operator = Operator(coordinator, channels, retry_for_s=0.0)
-        asked: dict[str, Callable[[], Awaitable[object]]] = {
-            "scheduler": operator.scheduler_status,
-            "inference": operator.inference_status,
-            "trainer": lambda: _trainer_status(operator),
-        }
-        trouble = await _troubles(operator)
-        if trouble:
-            console.print(trouble, soft_wrap=True)
-        answers = await gather(*map(_status_or_error, asked.values()))
-        for name, answer in zip(asked, answers, strict=True):
+        scheduler, inference, trainer = await gather(
+            _status_or_error(operator.scheduler_status()),
+            _status_or_error(operator.inference_status()),
+            _status_or_error(_trainer_status(operator)),
+        )
+        if isinstance(scheduler, scheduler_pb2.GetSchedulerStatusResponse):
+            for trouble in troubles(scheduler).values():
+                console.print(Text(trouble, style="yellow"), soft_wrap=True)
+        answers = {"scheduler": scheduler, "inference": inference, "trainer": trainer}
+        for name, answer in answers.items():
             console.print(Text(name, style="bold"))
-            console.print(answer, soft_wrap=True)
+            style = "yellow" if isinstance(answer, ForgeError) else ""
+            console.print(Text(str(answer), style=style), soft_wrap=True)
         _, clocks = await compare_clocks(coordinator, channels)
         for line in clocks.lines():
             console.print(Text(f"{line}: {REMEDY}", style="yellow"), soft_wrap=True)
@@ -50,20 +52,11 @@ async def _trainer_status(operator: Operator) -> object:
     return status
 
 
-async def _troubles(operator: Operator) -> Text:
-    """Returns the reasons why training waits; empty if the scheduler is unreachable."""
+async def _status_or_error(status: Awaitable[object]) -> object:
     try:
-        status = await operator.scheduler_status()
-    except ForgeError:
-        return Text("")
-    return Text("\n".join(troubles(status).values()), style="yellow")
-
-
-async def _status_or_error(ask: Callable[[], Awaitable[object]]) -> Text:
-    try:
-        return Text(str(await ask()))
+        return await status
     except ForgeError as error:
-        return Text(str(error), style="yellow")
+        return error
 
 
 async def _instances(coordinator: Coordinator) -> Table:
