@@ -22,8 +22,8 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring, Security
-from forge.v1 import pool_pb2, pool_pb2_grpc
-from tests.support.pool.account import Ledger, audit
+from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
+from tests.support.pool.account import Ledger, audit, group_of
 from tests.support.pool.load import Writer
 from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group
@@ -48,11 +48,11 @@ def key_file(tmp_path: Path) -> Path:
 async def shard(
     tmp_path: Path, key_file: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> AsyncIterator[MakeShard]:
-    """A shard with the settings given, both of its processes started."""
+    """A shard with the settings given, empty or with a first group, both processes started."""
     made: list[ReplicatedShard] = []
     keepers: list[asyncio.Task[None]] = []
 
-    def make(*settings: str) -> ReplicatedShard:
+    def make(*settings: str, first: common_pb2.GroupRecord | None = None) -> ReplicatedShard:
         made.append(
             ReplicatedShard(
                 tmp_path,
@@ -64,6 +64,8 @@ async def shard(
                 settings=settings,
             )
         )
+        if first is not None:
+            made[-1].put_before_start(first)
         made[-1].start()
         keepers.append(asyncio.create_task(made[-1].keep_running()))
         return made[-1]
@@ -138,7 +140,7 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
 async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
     """kill -9 under load with `min_copies` 1: the survivor takes what is written until the first is
     back. That one then follows, and has all of it when the survivor is killed in turn."""
-    replicas = shard("--min-copies", "1")
+    replicas = shard("--min-copies", "1", first=group_of("t0"))
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
     async with asyncio.TaskGroup() as tasks:
@@ -168,7 +170,7 @@ async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
 
 async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
     """Not a follower that is away: the status says so, naming it, until there is room again."""
-    replicas = shard()
+    replicas = shard(first=make_group("before"))
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
     leader, _ = await replicas.leader()
@@ -188,7 +190,7 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
 async def test_a_deposed_leader_is_refused_everything(shard):
     """Frozen until the other one leads, then thawed: what it is asked to write is not acknowledged,
     and it ends. With `min_copies` 1 the new leader goes on alone, and only it may lead again."""
-    replicas = shard("--min-copies", "1", "--lease-ttl-s", "4")
+    replicas = shard("--min-copies", "1", "--lease-ttl-s", "4", first=make_group("before"))
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
     await in_sync(replicas)
@@ -232,6 +234,7 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         key_file=key_file,
         settings=("--lease-ttl-s", "4"),
     )
+    replicas.put_before_start(make_group("before"))
     replicas.start()
     keeper = asyncio.create_task(replicas.keep_running())
     channels = Channels(Security(Keyring.from_file(key_file), subject="test"))

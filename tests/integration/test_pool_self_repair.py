@@ -53,6 +53,7 @@ async def shard(
                 settings=settings,
             )
         )
+        made[-1].put_before_start(make_group("t"))
         made[-1].start()
         return made[-1]
 

@@ -11,8 +11,11 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Security
+from forge.v1 import common_pb2
+from services.pool.store import PoolStore
 from tests.support.pool.account import Ledger, audit
 from tests.support.pool.process import START_S, PoolClient, PoolProcess
+from tests.support.pool.store import put_groups
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import LIMIT_S
 
@@ -44,6 +47,13 @@ class ReplicatedShard:
             PoolProcess(folder / name, etcd=etcd, cluster=cluster, shard=shard, key_file=key_file)
             for name in ("a", "b")
         ]
+
+    def put_before_start(self, group: common_pb2.GroupRecord) -> None:
+        """Stores `group` in the first replica, so that it leads at once: an empty shard waits the
+        lease of a replica with data."""
+        store = PoolStore(self.processes[0].data_dir, shard=self.shard)
+        put_groups(store, group)
+        store.close()
 
     def start(self) -> None:
         """Starts those that do not run."""
