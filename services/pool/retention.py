@@ -212,7 +212,9 @@ class Retention:
 
     def _pressed(self) -> bool:
         limit = self._policy.keep_bytes
-        return self._store.short_of_room or bool(limit and self._store.live_bytes > limit)
+        return self._store.short_of_room or bool(
+            limit and self._store.environment.live_bytes > limit
+        )
 
     async def _free(self, groups: Sequence[SettledGroup], covered_step: int) -> Freed:
         command = FreeGroups(

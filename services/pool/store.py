@@ -13,11 +13,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge.core.errors import ConfigError, ResourceExhausted
+from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.core.trajectory import TaskId, TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import apply, reads
-from services.pool.data.commands import AppendTurns, Command
+from services.pool.data import reads
+from services.pool.data.commands import (
+    AppendRewards,
+    AppendTurns,
+    Command,
+    FollowLeader,
+    FreeGroups,
+    MarkOrphans,
+    PutGroups,
+    RepairUnit,
+    SealTrajectory,
+    SetGroupStates,
+)
+from services.pool.data.freeing import free
 from services.pool.data.group_scan import (
     PAGE_BYTES,
     BoundedScan,
@@ -26,7 +38,11 @@ from services.pool.data.group_scan import (
     count_settled,
     find_newest_settled,
 )
-from services.pool.data.orphans import OrphanPage, orphans_after
+from services.pool.data.orphans import OrphanPage, mark, orphans_after
+from services.pool.data.record_repair import repair_from_replica
+from services.pool.data.seal_trajectory import append_rewards, seal
+from services.pool.data.store_groups import put_groups, set_group_states
+from services.pool.data.store_turns import store_turns
 from services.pool.storage.change_trackers import (
     ChangeListener,
     CommitChanges,
@@ -38,6 +54,7 @@ from services.pool.storage.journal import (
     Changes,
     ReplicaState,
     begin_replication,
+    follow,
     log_commit,
     replica_state,
 )
@@ -119,7 +136,7 @@ class PoolStore:
             # The transaction may run again from the start.
             changes.records.clear()
             answers = [
-                full if full and isinstance(command, AppendTurns) else apply.apply(command, records)
+                full if full and isinstance(command, AppendTurns) else _apply(command, records)
                 for command in commands
             ]
             if not changes.records:
@@ -268,24 +285,36 @@ class PoolStore:
             live_bytes=self.environment.live_bytes,
         )
 
-    @property
-    def used_bytes(self) -> int:
-        """Size of the data file, free pages included."""
-        return self.environment.used_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the data file in use by records."""
-        return self.environment.live_bytes
-
-    @property
-    def disk_free_bytes(self) -> int:
-        """Free bytes on the disk."""
-        return self.environment.disk_free_bytes
-
     def close(self) -> None:
         """Waits for readers, then closes the files."""
         self.environment.close()
+
+
+def _apply(command: Command, records: Records) -> Any:
+    """Applies `command` in the transaction of `records`. Returns the answer, or the ForgeError that
+    refused it, so that other commands of the transaction are still applied."""
+    try:
+        match command:
+            case AppendTurns(turns=turns):
+                return store_turns(records, turns)
+            case AppendRewards():
+                return append_rewards(records, command)
+            case SealTrajectory():
+                return seal(records, command)
+            case PutGroups():
+                return put_groups(records, command)
+            case SetGroupStates():
+                return set_group_states(records, command)
+            case FreeGroups():
+                return free(records, command)
+            case MarkOrphans():
+                return mark(records, command)
+            case FollowLeader(steps=steps):
+                return follow(records, steps)
+            case RepairUnit():
+                return repair_from_replica(records, command)
+    except ForgeError as error:
+        return error
 
 
 def _settle_names(records: Records, wanted: str) -> str:

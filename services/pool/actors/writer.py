@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.rpc.chunks import chunked
 from forge.runtime.telemetry import log
-from services.pool.data.commands import AppendTurns, Command
+from services.pool.data.commands import AppendTurns, Command, cost_bytes
 from services.pool.metrics import (
     COMMANDS,
     COMMIT_FAILURES,
@@ -29,8 +28,6 @@ from services.pool.store import PoolStore
 
 COMMIT_BYTES = 8 << 20
 """Most payload of one commit; a single command may exceed it."""
-
-_cost_bytes = attrgetter("cost_bytes")
 
 
 class WriterRef(Protocol):
@@ -58,7 +55,7 @@ class Writer(ThreadActor):
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Commits the commands in order; one answer each."""
         answers: list[Any] = []
-        for commands in chunked(messages, size_of=_cost_bytes, max_bytes=COMMIT_BYTES):
+        for commands in chunked(messages, size_of=cost_bytes, max_bytes=COMMIT_BYTES):
             answers += self._commit(commands)
         return answers
 
@@ -75,10 +72,11 @@ class Writer(ThreadActor):
         for command, answer in zip(commands, answers, strict=True):
             _count_refusals(command, answer)
             COMMANDS.labels(type(command).__name__).inc()
-            COMMITTED_BYTES.inc(command.cost_bytes)
-        USED_BYTES.set(self._store.used_bytes)
-        LIVE_BYTES.set(self._store.live_bytes)
-        DISK_FREE_BYTES.set(self._store.disk_free_bytes)
+            COMMITTED_BYTES.inc(cost_bytes(command))
+        environment = self._store.environment
+        USED_BYTES.set(environment.used_bytes)
+        LIVE_BYTES.set(environment.live_bytes)
+        DISK_FREE_BYTES.set(environment.disk_free_bytes)
         return answers
 
 

@@ -67,10 +67,9 @@ def turns_damage(header: TrajectoryHeader, turns: Sequence[Mark]) -> str:
         return "has other turns than it was closed with"
     if header.state == common_pb2.TRAJECTORY_STATE_SEALED:
         missing = [index for index in range(header.turns) if index not in there]
-        return f"lacks {len(missing)} of its {header.turns} turns: {_listed(map(str, missing))}"
+        return f"lacks {len(missing)} of its {header.turns} turns: {listed(map(str, missing))}"
     # The indexes of an abandoned trajectory are unknown.
-    listed = _listed(map(str, sorted(there)))
-    return f"has {len(there)} of its {header.turns} turns: {listed}"
+    return f"has {len(there)} of its {header.turns} turns: {listed(map(str, sorted(there)))}"
 
 
 def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequence[Mark]) -> str:
@@ -79,7 +78,7 @@ def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequenc
         return ""
     if len(rewards) == header.reward_events:
         return "has other rewards than it was closed with"
-    there = _listed(key[len(trajectory) :].decode(errors="replace") for key, _ in rewards)
+    there = listed(key[len(trajectory) :].decode(errors="replace") for key, _ in rewards)
     return f"has {len(rewards)} of its {header.reward_events} rewards: {there}"
 
 
@@ -115,6 +114,7 @@ def _require(trajectory: bytes, damage: str) -> None:
         raise DamagedRecord(message, table=Table.TRAJECTORIES, key=trajectory)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first names of records, for an error; "none" without one."""
     every = list(names)
     return (", ".join(every[:_NAMED]) + (", ..." if len(every) > _NAMED else "")) or "none"

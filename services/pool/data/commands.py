@@ -1,13 +1,13 @@
 """Commands to the writer: one frozen dataclass per change of a shard.
 
-`validation` makes them from requests, `apply` applies them. Each is valid by itself; its relation
+`validation` makes them from requests, `store` applies them. Each is valid by itself; its relation
 to stored records is not checked yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, replica_pb2
@@ -33,11 +33,6 @@ class AppendTurns:
 
     turns: tuple[NewTurn, ...]
 
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(len(turn.serialized) for turn in self.turns)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendRewards:
@@ -45,11 +40,6 @@ class AppendRewards:
 
     trajectory: TrajectoryName
     rewards: tuple[common_pb2.RewardEvent, ...]
-
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(reward.ByteSize() for reward in self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +59,6 @@ class SealTrajectory:
     past_damage: bool = False
     """Seals although the group is damaged: no replica has it intact."""
 
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(reward.ByteSize() for reward in self.rewards)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutGroups:
@@ -82,11 +67,6 @@ class PutGroups:
     groups: tuple[common_pb2.GroupRecord, ...]
     fence: int
     """Revision of the writer's leadership."""
-
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(group.ByteSize() for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +79,6 @@ class SetGroupStates:
     now_unix_s: float
     past_damage: bool = False
     """Replaces damaged states: no replica has them intact."""
-
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(state.ByteSize() for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +93,6 @@ class FreeGroups:
     max_bytes: int = 8 << 20
     """Bytes of them that may be deleted."""
     now_unix_s: float
-    cost_bytes: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +101,6 @@ class MarkOrphans:
 
     task_ids: tuple[str, ...]
     now_unix_s: float
-    cost_bytes: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +108,6 @@ class FollowLeader:
     """Steps from a leader, in order. Answered by the position reached, 0 while copying."""
 
     steps: tuple[replica_pb2.FollowStep, ...]
-
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(step.ByteSize() for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +121,6 @@ class RepairUnit:
     leads: bool
     """True on a leader: followers get the repair as a commit."""
 
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(map(len, self.copy.values.values()))
-
 
 Command = (
     AppendTurns
@@ -170,3 +133,20 @@ Command = (
     | FollowLeader
     | RepairUnit
 )
+
+
+def cost_bytes(command: Command) -> int:
+    """Bytes of payload."""
+    match command:
+        case AppendTurns(turns=turns):
+            return sum(len(turn.serialized) for turn in turns)
+        case AppendRewards(rewards=messages) | SealTrajectory(rewards=messages):
+            return sum(message.ByteSize() for message in messages)
+        case PutGroups(groups=messages) | FollowLeader(steps=messages):
+            return sum(message.ByteSize() for message in messages)
+        case SetGroupStates(states=states):
+            return sum(state.ByteSize() for state in states.values())
+        case RepairUnit(copy=copy):
+            return sum(map(len, copy.values.values()))
+        case _:
+            return 0

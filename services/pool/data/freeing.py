@@ -27,6 +27,7 @@ from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
+from services.pool.storage.group_records import group_record, group_state, intact_state
 from services.pool.storage.keys import group_key, task_prefix
 from services.pool.storage.records import (
     DamagedRecord,
@@ -50,12 +51,6 @@ class Freed:
     payload_bytes: int = 0
     unfinished: bool = False
     """There was more to free than the transaction may hold."""
-
-
-def group_state(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
-    """State, batch, step, reason and times of a group; None for one that is not stored."""
-    stored = records.get(Table.STATES, group_key(task_id))
-    return None if stored is None else common_pb2.GroupRecord.FromString(bytes(stored))
 
 
 def put_state(
@@ -89,14 +84,6 @@ def forget_orphan(records: Records, task_id: str) -> None:
     """Removes the orphan's index entry once its group arrives; freed records stay freed."""
     if records.has(Table.STATES, group_key(task_id)):
         remove_settled(records, task_id, intact_state(records, task_id))
-
-
-def intact_state(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
-    """None for a state that is damaged or lost."""
-    try:
-        return group_state(records, task_id)
-    except DamagedRecord:
-        return None
 
 
 def is_freed(records: Records, task_id: str) -> bool:
@@ -245,11 +232,8 @@ def _finish(records: Records, task_id: str) -> int:
 
 def _drop_payload(records: Records, task_id: str) -> int:
     """The bytes freed. A payload without a digest stays: it identifies the task."""
-    stored = records.get(Table.GROUPS, group_key(task_id))
-    if stored is None:
-        return 0
-    group = common_pb2.GroupRecord.FromString(bytes(stored))
-    if not group.task_digest or not group.task.payload_json:
+    group = group_record(records, task_id)
+    if group is None or not group.task_digest or not group.task.payload_json:
         return 0
     freed_bytes = len(group.task.payload_json.encode())
     group.task.payload_json = ""

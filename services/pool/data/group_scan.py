@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
@@ -30,15 +30,15 @@ PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
 """Most groups, and bytes of groups, in one message."""
 
 
-Read = Callable[[Callable[[Records], Any]], Any]
+T = TypeVar("T")
 Page = Sequence[pool_pb2.ScanGroupsResponse]
 
 
-class Scan(Protocol):
-    """The interface of all scans."""
+class Read(Protocol):
+    """Reads one snapshot."""
 
-    def next_page(self) -> Page | None:
-        """The next groups, which fit in one message; None at the end."""
+    def __call__(self, look: Callable[[Records], T]) -> T:
+        """Returns the result of `look`."""
 
 
 class GroupScan:
@@ -65,7 +65,7 @@ class GroupScan:
     def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
         """The next groups, which fit in one message; None at the end."""
         if self._unqueued is None:
-            page: reads.GroupPage = self._read(
+            page = self._read(
                 lambda records: reads.groups(
                     records,
                     after=self._after,
@@ -86,8 +86,7 @@ class GroupScan:
         if not self._unqueued:
             return None
         task_ids, self._unqueued = self._unqueued[:limit], self._unqueued[limit:]
-        found: Page = self._read(partial(groups_by_record, task_ids=task_ids, brief=self._brief))
-        return found
+        return self._read(partial(groups_by_record, task_ids=task_ids, brief=self._brief))
 
     def _find_unqueued(self, records: Records) -> list[TaskId]:
         if records.count(Table.GROUPS) == self._queued:
@@ -132,8 +131,7 @@ class TaskScan:
             )
         )
         self._left = self._left[taken:]
-        found: Page = page
-        return found
+        return page
 
 
 class BoundedScan:
@@ -155,9 +153,11 @@ class BoundedScan:
             self._lost = self._read(group_index.unindexed) if self._pending.damaged else []
         if self._lost:
             task_ids, self._lost = self._lost[:limit], self._lost[limit:]
-            found: Page = self._read(partial(groups_by_record, task_ids=task_ids, brief=True))
-            return found
+            return self._read(partial(groups_by_record, task_ids=task_ids, brief=True))
         return self._settled.next_page(**limits)
+
+
+Scan = GroupScan | TaskScan | BoundedScan
 
 
 def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSettled | None:

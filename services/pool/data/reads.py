@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 
 from forge.core.errors import DataLoss, NotFound
 from forge.core.trajectory import TrajectoryName
@@ -16,6 +15,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.closed_digests import checked_rewards, checked_turns
 from services.pool.data.summaries import header_of, summarize
+from services.pool.storage.group_records import group_record, group_state
 from services.pool.storage.keys import (
     SHARD_KEY,
     group_key,
@@ -230,12 +230,10 @@ def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:
 
 def _stored_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
     """Raises `DataLoss` unless record and state can be read."""
-    record = records.get(Table.GROUPS, group_key(task_id))
-    state = records.get(Table.STATES, group_key(task_id))
-    if record is None or state is None:
+    group, state = group_record(records, task_id), group_state(records, task_id)
+    if group is None or state is None:
         raise DataLoss(f"group {task_id} is queued but has no record")
-    group = common_pb2.GroupRecord.FromString(bytes(record))
-    group.MergeFromString(bytes(state))
+    group.MergeFrom(state)
     return group
 
 
@@ -247,7 +245,7 @@ def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.Grou
     group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
     with suppress(DataLoss):
         group.pool_shard = bytes(records.get(Table.META, SHARD_KEY) or b"").decode()
-        group.MergeFromString(bytes(records.get(Table.STATES, group_key(task_id)) or b""))
+        group.MergeFrom(group_state(records, task_id) or common_pb2.GroupRecord())
     if group.state in (
         common_pb2.GROUP_STATE_UNSPECIFIED,
         common_pb2.GROUP_STATE_PENDING,
@@ -265,9 +263,7 @@ def _scanned(
     if brief and group.settled_unix_s and group.task_digest:
         group.task.payload_json = ""
     response = pool_pb2.ScanGroupsResponse(group=group)
-    prefix = task_prefix(task_id)
-    keys = (key for key, _ in records.scan_sealed(Table.TRAJECTORIES, after=prefix))
-    for key in takewhile(lambda key: key.startswith(prefix), keys):
+    for key, _ in records.scan_sealed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         try:
             summary = summarize(records, name_of_trajectory_key(key), brief=brief)
         except DataLoss as error:

@@ -9,7 +9,8 @@ from collections import Counter
 
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads import queued_group
-from services.pool.storage.keys import group_key, name_of_trajectory_key
+from services.pool.storage.group_records import group_state
+from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.storage.records import Payload, Records, decode_header
 from services.pool.storage.tables import Table
 
@@ -83,9 +84,8 @@ class Tally:
     def _waits(self, records: Records, task_id: str) -> bool:
         """Whether a task's group is pending; trajectories of a task are adjacent."""
         if self._last_state[0] != task_id:
-            stored = records.get(Table.STATES, group_key(task_id))
-            state = 0 if stored is None else common_pb2.GroupRecord.FromString(bytes(stored)).state
-            self._last_state = (task_id, state)
+            state = group_state(records, task_id)
+            self._last_state = (task_id, state.state if state else 0)
         return self._last_state[1] == _PENDING
 
     def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:

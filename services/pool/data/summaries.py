@@ -30,6 +30,12 @@ def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
     return None if payload is None else decode_header(payload)
 
 
+def state_name(state: int) -> str:
+    """The name of a trajectory's state in errors."""
+    name = common_pb2.TrajectoryState.Name(common_pb2.TrajectoryState.ValueType(state))
+    return name.removeprefix("TRAJECTORY_STATE_").lower()
+
+
 def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Payload]]:
     """Every turn in order, as its head and its stored payload."""
     for key, payload in records.scan(Table.TURNS, prefix=trajectory):

@@ -23,7 +23,7 @@ from services.pool.storage.group_index import (
     stored_groups,
     task_of_entry,
 )
-from services.pool.storage.keys import group_key
+from services.pool.storage.group_records import group_record, group_state
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
 
@@ -53,14 +53,9 @@ def index_damage(records: Records, *, readable: bool) -> Iterator[Found | None]:
 
 def _entries_now(records: Records, table: Table, key: bytes) -> list[Key]:
     with suppress(DataLoss, ValueError):
-        at = group_key(task_of_entry(table, key))
-        record, state = records.get(Table.GROUPS, at), records.get(Table.STATES, at)
-        if record is None:
-            return []
-        return entries_of(
-            common_pb2.GroupRecord.FromString(bytes(record)),
-            common_pb2.GroupRecord.FromString(bytes(state or b"")),
-        )
+        task_id = task_of_entry(table, key)
+        group, state = group_record(records, task_id), group_state(records, task_id)
+        return entries_of(group, state or common_pb2.GroupRecord()) if group else []
     return [(table, key)]
 
 

@@ -23,6 +23,7 @@ from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
+from services.pool.storage.group_records import group_record, group_state, intact_state
 from services.pool.storage.keys import (
     group_key,
     name_of_trajectory_key,
@@ -109,7 +110,7 @@ class GroupMoves:
         if not (was or now):
             return
         try:
-            group = _group_of(self._records, task_id)
+            group = group_record(self._records, task_id)
         except DataLoss:
             self._damaged.add(task_id)
             return
@@ -150,14 +151,14 @@ def before_late_seal(
     """None for a group that is not settled: its rollouts are counted when it is. Raises
     `DamagedRecord`, or returns None, for a group that cannot be read."""
     try:
-        stored = records.get(Table.STATES, group_key(task_id))
-        state = common_pb2.GroupRecord.FromString(bytes(stored or b""))
-        group = _group_of(records, task_id) if state.state in SETTLED_STATES else None
+        state = group_state(records, task_id)
+        settled = state is not None and state.state in SETTLED_STATES
+        group = group_record(records, task_id) if settled else None
     except DataLoss:
         if not past_damage:
             raise
         return None
-    if group is None:
+    if state is None or group is None:
         return None
     return SettledGroupRollouts(group, state, counted_rollouts(records, group))
 
@@ -187,10 +188,8 @@ def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Ro
         return []
     found: dict[int, Rollout] = {}
     for key, value in records.scan_sealed(
-        Table.TRAJECTORIES, after=task_prefix(group.task.task_id)
+        Table.TRAJECTORIES, prefix=task_prefix(group.task.task_id)
     ):
-        if not key.startswith(task_prefix(group.task.task_id)):
-            break
         index = name_of_trajectory_key(key).rollout_index
         if index >= group.task.group_size or index in found:
             continue
@@ -250,7 +249,7 @@ def stored_groups(
         except DataLoss:
             damaged.add(TaskId(key.decode()))
             continue
-        yield common_pb2.GroupRecord.FromString(payload), _readable_state(records, key.decode())
+        yield common_pb2.GroupRecord.FromString(payload), _state_of(records, key.decode())
     if not damaged:
         return
     for key, value in records.scan_sealed(Table.QUEUE):
@@ -259,21 +258,11 @@ def stored_groups(
         purpose, queue_index = place_of_queue_key(key)
         task = common_pb2.Task(task_id=task_of_queue_key(key), purpose=purpose, group_size=1)
         group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
-        yield group, _readable_state(records, task.task_id)
+        yield group, _state_of(records, task.task_id)
 
 
-def _readable_state(records: Records, task_id: str) -> common_pb2.GroupRecord:
-    try:
-        stored = records.get(Table.STATES, group_key(task_id))
-    except DataLoss:
-        stored = None
-    return common_pb2.GroupRecord.FromString(bytes(stored or b""))
-
-
-def _group_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
-    """None for a task that has a state alone: nothing of it is indexed here."""
-    stored = records.get(Table.GROUPS, group_key(task_id))
-    return None if stored is None else common_pb2.GroupRecord.FromString(bytes(stored))
+def _state_of(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    return intact_state(records, task_id) or common_pb2.GroupRecord()
 
 
 # What a scan reads
@@ -343,7 +332,7 @@ def unindexed(records: Records) -> list[TaskId]:
     }
     tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
     missing = (task_id for task_id in tasks if task_id not in pending)
-    return [each for each in missing if _readable_state(records, each).state not in SETTLED_STATES]
+    return [each for each in missing if _state_of(records, each).state not in SETTLED_STATES]
 
 
 def next_queue_index(records: Records, purpose: int) -> int:

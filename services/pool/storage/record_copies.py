@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -70,8 +69,7 @@ def stored_values(records: Records, unit: Key) -> Iterator[tuple[Key, bytes]]:
             yield (each, key), value
     if table is Table.TRAJECTORIES:
         for each in (Table.TURNS, Table.REWARDS):
-            entries = records.scan_sealed(each, after=key)
-            for found, value in takewhile(lambda entry: entry[0].startswith(key), entries):
+            for found, value in records.scan_sealed(each, prefix=key):
                 yield (each, found), value
 
 

@@ -191,9 +191,9 @@ async def test_beyond_its_size_a_shard_frees_the_longest_settled_first(store, sw
         change_ = change(task_id, TRAINED, batch_id="b", step=1)
         set_states(store, change_, now_unix_s=SETTLED_S + index)
     sweeper.covered_step = 1
-    limit_bytes = store.live_bytes // 2
+    limit_bytes = store.environment.live_bytes // 2
     await sweeper.sweep(keep_bytes=limit_bytes)
-    assert store.live_bytes <= limit_bytes
+    assert store.environment.live_bytes <= limit_bytes
     freed = [bool(one.group.freed_unix_s) for one in groups_page(store).groups]
     assert freed == sorted(freed, reverse=True)
     assert 0 < sum(freed) < 40

@@ -22,9 +22,9 @@ from forge.core.errors import ForgeError, NotFound
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
-from services.pool.data.apply import fence_of
 from services.pool.data.commands import AppendTurns, Command, FreeGroups, MarkOrphans
 from services.pool.data.freeing import Freed
+from services.pool.data.store_groups import fence_of
 from services.pool.maintenance import backup
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.maintenance.index_integrity import index_damage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -31,9 +32,9 @@ class CommitLog:
 
     commits: list[int] = field(default_factory=list)
     full: bool = False
-    used_bytes: int = 0
-    live_bytes: int = 0
-    disk_free_bytes: int = 0
+    environment: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(used_bytes=0, live_bytes=0, disk_free_bytes=0)
+    )
 
     def commit(self, commands) -> list[int]:
         if self.full:

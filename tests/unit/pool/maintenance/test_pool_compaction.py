@@ -67,7 +67,7 @@ async def test_room_is_given_back_and_no_record_changed(store, directory):
     before_bytes, after_bytes = await compact(store)
     assert (directory / "data.mdb").stat().st_size == after_bytes < before_bytes / 4
     assert everything(store) == before
-    assert store.used_bytes <= after_bytes
+    assert store.environment.used_bytes <= after_bytes
     append(store, make_turn("small:0:0", 1, prefix=5))
     assert left_over(directory) == []
     store.close()

@@ -1,0 +1,100 @@
+"""Stores groups and their states, under the fence of the newest scheduler.
+
+Each command is checked completely before its first write, so a refused one leaves no trace although
+it shares a transaction with others.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from forge.core.errors import FailedPrecondition, NotFound, StaleFence
+from forge.v1 import common_pb2
+from services.pool.data.commands import PutGroups, SetGroupStates
+from services.pool.data.freeing import forget_orphan, is_freed, put_state
+from services.pool.storage.group_index import SETTLED_STATES, GroupMoves, enter_new
+from services.pool.storage.group_records import intact_state
+from services.pool.storage.keys import group_key, queue_key
+from services.pool.storage.records import DamagedRecord, Records
+from services.pool.storage.tables import Table
+
+_FENCE_KEY = b"fence"
+_FENCE = struct.Struct(">Q")
+
+
+def put_groups(records: Records, command: PutGroups) -> None:
+    """Stores new groups as pending; known ones stay as they are. Raises StaleFence."""
+    _check_fence(records, command.fence)
+    for group in command.groups:
+        key = group_key(group.task.task_id)
+        if records.has(Table.GROUPS, key):
+            continue
+        forget_orphan(records, group.task.task_id)
+        records.put(Table.GROUPS, key, group.SerializeToString())
+        pending = common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_PENDING)
+        records.put(Table.STATES, key, pending.SerializeToString())
+        place = queue_key(group.task.purpose, group.queue_index, group.task.task_id)
+        records.put(Table.QUEUE, place, b"")
+        enter_new(records, group)
+    _raise_fence(records, command.fence)
+
+
+def set_group_states(records: Records, command: SetGroupStates) -> None:
+    """Replaces states of groups. Raises StaleFence, or an error of the first wrong group."""
+    _check_fence(records, command.fence)
+    new = {
+        task_id: state
+        for task_id, state in command.states.items()
+        if _is_new_state(records, task_id, state, past_damage=command.past_damage)
+    }
+    moves = GroupMoves(records)
+    for task_id, state in new.items():
+        put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
+    moves.store()
+    _raise_fence(records, command.fence)
+
+
+def _is_new_state(
+    records: Records, task_id: str, state: common_pb2.GroupRecord, *, past_damage: bool
+) -> bool:
+    """False for the state that a freed group has. Raises `FailedPrecondition` for another, and
+    `DamagedRecord` for a group that cannot be read, unless `past_damage`."""
+    key = group_key(task_id)
+    if not records.has(Table.GROUPS, key):
+        raise NotFound(f"group {task_id} is not on this shard")
+    stored = intact_state(records, task_id)
+    if not past_damage:
+        if stored is None:
+            message = f"the state of group {task_id} is damaged or lost"
+            raise DamagedRecord(message, table=Table.STATES, key=key)
+        records.get(Table.GROUPS, key)  # Raises.
+    if stored is None:
+        if is_freed(records, task_id) and state.state not in SETTLED_STATES:
+            raise FailedPrecondition(f"group {task_id} was freed, in a state that is damaged")
+        return True
+    if not stored.freed_unix_s:
+        return True
+    if (stored.state, stored.batch_id, stored.step) != (state.state, state.batch_id, state.step):
+        was = common_pb2.GroupState.Name(stored.state).removeprefix("GROUP_STATE_").lower()
+        raise FailedPrecondition(
+            f"group {task_id} was freed after it was {was}"
+            + (f" in step {stored.step}, which a checkpoint covers" if stored.step else "")
+        )
+    return False
+
+
+def fence_of(records: Records) -> int:
+    """The highest fence seen; 0 before the first."""
+    stored = records.get(Table.META, _FENCE_KEY)
+    return 0 if stored is None else int(_FENCE.unpack(stored)[0])
+
+
+def _check_fence(records: Records, fence: int) -> None:
+    newest = fence_of(records)
+    if fence < newest:
+        raise StaleFence(f"fence {fence} is stale: a leader with fence {newest} has written")
+
+
+def _raise_fence(records: Records, fence: int) -> None:
+    if fence > fence_of(records):
+        records.put(Table.META, _FENCE_KEY, _FENCE.pack(fence))
