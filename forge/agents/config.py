@@ -17,7 +17,7 @@ class RunnerConfig(ServiceConfig):
     Any program can be an agent. It runs once per rollout, has OPENAI_BASE_URL, OPENAI_API_KEY etc.
     in its environment, and prints its answer as the last line:
 
-      forge agents run --etcd HOST:2379 --key-file KEY --command 'python agent.py {prompt}'
+      forge agents run --etcd HOST:2379 --token-file TOKEN --command 'python agent.py {prompt}'
 
     Without --command a task's scaffold runs: blackbox (OpenAI's SDK and tools) or whitebox (gRPC,
     folds its own history). Rewards come from the domain and from your functions:
@@ -29,6 +29,9 @@ class RunnerConfig(ServiceConfig):
     again. After SIGTERM running rollouts may end, for at most --drain-s. See docs/agents.md.
     """
 
+    token_file: str = ""
+    """File with a runner's token, in place of key_file; empty: FORGE_TOKEN. A replaced file is read
+    again."""
     concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Maximum number of concurrent rollouts."""
     rollout_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 1800.0

@@ -1,4 +1,4 @@
-"""Connections of commands to a running system: by a run directory, or by etcd and a key."""
+"""Connections of commands to a running system: a run directory, or etcd and a key or token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
+from forge.runtime.bearer import Bearer
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Keyring, Security
@@ -22,17 +23,25 @@ class Connection:
 
     etcd: str
     cluster: str
-    key_file: Path
+    key_file: Path | None = None
+    bearer: Bearer | None = None
+    """Token in place of the key."""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+
+    def keyring(self) -> Keyring:
+        """Returns the cluster's keys. Raises `ConfigError`."""
+        if self.key_file is None:
+            raise ConfigError("this command needs --key-file: the key of the cluster")
+        return Keyring.from_file(self.key_file)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Coordinator, Channels]]:
         """Connects for the length of a block. Raises `Unavailable` when etcd does not answer,
         `ConfigError` for an invalid key."""
         security = Security(
-            Keyring.from_file(self.key_file),
+            self.bearer or self.keyring(),
             subject="operator",
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,

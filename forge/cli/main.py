@@ -17,6 +17,7 @@ from forge.cli.options import with_options
 from forge.cli.pool import pool_app
 from forge.cli.queue import queue_app
 from forge.cli.run_options import Root, RunOptions, Seed
+from forge.cli.token import token_app
 from forge.core.errors import ForgeError, InvalidArgument
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export
 app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
+app.add_typer(token_app, name="token")
 
 
 def _print_version(wanted: bool) -> None:

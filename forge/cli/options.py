@@ -20,6 +20,7 @@ from forge.cli.command_exit import fail
 from forge.cli.connection import Connection, newest_run, of_run
 from forge.cli.run_options import RunOptions, stack_options
 from forge.core.errors import ForgeError, InvalidArgument
+from forge.runtime.bearer import bearer_of
 from forge.v1 import common_pb2, pool_pb2
 
 _AGO = re.compile(r"([0-9.]+)([smhd])")
@@ -42,6 +43,9 @@ def connection(
     key_file: Annotated[
         Path | None, typer.Option(help="With --etcd: file with the cluster's key.")
     ] = None,
+    token_file: Annotated[
+        str, typer.Option(help="File with an issued token, in place of the key; or FORGE_TOKEN.")
+    ] = "",
     tls_ca: Annotated[
         str, typer.Option(help="With --etcd: PEM certificates that verify its hosts.")
     ] = "",
@@ -51,12 +55,14 @@ def connection(
     """Returns the connection of the options. Raises `InvalidArgument`."""
     if not etcd:
         return newest_run(root) if run_dir is None else of_run(run_dir)
-    if key_file is None:
-        raise InvalidArgument("--etcd needs --key-file: the key of the cluster")
+    bearer = None if key_file else bearer_of(token_file)
+    if key_file is None and bearer is None:
+        raise InvalidArgument("--etcd needs --key-file, or --token-file of `forge token issue`")
     return Connection(
         etcd=etcd,
         cluster=cluster,
         key_file=key_file,
+        bearer=bearer,
         tls_ca=tls_ca,
         tls_cert=tls_cert,
         tls_key=tls_key,

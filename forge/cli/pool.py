@@ -64,6 +64,7 @@ def check(
     if _names_replica(repair):
         try:
             at = find()
+            at.keyring()
         except ForgeError as error:
             fail(error)
         options += [

@@ -81,7 +81,7 @@ class SyncScheduler:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = blocking_channel(address, self._security)
-        token = (("authorization", f"Bearer {self._security.service_token()}"),)
+        token = (("authorization", f"Bearer {self._security.token_for('SchedulerService')}"),)
         stub = SchedulerServiceStub(channel)
         try:
             return getattr(stub, method)(request, timeout=timeout_s, metadata=token)

@@ -1,8 +1,9 @@
-"""Authorization by signed tokens, and TLS between hosts.
+"""Authorization by signed tokens.
 
 A token is `v1.<claims>.<mac>`: claims as JSON, mac = HMAC-SHA256 under the cluster's key, both
-base64url. Every process of a cluster has the key file and verifies tokens by itself. Without TLS,
-Forge listens on the loopback interface only, unless `insecure` is set.
+base64url. Every service has the key file and verifies tokens by itself. Its holder can narrow a
+token without the key: `v1.<claims>.<narrowing>.<mac>`, mac = HMAC-SHA256 under the token's own mac.
+Not here: TLS (`forge.runtime.tls`), issued tokens and revocations (`forge.runtime.issued_tokens`).
 
 The clocks of the token's issuer and verifier differ. A verifier therefore accepts an expired token
 for `clock_tolerance_s` more, so that one wrong clock does not stop a cluster; a captured token can
@@ -15,25 +16,34 @@ import base64
 import binascii
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-
-import grpc
+from typing import Any
 
 from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.bearer import Bearer
 from forge.runtime.config import CLOCK_TOLERANCE_S, ServiceConfig
+from forge.runtime.tls import Tls
 
 _VERSION = "v1"
 _MIN_KEY_BYTES = 32
 _CACHED_TOKENS = 8192
 _SERVICE_TOKEN_S = 3600.0
+_PERSON_TOLERANCE_S = 300.0
+"""Clock tolerance for tokens of people: a short life must stay short."""
+PERSONS = frozenset({"admin", "operator", "viewer"})
+_INCLUDED = {
+    "service": PERSONS | {"runner"},
+    "admin": frozenset({"operator", "viewer"}),
+    "operator": frozenset({"viewer"}),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +53,18 @@ class Claims:
     subject: str
     """An instance id, an operator's name, or a session's trajectory."""
     scopes: frozenset[str]
-    """Any of "service", "operator", "runner", "session"."""
+    """Any of "service", "admin", "operator", "viewer", "runner", "session"."""
+    token_id: str = ""
+    """Revokes this token; "" in tokens of an earlier release."""
+    audience: frozenset[str] = frozenset()
+    """Proto services that accept the token; empty: all (tokens of an earlier release)."""
     trajectory_id: str = ""
     task_id: str = ""
     domain: str = ""
     pool_shard: str = ""
     context_tokens: int = 0
     """Longest context of the session, prompt and answer; 0: the model's."""
+    issued_unix_s: float = 0.0
     expires_unix_s: float = 0.0
     """0: never."""
 
@@ -60,17 +75,20 @@ class Claims:
     def allows(self, scope: str) -> bool:
         """Whether the scopes include `scope` ("a|b": either; "": no scope is needed).
 
-        "service" includes every scope but "session".
+        "service" includes every scope but "session"; "admin" > "operator" > "viewer".
         """
         if not scope:
             return True
-        held = self.scopes
-        return any(
-            one in held or (one != "session" and "service" in held) for one in scope.split("|")
-        )
+        granted = self.scopes.union(*(_INCLUDED.get(one, ()) for one in self.scopes))
+        return any(one in granted for one in scope.split("|"))
 
 
 ANONYMOUS = Claims(subject="", scopes=frozenset())
+
+
+def new_token_id() -> str:
+    """Return a random id for a token."""
+    return secrets.token_hex(8)
 
 
 class Keyring:
@@ -128,6 +146,9 @@ class Keyring:
         payload = {
             "sub": claims.subject,
             "scopes": sorted(claims.scopes),
+            "jti": claims.token_id,
+            "aud": sorted(claims.audience),
+            "iat": claims.issued_unix_s,
             "trajectory": claims.trajectory_id,
             "task": claims.task_id,
             "domain": claims.domain,
@@ -151,6 +172,8 @@ class Keyring:
                 # A dropped token costs one HMAC; no LRU needed.
                 self._verified.clear()
             self._verified[token] = claims
+        if claims.scopes & PERSONS:
+            tolerance_s = min(tolerance_s, _PERSON_TOLERANCE_S)
         if claims.expires_unix_s and now_s >= claims.expires_unix_s + tolerance_s:
             raise Unauthenticated(
                 f"the token of {claims.subject} has expired: {now_s - claims.expires_unix_s:.0f} s "
@@ -161,36 +184,68 @@ class Keyring:
 
     def _verify_mac(self, token: str) -> Claims:
         body, _, mac_text = token.rpartition(".")
-        version, _, payload = body.partition(".")
-        if version != _VERSION:
+        version, *parts = body.split(".")
+        if version != _VERSION or not 1 <= len(parts) <= 2:
             raise Unauthenticated("the token is not one of this cluster's")
         try:
             mac = _decode(mac_text)
             # Constant time: tries every key.
-            genuine = [hmac.compare_digest(_mac(key, body), mac) for key in self._keys]
+            genuine = [hmac.compare_digest(own, mac) for own in self.macs(body)]
             if not any(genuine):
                 raise Unauthenticated("the token was not signed by this cluster's key")
-            fields = json.loads(_decode(payload))
-        except (binascii.Error, ValueError):
+            return _claims(*(json.loads(_decode(part)) for part in parts))
+        except (binascii.Error, ValueError, TypeError, KeyError):
             raise Unauthenticated("the token is malformed") from None
-        return Claims(
-            subject=fields.get("sub", ""),
-            scopes=frozenset(fields.get("scopes", ())),
-            trajectory_id=fields.get("trajectory", ""),
-            task_id=fields.get("task", ""),
-            domain=fields.get("domain", ""),
-            pool_shard=fields.get("shard", ""),
-            context_tokens=int(fields.get("context", 0)),
-            expires_unix_s=float(fields.get("exp", 0.0)),
-        )
+
+    def macs(self, body: str) -> list[bytes]:
+        """Return the mac of a token without its mac under each key."""
+        version, payload, *narrowings = body.split(".")
+        macs = [_mac(key, f"{version}.{payload}") for key in self._keys]
+        for narrowing in narrowings:
+            macs = [_mac(mac, narrowing) for mac in macs]
+        return macs
 
 
-class Security:
-    """Credentials of a process: key ring, TLS files, and the token of its own calls."""
+def audience_of(method: str) -> str:
+    """Return the audience of tokens for "/package.Service/Method": its service's simple name."""
+    return method.rpartition("/")[0].rpartition(".")[2]
+
+
+def narrow(token: str, audience: str) -> str:
+    """Return a token of the same claims for one audience alone; needs no key."""
+    body, _, mac = token.rpartition(".")
+    narrowing = _encode(json.dumps({"aud": [audience]}, separators=(",", ":")).encode())
+    return f"{body}.{narrowing}.{_encode(_mac(_decode(mac), narrowing))}"
+
+
+def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> Claims:
+    audience = frozenset(fields.get("aud", ()))
+    if narrowing is not None:
+        narrowed = frozenset(narrowing["aud"])
+        audience = audience & narrowed if audience else narrowed
+        if not audience:
+            raise Unauthenticated("the token is not for this service")
+    return Claims(
+        subject=fields.get("sub", ""),
+        scopes=frozenset(fields.get("scopes", ())),
+        token_id=fields.get("jti", ""),
+        audience=audience,
+        trajectory_id=fields.get("trajectory", ""),
+        task_id=fields.get("task", ""),
+        domain=fields.get("domain", ""),
+        pool_shard=fields.get("shard", ""),
+        context_tokens=int(fields.get("context", 0)),
+        issued_unix_s=float(fields.get("iat", 0.0)),
+        expires_unix_s=float(fields.get("exp", 0.0)),
+    )
+
+
+class Security(Tls):
+    """Credentials of a process: key ring or token, TLS files, and the tokens of its own calls."""
 
     def __init__(
         self,
-        keyring: Keyring,
+        credential: Keyring | Bearer,
         *,
         subject: str = "",
         tls_cert: str = "",
@@ -200,29 +255,27 @@ class Security:
         insecure: bool = False,
         clock_tolerance_s: float = CLOCK_TOLERANCE_S,
     ) -> None:
-        if bool(tls_cert) != bool(tls_key):
-            raise ConfigError("tls_cert and tls_key must be set together")
-        self.keyring = keyring
+        super().__init__(
+            cert=tls_cert, key=tls_key, ca=tls_ca, client_auth=tls_client_auth, insecure=insecure
+        )
+        self._credential = credential
+        self.revoked: Mapping[str, float] = {}
+        """Expiry of each revoked token, by its id."""
         self._subject = subject
-        self._cert = read_pem("tls_cert", tls_cert)
-        self._key = read_pem("tls_key", tls_key)
-        self._ca = read_pem("tls_ca", tls_ca)
-        self._client_auth = tls_client_auth
-        self._insecure = insecure
         self._clock_tolerance_s = clock_tolerance_s
-        self._token = ""
-        self._token_made_s = -inf
+        self._tokens: dict[str, tuple[float, str]] = {}
+        """Time of signing and service token, by audience."""
 
     @classmethod
-    def from_config(cls, config: ServiceConfig) -> Security:
-        """Read the key file and the TLS files. Raises ConfigError."""
-        if not config.key_file:
+    def from_config(cls, config: ServiceConfig, *, bearer: Bearer | None = None) -> Security:
+        """Read the key file and the TLS files; a `bearer` replaces the key. Raises ConfigError."""
+        if bearer is None and not config.key_file:
             raise ConfigError(
-                "key_file is not set: all processes of a cluster share one signing key "
-                "(make one: forge key FILE)"
+                "key_file is not set: all services of a cluster share one signing key "
+                "(make one: forge key FILE); a runner may have a token_file instead"
             )
         return cls(
-            Keyring.from_file(config.key_file),
+            bearer or Keyring.from_file(config.key_file),
             subject=config.instance_id,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
@@ -232,81 +285,50 @@ class Security:
             clock_tolerance_s=config.clock_tolerance_s,
         )
 
-    def service_token(self) -> str:
-        """Return a token with scope "service", renewed at half its life."""
+    @property
+    def keyring(self) -> Keyring:
+        """The cluster's keys. Raises ConfigError in a process that has a token only."""
+        if isinstance(self._credential, Bearer):
+            raise ConfigError("key_file is not set: this process has a token and no key")
+        return self._credential
+
+    def token_for(self, audience: str) -> str:
+        """Return the token of this process's calls to a proto service, narrowed to it.
+
+        It has scope "service" and is renewed at half its life; or it is the bearer's.
+        """
+        if isinstance(self._credential, Bearer):
+            return narrow(self._credential.token(), audience)
         # Age by the monotonic clock: an operator may set the wall clock back.
         now_s = time.monotonic()
-        if now_s > self._token_made_s + _SERVICE_TOKEN_S / 2:
-            self._token_made_s = now_s
-            self._token = self.keyring.sign(
-                Claims(
-                    subject=self._subject,
-                    scopes=frozenset({"service"}),
-                    expires_unix_s=time.time() + _SERVICE_TOKEN_S,
-                )
+        made_s, token = self._tokens.get(audience, (-inf, ""))
+        if now_s > made_s + _SERVICE_TOKEN_S / 2:
+            claims = Claims(
+                subject=self._subject,
+                scopes=frozenset({"service"}),
+                token_id=new_token_id(),
+                audience=frozenset({audience}),
+                issued_unix_s=time.time(),
+                expires_unix_s=time.time() + _SERVICE_TOKEN_S,
             )
-        return self._token
+            token = self.keyring.sign(claims)
+            self._tokens[audience] = (now_s, token)
+        return token
 
-    def verify(self, token: str) -> Claims:
-        """Return the claims of a caller's token. Raises Unauthenticated."""
-        return self.keyring.verify(token, now_s=time.time(), tolerance_s=self._clock_tolerance_s)
+    def verify(self, token: str, audience: str = "") -> Claims:
+        """Return the claims of a caller's token; `audience`: the called proto service.
 
-    def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
-        """TLS with a certificate, else None (plain TCP). Raises ConfigError where TLS is needed."""
-        if self._cert is None or self._key is None:
-            self.require_plain_allowed(host)
-            return None
-        mutual = self._client_auth and self._ca is not None
-        return grpc.ssl_server_credentials(
-            [(self._key, self._cert)],
-            root_certificates=self._ca if mutual else None,
-            require_client_auth=mutual,
-        )
-
-    def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """TLS with a `tls_ca`, else None (plain TCP). Raises ConfigError where TLS is needed."""
-        if self._ca is None:
-            self.require_plain_allowed(address.rpartition(":")[0])
-            return None
-        return grpc.ssl_channel_credentials(
-            root_certificates=self._ca, private_key=self._key, certificate_chain=self._cert
-        )
-
-    def etcd_credentials(self, endpoints: str) -> grpc.ChannelCredentials | None:
-        """TLS for https:// endpoints, with this host's certificate if it has one; else None."""
-        if "https://" not in endpoints or self._ca is None:
-            return None
-        return grpc.ssl_channel_credentials(
-            root_certificates=self._ca, private_key=self._key, certificate_chain=self._cert
-        )
-
-    def require_plain_allowed(self, host: str) -> None:
-        """Raises ConfigError where plain TCP to `host` is not allowed."""
-        if not self._insecure and not is_loopback(host):
-            raise ConfigError(
-                f"host = {host!r} is not a loopback address, so TLS is needed: set tls_cert, "
-                f"tls_key and tls_ca (or insecure = true on a network you trust)"
+        Raises Unauthenticated for a forged, expired or revoked token, and for another audience.
+        """
+        claims = self.keyring.verify(token, now_s=time.time(), tolerance_s=self._clock_tolerance_s)
+        if claims.token_id in self.revoked:
+            raise Unauthenticated(f"token {claims.token_id} of {claims.subject} is revoked")
+        if audience and claims.audience and audience not in claims.audience:
+            raise Unauthenticated(
+                f"the token of {claims.subject} is for {', '.join(sorted(claims.audience))}, "
+                f"not for {audience}"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def read_pem(name: str, path: str) -> bytes | None:
-    """Read a PEM file, None for "". Raises `ConfigError` with the setting `name` and the path."""
-    if not path:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name} = {path!r}: {error.strerror}") from None
+        return claims
 
 
 def _mac(key: bytes, body: str) -> bytes:

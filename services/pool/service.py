@@ -33,14 +33,14 @@ from services.pool.streams.tail import Tails
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Operators read and maintain the file; only services write.
+    # Only services write; trajectories leave the cluster by an administrator alone.
     "ScanGroups": "operator",
     "LookUpGroups": "operator",
     "GetSummaries": "operator",
-    "FetchTrajectories": "operator",
+    "FetchTrajectories": "admin",
     "QueryTrajectories": "operator",
     "TailTrajectories": "operator",
-    "GetPoolStats": "operator",
+    "GetPoolStats": "viewer",
     "CompactShard": "operator",
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Discovery
 from forge.runtime.rpc.status import to_status, trailing_metadata
-from forge.runtime.security import Claims, Keyring
+from forge.runtime.security import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
@@ -27,7 +27,7 @@ FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
     "SubmitTasks": "operator",
     "SetActivity": "operator",
-    "GetSchedulerStatus": "operator",
+    "GetSchedulerStatus": "viewer",
     "ListGroups": "operator",
     "LeaseRollouts": "runner",
     "RenewRollouts": "runner",
@@ -244,6 +244,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         claims = Claims(
             subject=grant.trajectory_id,
             scopes=frozenset({"session"}),
+            token_id=new_token_id(),
+            audience=frozenset({"GatewayService"}),
+            issued_unix_s=time.time(),
             trajectory_id=grant.trajectory_id,
             task_id=grant.task.task_id,
             domain=grant.task.domain,

@@ -16,7 +16,7 @@ from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
 from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
-SCOPES = "operator"
+SCOPES = {"GetTrainerStatus": "viewer", "WatchSteps": "viewer", "SaveCheckpoint": "operator"}
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):

@@ -183,7 +183,7 @@ async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
     server = RpcServer(service="pool", host="127.0.0.1", port=0, security=security)
     name = "forge.v1.PoolService"
     server.add_service(pool_pb2_grpc.add_PoolServiceServicer_to_server, Pool(), full_name=name)
-    metadata = (("authorization", f"Bearer {security.service_token()}"),)
+    metadata = (("authorization", f"Bearer {security.token_for('PoolService')}"),)
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"
         for call in (

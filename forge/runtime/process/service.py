@@ -28,9 +28,11 @@ import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.bearer import bearer_of
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Registration
 from forge.runtime.first_done import first_done
+from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -214,7 +216,10 @@ class _Process:
 
     async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:
         config = self._config
-        security = Security.from_config(config)
+        # Only the settings of a runner have a token_file.
+        file = getattr(config, "token_file", None)
+        bearer = None if file is None or config.key_file else bearer_of(file)
+        security = Security.from_config(config, bearer=bearer)
         # Checked first: a wrong host is an error of the settings, not of the app.
         security.server_credentials(config.host)
         if not config.advertise_host and config.host in EVERY_ADDRESS:
@@ -230,6 +235,7 @@ class _Process:
         undo.push_async_callback(coordinator.close)
         channels = Channels(security)
         undo.push_async_callback(channels.close)
+        await self._follow_revocations(coordinator, security, undo)
         return ServiceContext(
             config=config,
             security=security,
@@ -242,6 +248,19 @@ class _Process:
             stop=self._stopping.set,
             fail=self._fail,
         )
+
+    async def _follow_revocations(
+        self, coordinator: Coordinator, security: Security, undo: AsyncExitStack
+    ) -> None:
+        # Before the server listens: a revoked token is never accepted.
+        await read_revocations(coordinator, security)
+        follow = asyncio.create_task(follow_revocations(coordinator, security), name="revocations")
+
+        async def end() -> None:
+            follow.cancel()
+            await asyncio.wait({follow})
+
+        undo.push_async_callback(end)
 
     async def _enter(self, address: str) -> None:
         """Answer SERVING, then register: every registered instance serves."""

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from forge.runtime.security import Security
+from forge.runtime.security import Security, audience_of
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""
@@ -53,7 +53,7 @@ class Channels:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to "host:port". Its calls carry this process's service token unless
+        """Return the channel to "host:port". Its calls carry this process's token unless
         they pass an `authorization`. Raises ConfigError where TLS is needed but not set.
         """
         channel = self._channels.get(address)
@@ -82,28 +82,28 @@ class _AuthorizedChannel(grpc.aio.Channel):
         self._inner = inner
         self._security = security
 
-    def _authorized(self, call: Callable[..., Any]) -> Any:
-        security = self._security
+    def _authorized(self, method: str, call: Callable[..., Any]) -> Any:
+        security, audience = self._security, audience_of(method)
 
         def invoke(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
             pairs = tuple(metadata) if metadata is not None else ()
             if not any(key == "authorization" for key, _ in pairs):
-                pairs += (("authorization", f"Bearer {security.service_token()}"),)
+                pairs += (("authorization", f"Bearer {security.token_for(audience)}"),)
             return call(request, metadata=pairs, **options)
 
         return invoke
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(self._inner.unary_unary(*args, **kwargs))
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(method, self._inner.unary_unary(method, *args, **kwargs))
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(self._inner.unary_stream(*args, **kwargs))
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(method, self._inner.unary_stream(method, *args, **kwargs))
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(self._inner.stream_unary(*args, **kwargs))
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(method, self._inner.stream_unary(method, *args, **kwargs))
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(self._inner.stream_stream(*args, **kwargs))
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(method, self._inner.stream_stream(method, *args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
         await self._inner.close(grace)

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from forge.core.errors import ForgeError, InvalidArgument, PermissionDenied, Unauthenticated
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
-from forge.runtime.security import ANONYMOUS, Claims, Security
+from forge.runtime.security import ANONYMOUS, Claims, Security, audience_of
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
 
 _CALLS = counter("forge_rpc_calls_total", "Calls served, by method and code.", ["method", "code"])
@@ -77,6 +77,7 @@ class _Method:
     def __init__(self, path: str, scope: str, security: Security) -> None:
         self.path = path
         self.scope = scope
+        self.audience = audience_of(path)
         self.security = security
         self.seconds = _SECONDS.labels(path)
         self.in_flight = _IN_FLIGHT.labels(path)
@@ -89,7 +90,7 @@ class _Method:
                 kind, _, token = value.partition(" ")
                 if kind.lower() != "bearer":
                     raise Unauthenticated("authorization must be: Bearer <token>")
-                claims = self.security.verify(token)
+                claims = self.security.verify(token, self.audience)
                 break
         else:
             if self.scope:

@@ -51,7 +51,7 @@ class Edge:
         """Returns the verified claims of the session token. Raises `Unauthenticated` or
         `PermissionDenied`."""
         token = request.match_info.get("token") or _bearer(request.headers)
-        claims = self.security.verify(token)
+        claims = self.security.verify(token, "GatewayService")
         if not claims.allows("session"):
             raise PermissionDenied(f"the token of {claims.subject} is not a session token")
         bind_context(trajectory_id=claims.trajectory_id)

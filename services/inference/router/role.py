@@ -32,7 +32,7 @@ async def start_role(
         rpc.add_InferenceServiceServicer_to_server,
         servicer,
         full_name="forge.v1.InferenceService",
-        scopes={"GetInferenceStatus": "operator"},
+        scopes={"GetInferenceStatus": "viewer"},
     )
     return servicer.drain, Background(context, watch(discoveries, router), name="fleet-watch")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import stat
 import time
 from pathlib import Path
@@ -12,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.bearer import Bearer
 from forge.runtime.config import ServiceConfig
-from forge.runtime.security import Claims, Keyring, Security, is_loopback
+from forge.runtime.security import Claims, Keyring, Security, narrow
+from forge.runtime.tls import is_loopback
 
 KEY = b"k" * 32
 SESSION = Claims(
@@ -65,12 +69,12 @@ def test_a_service_token_is_renewed_after_the_clock_was_set_back(
     now_s = time.monotonic()
     security = Security(Keyring.from_bytes(KEY), subject="pool-0")
     monkeypatch.setattr(time, "time", lambda: 4e9)
-    ahead = security.service_token()
+    ahead = security.token_for("PoolService")
     monkeypatch.setattr(time, "time", lambda: 2e9)
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 3600.0)
-    renewed = security.keyring.verify(security.service_token(), now_s=0)
+    renewed = security.keyring.verify(security.token_for("PoolService"), now_s=0)
     assert renewed.expires_unix_s == 2e9 + 3600.0
-    assert security.service_token() != ahead
+    assert security.token_for("PoolService") != ahead
 
 
 def test_token_of_another_cluster_is_refused() -> None:
@@ -203,7 +207,81 @@ def test_half_a_certificate_is_refused() -> None:
 def test_service_token_is_kept_until_half_its_life() -> None:
     """Signing is not paid per call."""
     security = Security(Keyring.from_bytes(KEY), subject="pool-0")
-    token = security.service_token()
-    assert security.service_token() is token
+    token = security.token_for("PoolService")
+    assert security.token_for("PoolService") is token
     claims = security.keyring.verify(token, now_s=0)
     assert (claims.subject, claims.scopes) == ("pool-0", frozenset({"service"}))
+
+
+@pytest.mark.parametrize(
+    ("held", "allowed"),
+    [
+        ("viewer", {"viewer"}),
+        ("operator", {"viewer", "operator"}),
+        ("admin", {"viewer", "operator", "admin"}),
+        ("runner", {"runner"}),
+        ("session", {"session"}),
+    ],
+)
+def test_a_role_includes_those_below_it(held: str, allowed: set[str]) -> None:
+    """viewer < operator < admin; a runner and a session stand alone."""
+    claims = Claims(subject="x", scopes=frozenset({held}))
+    roles = ("viewer", "operator", "admin", "runner", "session", "service")
+    assert {role for role in roles if claims.allows(role)} == allowed
+
+
+def test_a_token_is_refused_where_it_is_not_for() -> None:
+    """A token of an earlier release names no audience and is accepted everywhere."""
+    security = Security(Keyring.from_bytes(KEY), subject="pool-0")
+    token = security.token_for("PoolService")
+    assert security.verify(token, "PoolService").subject == "pool-0"
+    with pytest.raises(Unauthenticated, match="is for PoolService, not for TrainerService"):
+        security.verify(token, "TrainerService")
+    earlier = security.keyring.sign(Claims(subject="old", scopes=frozenset({"service"})))
+    assert security.verify(earlier, "TrainerService").subject == "old"
+
+
+def test_a_holder_narrows_a_token_and_cannot_widen_it() -> None:
+    """Without the key; a narrowed token has the claims and the id of its source."""
+    keyring = Keyring.from_bytes(KEY)
+    claims = dataclasses.replace(SESSION, audience=frozenset({"A", "B"}), token_id="t1")
+    narrowed = narrow(keyring.sign(claims), "A")
+    assert keyring.verify(narrowed, now_s=0) == dataclasses.replace(
+        claims, audience=frozenset({"A"})
+    )
+    for refused, reason in (
+        (narrow(keyring.sign(claims), "C"), "not for this service"),
+        (narrow(narrowed, "B"), "not one of this cluster's"),
+        (narrowed.rpartition(".")[0].rpartition(".")[0] + "." + narrowed.rpartition(".")[2], "key"),
+    ):
+        with pytest.raises(Unauthenticated, match=reason):
+            keyring.verify(refused, now_s=0)
+
+
+def test_a_short_life_of_a_persons_token_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerance of a day is for services, whose clocks may differ."""
+    security = Security(Keyring.from_bytes(KEY))
+    claims = Claims(subject="ada", scopes=frozenset({"admin"}), expires_unix_s=1000.0)
+    token = security.keyring.sign(claims)
+    monkeypatch.setattr(time, "time", lambda: 1299.0)
+    assert security.verify(token) == claims
+    monkeypatch.setattr(time, "time", lambda: 1300.0)
+    with pytest.raises(Unauthenticated, match="300 s are tolerated"):
+        security.verify(token)
+
+
+def test_a_replaced_token_file_is_read_again(tmp_path: Path) -> None:
+    """A runner gets its next token without a restart; an unreadable file keeps the last one."""
+    file = tmp_path / "token"
+    with pytest.raises(ConfigError, match="No such file"):
+        Bearer(file=str(file))
+    file.write_text("v1.first.mac\n")
+    bearer = Bearer(file=str(file))
+    assert bearer.token() == "v1.first.mac"
+    file.write_text("v1.second.mac\n")
+    os.utime(file, ns=(1, 1))
+    assert bearer.token() == "v1.second.mac"
+    file.unlink()
+    assert bearer.token() == "v1.second.mac"
+    with pytest.raises(ConfigError, match="`forge token issue`"):
+        Bearer(text="garbage")

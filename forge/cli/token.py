@@ -1,0 +1,135 @@
+"""`forge token`: issue, list and revoke tokens of people and runners.
+
+Owns the arguments and the output; `forge.runtime.issued_tokens` owns the records.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli.command_exit import console, finish
+from forge.cli.connection import Connection
+from forge.cli.options import with_options
+from forge.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from forge.runtime.issued_tokens import Record
+
+token_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Issue, list and revoke the tokens of people and runners, where the cluster's key is.",
+)
+_LIFE = re.compile(r"([0-9]+)([mhd])")
+_UNIT_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+@token_app.command()
+@with_options
+def issue(
+    at: Connection,
+    role: Annotated[str, typer.Argument(help="viewer, operator, admin or runner.")],
+    subject: Annotated[str, typer.Option(help="Name of the person or host, for logs.")],
+    life: Annotated[
+        str,
+        typer.Option(help="Lifetime: 30m, 12h or 7d. Default: admin 1h, operator 12h, others 30d."),
+    ] = "",
+    audience: Annotated[
+        list[str] | None,
+        typer.Option(help="Proto service that accepts it; repeatable. Default: the role's."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
+) -> None:
+    """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
+    from forge.runtime.issued_tokens import claims_for
+    from forge.runtime.issued_tokens import issue as issue_token
+
+    async def main() -> None:
+        claims = claims_for(
+            role, subject, life_s=_life_s(life), audience=frozenset(audience or ()) or None
+        )
+        keyring = at.keyring()
+        async with at.open() as (coordinator, _):
+            token = await issue_token(coordinator, keyring, claims)
+        if out is None:
+            console.print(token, highlight=False, soft_wrap=True)
+        else:
+            _write(out, token)
+            console.print(f"{claims.token_id}: {out}", highlight=False, soft_wrap=True)
+
+    finish(main, "Interrupted.")
+
+
+@token_app.command("list")
+@with_options
+def list_tokens(at: Connection) -> None:
+    """List the issued tokens: id, roles, subject, audience, expiry, state."""
+    from forge.runtime.issued_tokens import records
+
+    async def main() -> None:
+        async with at.open() as (coordinator, _):
+            issued = await records(coordinator)
+        for token_id, record in sorted(issued.items(), key=lambda pair: pair[1].issued_unix_s):
+            console.print(_line(token_id, record), highlight=False, markup=False, soft_wrap=True)
+
+    finish(main, "Interrupted.")
+
+
+@token_app.command()
+@with_options
+def revoke(
+    at: Connection, token_id: Annotated[str, typer.Argument(help="Id, see `forge token list`.")]
+) -> None:
+    """Revoke a token. Services refuse it within a second; during an outage of etcd, after it."""
+    from forge.runtime.issued_tokens import revoke as revoke_token
+
+    async def main() -> None:
+        if "." in token_id:
+            raise InvalidArgument("revoke takes the id of a token, not the token")
+        at.keyring()
+        async with at.open() as (coordinator, _):
+            record = await revoke_token(coordinator, token_id)
+        console.print(_line(token_id, record), highlight=False, markup=False, soft_wrap=True)
+
+    finish(main, "Interrupted.")
+
+
+def _life_s(text: str) -> float | None:
+    if not text:
+        return None
+    match = _LIFE.fullmatch(text)
+    if match is None:
+        raise InvalidArgument(f"--life {text!r} must be a time like 30m, 12h or 7d")
+    return int(match[1]) * _UNIT_S[match[2]]
+
+
+def _write(path: Path, token: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise InvalidArgument(f"--out {str(path)!r}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+
+
+def _line(token_id: str, record: Record) -> str:
+    expiry = datetime.fromtimestamp(record.expires_unix_s, UTC)
+    state = "revoked" if record.revoked_unix_s else "valid"
+    if datetime.now(UTC) >= expiry:
+        state = "expired"
+    return "  ".join(
+        (
+            token_id,
+            ",".join(record.scopes) or "unrecorded",
+            record.subject or "-",
+            ",".join(record.audience) or "-",
+            f"{expiry:%Y-%m-%dT%H:%M:%SZ}",
+            state,
+        )
+    )

@@ -1,0 +1,162 @@
+"""Issued tokens of people and runners: their record in etcd, and revocation.
+
+One value in etcd has every issued and every revoked token until it has expired; no secret is in it.
+Every service follows it, and keeps its last view while etcd is unreachable or has lost its data.
+Not here: signatures (`forge.runtime.security`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from forge.core.errors import InvalidArgument, StaleFence
+from forge.runtime.coordination import Coordinator, Versioned
+from forge.runtime.security import Claims, Keyring, Security, new_token_id
+from forge.runtime.telemetry import log
+
+KEY = "tokens"
+MAX_LIFE_S = 366 * 86_400.0
+KEPT_S = 604_800.0
+"""A record outlives its token by the largest `clock_tolerance_s`."""
+_READ = frozenset({"SchedulerService", "PoolService", "InferenceService", "TrainerService"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Default lifetime and audience of a role's tokens."""
+
+    life_s: float
+    audience: frozenset[str]
+
+
+ROLES: Mapping[str, Role] = {
+    "viewer": Role(life_s=30 * 86_400.0, audience=_READ),
+    "operator": Role(life_s=12 * 3600.0, audience=_READ),
+    "admin": Role(life_s=3600.0, audience=_READ),
+    "runner": Role(life_s=30 * 86_400.0, audience=frozenset({"SchedulerService"})),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One issued token, without its signature."""
+
+    subject: str
+    scopes: tuple[str, ...]
+    audience: tuple[str, ...]
+    issued_unix_s: float
+    expires_unix_s: float
+    revoked_unix_s: float = 0.0
+    """0: not revoked."""
+
+
+def claims_for(
+    role: str, subject: str, *, life_s: float | None = None, audience: frozenset[str] | None = None
+) -> Claims:
+    """Return the claims of a new token. Raises InvalidArgument."""
+    if role not in ROLES:
+        raise InvalidArgument(f"role {role!r} must be one of {', '.join(ROLES)}")
+    life_s = ROLES[role].life_s if life_s is None else life_s
+    if not 0 < life_s <= MAX_LIFE_S:
+        raise InvalidArgument(f"a token lives for at most {MAX_LIFE_S / 86_400:g} days")
+    now_s = time.time()
+    return Claims(
+        subject=subject,
+        scopes=frozenset({role}),
+        token_id=new_token_id(),
+        audience=audience or ROLES[role].audience,
+        issued_unix_s=now_s,
+        expires_unix_s=now_s + life_s,
+    )
+
+
+async def issue(coordinator: Coordinator, keyring: Keyring, claims: Claims) -> str:
+    """Record a token, then return it. Raises Unavailable."""
+    record = Record(
+        subject=claims.subject,
+        scopes=tuple(sorted(claims.scopes)),
+        audience=tuple(sorted(claims.audience)),
+        issued_unix_s=claims.issued_unix_s,
+        expires_unix_s=claims.expires_unix_s,
+    )
+    await _change(coordinator, claims.token_id, lambda _: record)
+    return keyring.sign(claims)
+
+
+async def revoke(coordinator: Coordinator, token_id: str) -> Record:
+    """Revoke a token: services refuse it from their next view on. Raises Unavailable.
+
+    The id of an unrecorded token, e.g. of a session, is kept for the longest lifetime.
+    """
+    now_s = time.time()
+    unrecorded = Record(
+        subject="",
+        scopes=(),
+        audience=(),
+        issued_unix_s=0.0,
+        expires_unix_s=now_s + MAX_LIFE_S,
+    )
+    return await _change(
+        coordinator,
+        token_id,
+        lambda record: replace(record or unrecorded, revoked_unix_s=now_s),
+    )
+
+
+async def records(coordinator: Coordinator) -> dict[str, Record]:
+    """Return the issued and revoked tokens by id. Raises Unavailable."""
+    return _read(await coordinator.get(KEY))
+
+
+async def follow_revocations(coordinator: Coordinator, security: Security) -> None:
+    """Keep `security.revoked` up to date, without end."""
+    async with aclosing(coordinator.follow(KEY)) as values:
+        async for value in values:
+            apply_revocations(security, value)
+
+
+async def read_revocations(coordinator: Coordinator, security: Security) -> None:
+    """Apply the revocations of now. Raises Unavailable."""
+    apply_revocations(security, await coordinator.get(KEY))
+
+
+def apply_revocations(security: Security, value: Versioned | None) -> None:
+    """Add the revocations of a value. A missing one stays: etcd may have lost its data."""
+    try:
+        issued = _read(value)
+    except msgspec.MsgspecError as error:
+        log.error("tokens_unreadable", key=KEY, error=str(error))
+        return
+    found = {one: r.expires_unix_s for one, r in issued.items() if r.revoked_unix_s}
+    for token_id in found.keys() - security.revoked.keys():
+        log.info("token_revoked", token_id=token_id)
+    oldest_s = time.time() - KEPT_S
+    merged = {**security.revoked, **found}
+    security.revoked = {one: at_s for one, at_s in merged.items() if at_s > oldest_s}
+
+
+async def _change(
+    coordinator: Coordinator, token_id: str, change: Callable[[Record | None], Record]
+) -> Record:
+    while True:
+        value = await coordinator.get(KEY)
+        oldest_s = time.time() - KEPT_S
+        kept = {one: r for one, r in _read(value).items() if r.expires_unix_s > oldest_s}
+        changed = kept[token_id] = change(kept.get(token_id))
+        revision = 0 if value is None else value.mod_revision
+        try:
+            await coordinator.compare_and_swap(
+                KEY, msgspec.json.encode(kept), expected_revision=revision
+            )
+        except StaleFence:
+            continue
+        return changed
+
+
+def _read(value: Versioned | None) -> dict[str, Record]:
+    return {} if value is None else msgspec.json.decode(value.value, type=dict[str, Record])
