@@ -165,7 +165,8 @@ class SchedulerServiceServicer(object):
 
     def Rewind(self, request, context):
         """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-        calls it after it restored the checkpoint of `step`. Idempotent.
+        calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
+        trainer with a higher fence called it before: do not retry, end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

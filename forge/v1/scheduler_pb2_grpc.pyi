@@ -64,7 +64,8 @@ class SchedulerServiceStub:
     """Returns a batch untrained, or tombstones groups of it if `reason` is set. Idempotent."""
     Rewind: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]
     """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-    calls it after it restored the checkpoint of `step`. Idempotent.
+    calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
+    trainer with a higher fence called it before: do not retry, end.
     """
     SetActivity: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
@@ -108,7 +109,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Returns a batch untrained, or tombstones groups of it if `reason` is set. Idempotent."""
     Rewind: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]  # type: ignore[assignment]
     """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-    calls it after it restored the checkpoint of `step`. Idempotent.
+    calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
+    trainer with a higher fence called it before: do not retry, end.
     """
     SetActivity: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]  # type: ignore[assignment]
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
@@ -203,7 +205,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RewindResponse, _abc.Awaitable[_scheduler_pb2.RewindResponse]]:
         """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-        calls it after it restored the checkpoint of `step`. Idempotent.
+        calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
+        trainer with a higher fence called it before: do not retry, end.
         """
 
     @_abc_1.abstractmethod

@@ -191,7 +191,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.RewindResponse:
         """Undo later steps; durable on return."""
         leader = await self._lead(context)
-        groups = await leader.commits.ask(m.Rewind(step=request.step), timeout_s=WRITE_S)
+        groups = await leader.commits.ask(
+            m.Rewind(step=request.step, fence=request.fence), timeout_s=WRITE_S
+        )
         return scheduler_pb2.RewindResponse(groups=groups)
 
     async def SetActivity(

@@ -32,6 +32,8 @@ class TermRecord:
     """Term and number: a rewind voided the batches granted before."""
     head: int | None = None
     """Every group with a lower queue index was consumed; None before a leader stored it."""
+    trainer_fence: int = 0
+    """Highest fence of a trainer that rewound."""
     revision: int = 0
     """Revision of the key in etcd; 0 before the first write."""
 
@@ -50,6 +52,7 @@ class TermRecord:
             activity=Activity(fields.get("activity", Activity.RUNNING.value)),
             void_before=(term, number),
             head=fields.get("head"),
+            trainer_fence=fields.get("trainer_fence", 0),
             revision=stored.mod_revision,
         )
 
@@ -62,6 +65,7 @@ class TermRecord:
             "activity": self.activity.value,
             "void_before": self.void_before,
             "head": self.head,
+            "trainer_fence": self.trainer_fence,
         }
         revision = await coordinator.compare_and_swap(
             TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision
@@ -87,6 +91,17 @@ class OwnRecord:
             except StaleFence:
                 # Another actor of this leader wrote in between; the next read shows a new leader.
                 continue
+
+    async def raise_trainer_fence(self, fence: int) -> None:
+        """Refuse former trainers from now on. Raises StaleFence for a lower fence than the stored
+        one, Unavailable."""
+        stored = (await TermRecord.read(self._coordinator)).trainer_fence
+        if fence < stored:
+            raise StaleFence(
+                f"fence {fence} of this trainer is below {stored}: a later trainer has rewound"
+            )
+        if fence > stored:
+            await self.amend(trainer_fence=fence)
 
     async def add_shards(self, joined: frozenset[str]) -> None:
         """Add shards, before the first group is stored on them. Raises Unavailable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
+from services.trainer.lineage import Lineage
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
@@ -59,6 +61,9 @@ class TrainerApp:
         self._training: ActorRef | None = None
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
+        self._lineage: Lineage | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._superseded = False
         self._evaluator: Evaluator | None = None
         self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
 
@@ -66,8 +71,10 @@ class TrainerApp:
         """Starts actors, servicers and training."""
         self._evaluator = self._make_evaluator()
         self._context.metadata["incarnation"] = secrets.token_hex(8)
+        lineage = await self._elected()
         actors = self._context.actors
         store = CheckpointStore(Path(self._config.checkpoint.dir))
+        await lineage.check(next(store.newest_first(), None))
         writer = await actors.spawn(lambda: CheckpointWriter(store), name="checkpoints")
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))
@@ -78,6 +85,7 @@ class TrainerApp:
                 writer=writer,
                 source=source(),
                 record=self._record,
+                lineage=lineage,
                 make_publisher=self._make_publisher,
                 evaluator=self._evaluator,
                 clock=self._clock,
@@ -97,6 +105,7 @@ class TrainerApp:
             full_name=weights.FULL_NAME,
         )
         self._driver = asyncio.create_task(self._drive(self._training))
+        self._following = asyncio.create_task(self._until_superseded(lineage), name="leadership")
 
     async def drain(self) -> None:
         """Finish the current step and save a checkpoint, so no step is lost."""
@@ -107,16 +116,39 @@ class TrainerApp:
         self._record.close()
         if self._batches is not None:
             self._batches.hurry()
-        if self._training is not None:
+        if self._training is not None and not self._superseded:
             await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
             self._clock.stop()
 
     async def stop(self) -> None:
-        """Stops training and closes the metric sinks."""
-        if self._driver is not None:
-            self._driver.cancel()
-            await asyncio.wait({self._driver})
+        """Stops training, closes the metric sinks and resigns."""
+        for task in (self._driver, self._following):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._lineage is not None:
+            await self._lineage.resign()
         await asyncio.to_thread(self._record.close_sinks)
+
+    async def _elected(self) -> Lineage:
+        """Waits until this trainer leads; before, it opens no checkpoint and loads no model."""
+        config, context = self._config, self._context
+        self._lineage = Lineage(
+            context.coordinator,
+            trainer=f"{config.instance_id} {context.metadata['incarnation']}",
+            location=f"{socket.gethostname()}:{Path(config.checkpoint.dir).resolve()}",
+            start_over=config.start_over,
+            ttl_s=config.lease_ttl_s,
+        )
+        await self._lineage.campaign(context.stand_by)
+        return self._lineage
+
+    async def _until_superseded(self, lineage: Lineage) -> None:
+        """Ends the process, without a checkpoint, once another trainer leads."""
+        await lineage.superseded()
+        self._superseded = True
+        log.error("superseded", error="another trainer leads: one policy has one trainer")
+        self._context.stop()
 
     async def _drive(self, training: ActorRef) -> None:
         """Advance training until it has finished or a fatal error stops the process."""
@@ -127,7 +159,10 @@ class TrainerApp:
                 more = await training.ask(Advance(), timeout_s=UNBOUNDED_S)
             except ActorStopped:
                 return
-            except (Superseded, Diverged, ConfigError) as error:
+            except ConfigError as error:
+                self._context.fail("training", error)
+                return
+            except (Superseded, Diverged) as error:
                 log.error(type(error).__name__.lower(), error=str(error))
                 self._context.stop()
                 return

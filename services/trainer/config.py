@@ -106,6 +106,9 @@ class TrainerConfig(ServiceConfig):
     """Longest wait, when the process stops, for the current step and a checkpoint of it."""
     model_path: str = ""
     """Model directory of the starting weights, in the layout of transformers."""
+    start_over: str = ""
+    """Id of the lineage to end, as the refusal names it: train from the starting weights instead of
+    from its checkpoint. Without effect once that lineage has ended."""
     max_steps: Annotated[int, Meta(ge=0)] = 0
     """Optimizer steps to train for; 0: no end."""
     batch_groups: Annotated[int, Meta(ge=0, le=4096)] = 0

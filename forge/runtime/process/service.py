@@ -66,6 +66,8 @@ class ServiceContext:
     """Set by the bootstrap once this process is in discovery."""
     stop: Callable[[], None] = lambda: None
     """Drains and ends the process, as SIGTERM does."""
+    stand_by: Callable[[], None] = lambda: None
+    """Tells systemd that the process has started, while `start` waits for an election."""
     fail: Callable[[str, BaseException], None] = lambda name, error: None
     """Drains and ends the process with exit code 1: the named part has failed."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -246,6 +248,7 @@ class _Process:
                 service=self._service, host=config.host, port=config.port, security=security
             ),
             stop=self._stopping.set,
+            stand_by=lambda: self._systemd.notify("READY=1"),
             fail=self._fail,
         )
 

@@ -42,7 +42,9 @@ class CommitActor(Actor):
                 return await self._commit(message)
             case m.ReleaseBatch():
                 return await self._release(message)
-            case m.Rewind(step=step):
+            case m.Rewind(step=step, fence=fence):
+                if fence:
+                    await self._record.raise_trainer_fence(fence)
                 return await self._rewind(step)
             case m.NoteHead():
                 head: int = await self._queue.ask(message, timeout_s=ASK_S)

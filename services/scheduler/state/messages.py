@@ -346,6 +346,8 @@ class Rewind:
     """Answered by the number of groups made visible again."""
 
     step: int
+    fence: int = 0
+    """Of the trainer's leadership; 0: not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

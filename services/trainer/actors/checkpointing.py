@@ -27,6 +27,7 @@ class Write:
     step: int
     weight_version: int
     history: History
+    lineage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class CheckpointWriter(ThreadActor):
                     step=message.step,
                     weight_version=message.weight_version,
                     history=message.history,
+                    lineage=message.lineage,
                 )
             case Flush():
                 return self._store.oldest_step()

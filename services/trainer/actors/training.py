@@ -30,6 +30,7 @@ from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
+from services.trainer.lineage import Lineage
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
@@ -57,7 +58,7 @@ class SaveCheckpoint:
 class Training(Actor):
     """One training run, from resume to finish."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a run
         self,
         config: TrainerConfig,
         *,
@@ -65,6 +66,7 @@ class Training(Actor):
         writer: ActorRef,
         source: BatchSource,
         record: TrainingRecord,
+        lineage: Lineage,
         make_publisher: Callable[[int], Publisher],
         evaluator: Evaluator | None = None,
         clock: RunClock | None = None,
@@ -75,6 +77,7 @@ class Training(Actor):
         self._writer = writer
         self._source = source
         self._record = record
+        self._lineage = lineage
         self._make_publisher = make_publisher
         self._evaluator = evaluator
         self._clock = clock or RunClock()
@@ -130,12 +133,13 @@ class Training(Actor):
         # A checkpoint that is still being written is of a committed step: it counts.
         await self._flush()
         checkpoint: Checkpoint | None = await self._ask(Restore())
+        floor = await self._lineage.begin(checkpoint, self._source.trained_groups)
         self._record.rewind(checkpoint.history if checkpoint else [])
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
         self._checkpoint = checkpoint.path if checkpoint else None
-        await self._source.rewind(self._record.step)
+        await self._source.rewind(self._record.step, fence=self._lineage.fence)
         if self._publisher is None:
-            self._publisher = self._make_publisher(checkpoint.weight_version if checkpoint else 0)
+            self._publisher = self._make_publisher(floor)
         await self._publish(self._record.step)
         if checkpoint is not None:
             self._kept_step = checkpoint.step
@@ -259,9 +263,10 @@ class Training(Actor):
     async def _publish(self, step: int, *, checkpoint: Path | None = None) -> None:
         """Publish the weights in memory, or the kept model of `checkpoint`.
 
-        Raises `Unavailable` when etcd does not answer, `Superseded`.
+        Raises `Unavailable` without leadership and when etcd does not answer, `Superseded`.
         """
         assert self._publisher is not None, "resume comes first"
+        self._lineage.require_leadership()
         snapshot = await self._ask(TakeSnapshot(step=step, checkpoint=checkpoint))
         self._record.weight_version = await self._publisher.publish(snapshot)
         self._published_step = step
@@ -300,6 +305,7 @@ class Training(Actor):
             step=step,
             weight_version=self._record.weight_version,
             history=self._record.history,
+            lineage=self._lineage.name,
         )
         self._saving = asyncio.create_task(self._written(write))
         # A caller that does not wait for the task finds its error in the log.
@@ -320,6 +326,7 @@ class Training(Actor):
         self._failing = False
         self._record.checkpoint_step = write.step
         self._checkpoint = path
+        await self._lineage.saved(step=write.step, weight_version=write.weight_version)
         self._record.oldest_checkpoint_step = await self._flush()
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)

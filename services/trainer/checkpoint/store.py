@@ -34,6 +34,8 @@ _HISTORY_FILE = "history.jsonl"
 _FORMAT = 2
 _FORMAT_WITH_HISTORY = 1
 """Format of earlier releases: the history is a list in the state."""
+UNNAMED = "unnamed"
+"""Lineage of checkpoints of earlier releases, which do not name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Checkpoint:
     step: int
     weight_version: int
     """Newest published version when the state was captured."""
+    lineage: str = UNNAMED
     history: list[Entry]
     """Entries up to its step."""
 
@@ -77,6 +80,7 @@ class CheckpointStore:
         step: int,
         weight_version: int,
         history: History,
+        lineage: str = UNNAMED,
     ) -> Path:
         """Call `write` to fill a directory, which becomes the checkpoint of `step`.
 
@@ -105,6 +109,7 @@ class CheckpointStore:
                 "format": _FORMAT,
                 "step": step,
                 "weight_version": weight_version,
+                "lineage": lineage,
                 "files": files,
             }
             (unfinished / STATE_FILE).write_text(json.dumps(state))
@@ -188,6 +193,7 @@ def _read(path: Path) -> Checkpoint:
             path=path,
             step=state["step"],
             weight_version=state["weight_version"],
+            lineage=state.get("lineage", UNNAMED),
             history=[from_json(fields) for fields in _history(path, state)],
         )
     except (OSError, KeyError, *MALFORMED) as error:

@@ -145,10 +145,17 @@ class BatchSource:
         await self._call("ReleaseBatch", request)
         self._done(claim)
 
-    async def rewind(self, step: int) -> None:
-        """Make groups trained after `step` visible again, and drop all leases."""
+    async def trained_groups(self) -> int:
+        """Number of trained groups in the queue."""
+        request = scheduler_pb2.GetSchedulerStatusRequest()
+        return int((await self._call("GetSchedulerStatus", request)).trained)
+
+    async def rewind(self, step: int, *, fence: int) -> None:
+        """Make groups trained after `step` visible again, and drop all leases. Raises
+        `FailedPrecondition` if a trainer with a higher fence did it before."""
         await self.drop()
-        answer = await self._call("Rewind", scheduler_pb2.RewindRequest(step=step))
+        request = scheduler_pb2.RewindRequest(step=step, fence=fence)
+        answer = await self._call("Rewind", request)
         log.info("rewound", step=step, groups=answer.groups)
 
     async def release(self) -> None:

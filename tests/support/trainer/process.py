@@ -81,6 +81,8 @@ class TrainerProcess:
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Log lines of one event."""
+        if not self.log_path.exists():
+            return []
         return [line for line in log_lines(self.log_path) if line["event"] == event]
 
     def recorded_steps(self) -> list[int]:

@@ -143,7 +143,10 @@ class FakeSource:
     async def tombstone(self, claim: Claim, reason: str) -> None:
         self._world.do(f"tombstone {reason}")
 
-    async def rewind(self, step: int) -> None:
+    async def trained_groups(self) -> int:
+        return 0
+
+    async def rewind(self, step: int, *, fence: int) -> None:
         self._world.do(f"rewind {step}")
 
     async def release(self) -> None:
@@ -162,6 +165,20 @@ class FakePublisher:
         self._world.do(f"publish {snapshot.step}")
         self.version += 1
         return self.version
+
+
+class FakeLineage:
+    name = "lineage"
+    fence = 1
+
+    async def begin(self, checkpoint: Checkpoint | None, trained_groups: Any) -> int:
+        return checkpoint.weight_version if checkpoint else 0
+
+    def require_leadership(self) -> None:
+        pass
+
+    async def saved(self, *, step: int, weight_version: int) -> None:
+        pass
 
 
 class FakeEvaluator:

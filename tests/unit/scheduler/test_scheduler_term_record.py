@@ -78,3 +78,15 @@ async def test_deposed_leader_changes_nothing() -> None:
     with pytest.raises(Unavailable, match="term 1 is over: term 2 has begun"):
         await OwnRecord(etcd, 1).amend(activity=Activity.PAUSED)
     assert (await TermRecord.read(etcd)).activity is Activity.RUNNING
+
+
+async def test_former_trainer_is_refused() -> None:
+    """The highest fence of a trainer stays on record: a lower one may not rewind."""
+    etcd = OneKey()
+    await TermRecord(term=1).write(etcd)
+    record = OwnRecord(etcd, 1)
+    await record.raise_trainer_fence(7)
+    await record.raise_trainer_fence(7)
+    with pytest.raises(StaleFence, match="fence 5 of this trainer is below 7"):
+        await record.raise_trainer_fence(5)
+    assert (await TermRecord.read(etcd)).trainer_fence == 7

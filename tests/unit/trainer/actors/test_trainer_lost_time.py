@@ -19,6 +19,7 @@ from services.trainer.reporting.step_metrics import training_yield
 from tests.support.trainer.world import (
     FakeEvaluator,
     FakeLearner,
+    FakeLineage,
     FakePublisher,
     FakeSource,
     FakeWriter,
@@ -55,6 +56,7 @@ async def process(world: World, folder: Path) -> AsyncIterator[tuple[Run, RunClo
     source: Any = FakeSource(world)
     publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
     evaluator: Any = FakeEvaluator(world)
+    lineage: Any = FakeLineage()
     training = await actors.spawn(
         lambda: Training(
             TrainerConfig(max_steps=10, checkpoint=CheckpointSettings(every_steps=2)),
@@ -62,6 +64,7 @@ async def process(world: World, folder: Path) -> AsyncIterator[tuple[Run, RunClo
             writer=writer,
             source=source,
             record=record,
+            lineage=lineage,
             make_publisher=publisher,
             evaluator=evaluator,
             clock=clock,

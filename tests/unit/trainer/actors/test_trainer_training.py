@@ -21,6 +21,7 @@ from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.trainer.world import (
     FakeEvaluator,
     FakeLearner,
+    FakeLineage,
     FakePublisher,
     FakeSource,
     FakeWriter,
@@ -41,6 +42,7 @@ async def run() -> AsyncIterator[Run]:
     source: Any = FakeSource(world)
     publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
     evaluator: Any = FakeEvaluator(world)
+    lineage: Any = FakeLineage()
     training = await actors.spawn(
         lambda: Training(
             TrainerConfig(max_steps=3, checkpoint=CheckpointSettings(every_steps=2)),
@@ -48,6 +50,7 @@ async def run() -> AsyncIterator[Run]:
             writer=writer,
             source=source,
             record=record,
+            lineage=lineage,
             make_publisher=publisher,
             evaluator=evaluator,
         ),

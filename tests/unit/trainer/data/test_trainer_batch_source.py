@@ -277,7 +277,7 @@ async def test_a_rewind_forgets_what_was_prepared(cluster: Cluster) -> None:
     """The scheduler took every claim back; the next batch is leased anew."""
     cluster.scheduler.available.release()
     await cluster.source.prepare()
-    await cluster.source.rewind(4)
+    await cluster.source.rewind(4, fence=1)
     (rewind,) = cluster.scheduler.asked("Rewind")
     assert rewind.step == 4
     cluster.scheduler.available.release()

@@ -1,0 +1,239 @@
+"""The lineage of a policy's weights: one trainer leads it, and none starts over unasked.
+
+Owns the election of the trainer and the record in etcd of the newest checkpoint. The record allows
+a trainer to distinguish a new run from a run whose checkpoints are on another host:
+
+    no record, no trained group       a new lineage
+    checkpoint of the lineage         continue it
+    no checkpoint saved so far        continue it from the starting weights
+    anything else                     refuse, unless `start_over` names the lineage to end
+
+A trainer without leadership publishes nothing and rewinds nothing. It regains leadership after an
+outage of etcd; it ends when another trainer was elected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+
+from forge.core.errors import ConfigError, DataLoss, StaleFence, Unavailable
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.first_done import first_done
+from forge.runtime.telemetry import log
+from forge.runtime.weights import DEFAULT_POLICY
+from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.weight_publisher import Superseded
+
+ELECTION = f"trainer/{DEFAULT_POLICY}"
+RECORD_KEY = f"trainer/{DEFAULT_POLICY}/lineage"
+UNKNOWN = "unknown"
+"""Value of `start_over` for trained groups whose lineage etcd does not have."""
+
+
+class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The present lineage, stored in etcd as a JSON object of these fields."""
+
+    lineage: str
+    """Random id; each checkpoint of the lineage has it too."""
+    fence: int
+    """Of the leadership that wrote it."""
+    step: int = 0
+    """Of the newest checkpoint; 0 before the first."""
+    weight_version: int = 0
+    """Newest published version when that checkpoint was captured."""
+    checkpoint: str = ""
+    """Host and directory of the newest checkpoint."""
+
+    @classmethod
+    def decode(cls, value: bytes) -> LineageRecord:
+        """Raises `DataLoss` for a value that is not a record."""
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except msgspec.MsgspecError as error:
+            raise DataLoss(f"{RECORD_KEY} in etcd is unreadable: {error}") from error
+
+
+class Lineage:
+    """One trainer's leadership and its view of the record."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        trainer: str,
+        location: str,
+        start_over: str,
+        ttl_s: float,
+    ) -> None:
+        """`trainer` names this process, `location` host and directory of its checkpoints."""
+        self._coordinator = coordinator
+        self._trainer = trainer
+        self._location = location
+        self._start_over = start_over
+        self._ttl_s = ttl_s
+        self._leadership: Leadership | None = None
+        self._began_fence = 0
+        """Fence of the record that this process wrote last."""
+        self.name = ""
+        """Id of the lineage, from `begin` on."""
+
+    @property
+    def fence(self) -> int:
+        """Of the present leadership. Raises `Unavailable` without one."""
+        if self._leadership is None or not self._leadership.alive:
+            raise Unavailable("this trainer does not lead now: it has lost its lease in etcd")
+        return self._leadership.fence
+
+    def require_leadership(self) -> None:
+        """Raises `Unavailable` without leadership."""
+        _ = self.fence
+
+    async def campaign(self, on_wait: Callable[[], None]) -> None:
+        """Wait until elected; calls `on_wait` first if another trainer leads."""
+        holder = await self._coordinator.get(f"leader/{ELECTION}")
+        if holder is not None:
+            log.info("standby", leader=holder.value.decode())
+            on_wait()
+        self._leadership = await self._campaign()
+
+    async def superseded(self) -> None:
+        """Returns once another trainer has begun; regains a leadership that was merely lost."""
+        while True:
+            assert self._leadership is not None, "campaign comes first"
+            await self._leadership.lost()
+            campaign = asyncio.create_task(self._campaign())
+            if campaign not in await first_done(campaign, self._other_leads()):
+                return
+            self._leadership = campaign.result()
+            record, _ = await self._read_patiently()
+            if record is not None and record.fence > self._began_fence:
+                return
+            log.info("leads_again", fence=self._leadership.fence)
+
+    async def resign(self) -> None:
+        """Let a standby begin at once."""
+        if self._leadership is not None:
+            await self._leadership.resign()
+
+    async def check(self, checkpoint: Checkpoint | None) -> None:
+        """Raises `ConfigError` if `checkpoint`, the newest here, does not continue the lineage."""
+        record, _ = await self._read()
+        if record is not None:
+            self._refuse_other(record, checkpoint)
+
+    async def begin(
+        self, checkpoint: Checkpoint | None, trained_groups: Callable[[], Awaitable[int]]
+    ) -> int:
+        """Take the lineage over with the restored checkpoint; return the highest weight version
+        that may be in use.
+
+        Raises `ConfigError` as `check` does, `Superseded` and `Unavailable`.
+        """
+        record, revision = await self._read()
+        if record is None:
+            if checkpoint is None and self._start_over != UNKNOWN:
+                self._refuse_trained(await trained_groups())
+            record = _new(checkpoint)
+        elif record.fence > self.fence:
+            raise Superseded(f"another trainer has taken over lineage {record.lineage}")
+        else:
+            self._refuse_other(record, checkpoint)
+            if record.lineage == self._start_over:
+                log.warning("lineage_ended", lineage=record.lineage, step=record.step)
+                record = msgspec.structs.replace(_new(None), weight_version=record.weight_version)
+        self.name = record.lineage
+        step, version = (checkpoint.step, checkpoint.weight_version) if checkpoint else (0, 0)
+        floor = max(record.weight_version, version)
+        await self._write(self._at(record, step=step, weight_version=floor), revision)
+        return floor
+
+    async def saved(self, *, step: int, weight_version: int) -> None:
+        """Store that the checkpoint of `step` is durable here; without etcd the next one does."""
+        try:
+            record, revision = await self._read()
+            if record is None or record.lineage != self.name:
+                raise StaleFence(f"the lineage in etcd is no longer {self.name}")
+            changed = self._at(record, step=step, weight_version=weight_version)
+            await self._write(changed, revision)
+        except (Unavailable, StaleFence) as error:
+            log.warning("checkpoint_not_announced", step=step, error=str(error))
+
+    def _at(self, record: LineageRecord, *, step: int, weight_version: int) -> LineageRecord:
+        return msgspec.structs.replace(
+            record, step=step, weight_version=weight_version, checkpoint=self._location
+        )
+
+    async def _campaign(self) -> Leadership:
+        return await self._coordinator.campaign(ELECTION, self._trainer, ttl_s=self._ttl_s)
+
+    async def _other_leads(self) -> None:
+        async with aclosing(self._coordinator.follow(f"leader/{ELECTION}")) as holders:
+            async for holder in holders:
+                if holder is not None and holder.value.decode() != self._trainer:
+                    return
+
+    async def _read(self) -> tuple[LineageRecord | None, int]:
+        stored = await self._coordinator.get(RECORD_KEY)
+        if stored is None:
+            return None, 0
+        return LineageRecord.decode(stored.value), stored.mod_revision
+
+    async def _read_patiently(self) -> tuple[LineageRecord | None, int]:
+        while True:
+            try:
+                return await self._read()
+            except Unavailable:
+                await asyncio.sleep(self._ttl_s / 4)
+
+    async def _write(self, record: LineageRecord, revision: int) -> None:
+        fence = self.fence
+        value = msgspec.json.encode(msgspec.structs.replace(record, fence=fence))
+        try:
+            await self._coordinator.compare_and_swap(RECORD_KEY, value, expected_revision=revision)
+        except StaleFence as error:
+            raise Unavailable("the lineage has changed meanwhile: read it again") from error
+        self._began_fence = fence
+
+    def _refuse_other(self, record: LineageRecord, checkpoint: Checkpoint | None) -> None:
+        ends = record.lineage == self._start_over
+        if ends and checkpoint is not None:
+            raise ConfigError(
+                f"start_over = {self._start_over} needs an empty checkpoint.dir, and "
+                f"{self._location} has the checkpoint of step {checkpoint.step}"
+            )
+        if ends or (checkpoint is None and not record.step):
+            return
+        if checkpoint is None:
+            here = "no checkpoint"
+        elif checkpoint.lineage != record.lineage:
+            here = f"a checkpoint of lineage {checkpoint.lineage}"
+        elif checkpoint.step < record.step and self._location != record.checkpoint:
+            here = f"only the checkpoint of step {checkpoint.step}"
+        else:
+            return
+        raise ConfigError(
+            f"the queue is trained by lineage {record.lineage}, whose checkpoints are at "
+            f"{record.checkpoint}, the newest of step {record.step}; {self._location} has {here}. "
+            "Copy or share that directory, or end the lineage and train from the starting weights "
+            f"with --start-over={record.lineage}"
+        )
+
+    def _refuse_trained(self, groups: int) -> None:
+        if groups:
+            raise ConfigError(
+                f"the queue has {groups} trained groups, and neither etcd nor {self._location} "
+                "has their checkpoint: set checkpoint.dir to its directory, or train from the "
+                f"starting weights with --start-over={UNKNOWN}"
+            )
+
+
+def _new(checkpoint: Checkpoint | None) -> LineageRecord:
+    """A lineage without a record: that of the checkpoint, or a new one."""
+    return LineageRecord(
+        lineage=checkpoint.lineage if checkpoint else secrets.token_hex(8), fence=0
+    )

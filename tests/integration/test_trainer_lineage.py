@@ -1,0 +1,139 @@
+"""One trainer trains a policy, and none begins again from the starting weights unasked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
+from tests.support.scheduler.cluster import SchedulerCluster, make_task
+from tests.support.trainer.process import WEIGHTS_KEY, TrainerClient, TrainerProcess
+
+pytestmark = pytest.mark.timeout(900)
+
+SETTINGS = {"checkpoint__every_steps": 1}
+
+
+class TwoHosts:
+    """A scheduler, a pool, and two trainers with checkpoints of their own."""
+
+    def __init__(
+        self, folder: Path, services: SchedulerCluster, *, etcd: EtcdServer, cluster: str
+    ) -> None:
+        self.services = services
+        self.client = TrainerClient(services.coordinator, services.channels)
+        self.first, self.second = (
+            TrainerProcess(
+                self._folder(folder, name), etcd=etcd, cluster=cluster, key_file=folder / "key"
+            )
+            for name in ("first", "second")
+        )
+        shutil.rmtree(self.second.model_path)
+        shutil.copytree(self.first.model_path, self.second.model_path)
+
+    @staticmethod
+    def _folder(folder: Path, name: str) -> Path:
+        (folder / name).mkdir()
+        return folder / name
+
+    async def feed(self, first: int, count: int) -> None:
+        """Submit and complete groups of two rollouts with different rewards."""
+        tasks = [make_task(f"task-{n}", size=2) for n in range(first, first + count)]
+        await self.services.submit(tasks)
+        for _ in range(count):
+            await self.services.complete(1, reward=1.0)
+            await self.services.complete(1, reward=0.0)
+
+    async def weight_version(self) -> int:
+        """The newest version in etcd; 0 without one."""
+        found = await self.services.coordinator.get(WEIGHTS_KEY)
+        return 0 if found is None else int(json.loads(found.value)["weight_version"])
+
+    async def trained_by_first(self) -> int:
+        """Let the first trainer take a step and save it; return the version of its weights."""
+        self.first.start(**SETTINGS)
+        await self.feed(0, 2)
+        await self.client.until_step(1)
+        await until(lambda: self.first.logged("checkpoint_saved") or None)
+        return await self.weight_version()
+
+
+@pytest_asyncio.fixture
+async def hosts(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[TwoHosts]:
+    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    services.start_pool()
+    services.start_scheduler(queue={"batch_groups": "2"})
+    made = TwoHosts(tmp_path, services, etcd=etcd, cluster=cluster)
+    try:
+        yield made
+    finally:
+        made.first.kill()
+        made.second.kill()
+        await services.close()
+
+
+async def test_a_moved_trainer_refuses_to_begin_again(hosts: TwoHosts) -> None:
+    """Without the lineage's checkpoint it ends with one line: place of the checkpoint, and switch.
+    With the switch the old lineage ends, and weight versions still rise."""
+    version = await hosts.trained_by_first()
+    hosts.first.kill()
+    hosts.second.start(**SETTINGS)
+    code, stderr = hosts.second.wait()
+    assert code == 2 and stderr.count("\n") == 1
+    assert str(hosts.first.checkpoints) in stderr and "--start-over=" in stderr
+    assert await hosts.weight_version() == version
+
+    lineage = stderr.partition("--start-over=")[2].split()[0].rstrip(":;,.")
+    hosts.second.start(**SETTINGS, start_over=lineage)
+    manifest = await hosts.client.until_version(version + 1)
+    assert manifest["step"] == 0
+    hosts.second.kill()
+    # The trainer of the ended lineage is refused in turn.
+    hosts.first.start(**SETTINGS)
+    code, stderr = hosts.first.wait()
+    assert code == 2 and str(hosts.second.checkpoints) in stderr
+
+
+async def test_a_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
+    """It publishes nothing while the first one lives; with the same checkpoints it then continues
+    from the newest."""
+    version = await hosts.trained_by_first()
+    hosts.second.checkpoints.symlink_to(hosts.first.checkpoints)
+    hosts.second.start(**SETTINGS)
+    await until(lambda: hosts.second.logged("standby") or None)
+    await hosts.feed(2, 2)
+    assert (await hosts.client.until_step(2, after=1)).step == 2
+    assert not hosts.first.logged("superseded")
+    assert not hosts.second.logged("weights_published")
+    assert hosts.first.terminate() == 0
+    await until(lambda: hosts.second.logged("weights_published") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 2
+    assert await hosts.weight_version() > version
+
+
+async def test_a_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
+    """The lineage continues on another host that has its newest checkpoint, and not with an older
+    one."""
+    await hosts.trained_by_first()
+    shutil.copytree(hosts.first.checkpoints, hosts.second.checkpoints)
+    await hosts.feed(2, 2)
+    await hosts.client.until_step(2, after=1)
+    assert hosts.first.terminate() == 0
+    hosts.second.start(**SETTINGS)
+    code, stderr = hosts.second.wait()
+    assert code == 2 and "step 2" in stderr and str(hosts.first.checkpoints) in stderr
+
+    shutil.rmtree(hosts.second.checkpoints)
+    shutil.copytree(hosts.first.checkpoints, hosts.second.checkpoints)
+    hosts.second.start(**SETTINGS)
+    await until(lambda: hosts.second.logged("rewound") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 2
