@@ -32,15 +32,8 @@ ROW_GROUP_BYTES = 32 << 20
 _INT_LISTS = ("prompt_ids", "sampled_ids", "weight_versions")
 _FLOAT_LISTS = ("logprobs", "allowed_logprobs")
 _INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens", "top_k")
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "started_unix_s",
-    "queue_s",
-    "prefill_s",
-    "decode_s",
-    "agent_s",
-)
+_TIMINGS = ("queue_s", "prefill_s", "decode_s", "agent_s")
+_FLOATS = ("temperature", "top_p", "started_unix_s", *_TIMINGS)
 _STRINGS = ("finish_reason", "messages_json", "parse_error", "context_action")
 _REWARD_STRINGS = ("event_id", "name", "kind")
 
@@ -199,49 +192,27 @@ _ROW = ("trajectory_id", "task_id", "domain", "state", "reason", "closed_unix_s"
 
 
 def _row(trajectory: common_pb2.Trajectory) -> dict[str, Any]:
-    state = common_pb2.TrajectoryState.Name(trajectory.state)
-    return {
-        "trajectory_id": trajectory.trajectory_id,
-        "task_id": trajectory.task_id,
-        "domain": trajectory.domain,
-        "state": state.removeprefix("TRAJECTORY_STATE_").lower(),
-        "reason": trajectory.reason,
-        "closed_unix_s": trajectory.sealed_unix_s,
-    }
+    row = {name: getattr(trajectory, name) for name in ("trajectory_id", "task_id", "domain")}
+    row["state"] = _word(common_pb2.TrajectoryState, trajectory.state, "TRAJECTORY_STATE_")
+    return row | {"reason": trajectory.reason, "closed_unix_s": trajectory.sealed_unix_s}
 
 
 def _reward(reward: common_pb2.RewardEvent) -> dict[str, Any]:
-    kind = common_pb2.RewardKind.Name(reward.kind)
-    return {
-        "event_id": reward.event_id,
-        "name": reward.name,
-        "kind": kind.removeprefix("REWARD_KIND_").lower(),
-        "value": reward.value,
-        "turn_index": reward.turn_index,
-    }
+    row = {name: getattr(reward, name) for name in (*_REWARD_STRINGS, "value", "turn_index")}
+    row["kind"] = _word(common_pb2.RewardKind, reward.kind, "REWARD_KIND_")
+    return row
 
 
 def _scalars(turn: common_pb2.Turn) -> dict[str, Any]:
-    finish_reason = common_pb2.FinishReason.Name(turn.finish_reason)
-    timings = turn.timings
-    return {
-        "turn_index": turn.turn_index,
-        "parent_turn": turn.parent_turn,
-        "prefix_tokens": turn.prefix_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "finish_reason": finish_reason.removeprefix("FINISH_REASON_").lower(),
-        "temperature": turn.temperature,
-        "top_p": turn.top_p if turn.HasField("top_p") else None,
-        "top_k": turn.top_k if turn.HasField("top_k") else None,
-        "messages_json": turn.messages_json,
-        "parse_error": turn.parse_error,
-        "context_action": turn.context_action,
-        "started_unix_s": turn.started_unix_s,
-        "queue_s": timings.queue_s,
-        "prefill_s": timings.prefill_s,
-        "decode_s": timings.decode_s,
-        "agent_s": timings.agent_s,
-    }
+    row = {name: getattr(turn, name) for name in (*_INTS, *_STRINGS)}
+    row |= {name: getattr(turn.timings if name in _TIMINGS else turn, name) for name in _FLOATS}
+    row["finish_reason"] = _word(common_pb2.FinishReason, turn.finish_reason, "FINISH_REASON_")
+    return row | {name: None for name in ("top_p", "top_k") if not turn.HasField(name)}
+
+
+def _word(enum: Any, number: int, prefix: str) -> str:
+    name: str = enum.Name(number)
+    return name.removeprefix(prefix).lower()
 
 
 def _columns(turn: common_pb2.Turn) -> dict[str, bytes]:
