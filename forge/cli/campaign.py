@@ -113,9 +113,8 @@ class Campaign:
         self._enter("after")
         version = await self._final_weights_served()
         after = await self._evaluate("eval-after")
-        await self._trainer_evaluated()
+        trainer = await self._trainer_evaluated()
         self._enter("done")
-        trainer = self.progress.trainer
         return CampaignResult(
             before=before,
             after=after,
@@ -167,8 +166,7 @@ class Campaign:
             while not (self._finished() and (following.done() or self._has_seen_every_step())):
                 await self._top_up(tasks)
                 await asyncio.sleep(POLL_S)
-                await self._observe()
-                self._on_progress(self.progress)
+                await self._look()
         finally:
             following.cancel()
 
@@ -213,47 +211,45 @@ class Campaign:
     async def _final_weights_served(self) -> int:
         """Waits until every worker serves the last published version."""
         while True:
-            await self._observe()
-            self._on_progress(self.progress)
+            await self._look()
             trainer, inference = self.progress.trainer, self.progress.inference
             if trainer and inference and inference.weight_version >= trainer.weight_version > 0:
                 return inference.weight_version
             await asyncio.sleep(POLL_S)
 
-    async def _trainer_evaluated(self) -> None:
-        """Waits for the end of the trainer's evaluation."""
+    async def _trainer_evaluated(self) -> trainer_pb2.GetTrainerStatusResponse | None:
+        """Waits for the end of the trainer's evaluation; returns its status."""
         while True:
-            await self._observe()
-            self._on_progress(self.progress)
-            if self.progress.trainer is None or not self.progress.trainer.evaluating:
-                return
+            await self._look()
+            trainer = self.progress.trainer
+            if trainer is None or not trainer.evaluating:
+                return trainer
             await asyncio.sleep(POLL_S)
+
+    async def _look(self) -> None:
+        await self._observe()
+        self._on_progress(self.progress)
 
     async def _observe(self) -> None:
         """Updates the progress; a restarting service keeps its last state."""
-        scheduler, inference, trainer = await asyncio.gather(
+        answers = await asyncio.gather(
             self._observer.scheduler_status(),
             self._observer.inference_status(),
             self._observer.trainer_status(),
             return_exceptions=True,
         )
-        for answer in (scheduler, inference, trainer):
-            if isinstance(answer, BaseException) and not isinstance(answer, ForgeError):
+        for service, answer in zip(("scheduler", "inference", "trainer"), answers, strict=True):
+            if not isinstance(answer, BaseException):
+                setattr(self.progress, service, answer)
+            elif not isinstance(answer, ForgeError):
                 raise answer
-        if not isinstance(scheduler, BaseException):
-            self.progress.scheduler = scheduler
-        if not isinstance(inference, BaseException):
-            self.progress.inference = inference
-        if not isinstance(trainer, BaseException):
-            self.progress.trainer = trainer
-            self._note_evaluation(trainer)
+        if self.progress.trainer is not None:
+            self._note_evaluation(self.progress.trainer)
 
     def _note_evaluation(self, trainer: trainer_pb2.GetTrainerStatusResponse) -> None:
-        newest, seen = trainer.latest_evaluation, self.progress.evaluations
-        if trainer.HasField("latest_evaluation") and newest.step not in {
-            each.step for each in seen
-        }:
-            seen.append(newest)
+        newest, known = trainer.latest_evaluation, self.progress.evaluations
+        if trainer.HasField("latest_evaluation") and newest.step not in {e.step for e in known}:
+            known.append(newest)
 
 
 def evaluation(results: Sequence[DomainResult], tag: str) -> Evaluation:

@@ -1,4 +1,4 @@
-"""The end of a command: errors in one line, exit codes, Ctrl-C."""
+"""The output and the end of a command: errors in one line, exit codes, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from forge.core.errors import ForgeError
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
-console = Console()
+console = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """Prints a text without line breaks of its own; the terminal may wrap it."""
+    console.print(text, soft_wrap=True)
 
 
 def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -18,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from forge.cli.campaign import CampaignResult, Evaluation, Progress
+from forge.cli.campaign import CampaignResult, Progress
 from forge.cli.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
 from forge.cli.trouble import troubles
@@ -57,12 +56,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -120,9 +114,8 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
 
 def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
     """Returns one line about an optimizer step."""
-    domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(step.reward_by_domain))
     return (
-        f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  ({domains})  "
+        f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  ({_figures(step.reward_by_domain)})  "
         f"v{step.weight_version}  staleness {step.staleness_mean:.1f}  "
         f"merge {step.merge_ratio:.1f}x  {step.step_s:.1f} s"
     )
@@ -131,7 +124,6 @@ def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
 def evaluation_line(evaluation: trainer_pb2.Evaluation) -> str:
     """Returns one line about an evaluation during training."""
     rewards = {name: domain.mean_reward for name, domain in evaluation.domains.items()}
-    domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(rewards))
     versions = _versions(evaluation.min_weight_version, evaluation.max_weight_version)
     left_out = f"  {evaluation.skipped} skipped before it" if evaluation.skipped else ""
     given_up = f"  {evaluation.failed} given up" if evaluation.failed else ""
@@ -140,9 +132,13 @@ def evaluation_line(evaluation: trainer_pb2.Evaluation) -> str:
     interval = f"95 % {low:.2f} to {high:.2f}  " if low < high else ""
     return (
         f"held-out after step {evaluation.step}  reward {evaluation.mean_reward:.2f}  "
-        f"({domains})  {interval}solved {evaluation.solved_share:.2f}  by {versions}  "
+        f"({_figures(rewards)})  {interval}solved {evaluation.solved_share:.2f}  by {versions}  "
         f"{evaluation.rollouts} attempts{given_up}{left_out}"
     )
+
+
+def _figures(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.2f}" for name, value in sorted(values.items()))
 
 
 def _versions(oldest: int, newest: int) -> str:
@@ -183,7 +179,7 @@ def result_table(result: CampaignResult, measured: MeasuredModel | None = None) 
     table.add_column("domain")
     for column in ("before", after, "change", "95 % interval", "tasks"):
         table.add_column(column, justify="right", no_wrap=True)
-    names = [name for name, _ in _sorted(result.before.by_domain)]
+    names = sorted(result.before.by_domain)
     changes = {name: result.changes(name) for name in names}
     for name in names:
         means = result.before.by_domain[name], result.after.by_domain.get(name, 0.0)
@@ -206,7 +202,10 @@ def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: flo
     ]
     for label, measured in (("before", result.before), ("after", result.after)):
         if measured.failed:
-            notes.append(_failed_line(label, measured))
+            notes.append(
+                f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training "
+                "failed and count as 0; see the runner's log.[/yellow]"
+            )
     return notes
 
 
@@ -217,13 +216,6 @@ def kept_note(measured: MeasuredModel) -> str:
     return (
         f"Kept model {measured.path}: published from these files as weight version "
         f"{measured.weight_version}; sha256 equal to the weights served."
-    )
-
-
-def _failed_line(label: str, measured: Evaluation) -> str:
-    return (
-        f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training failed "
-        "and count as 0; see the runner's log.[/yellow]"
     )
 
 
@@ -259,7 +251,7 @@ def _bar(progress: Progress, total_steps: int) -> RenderableType:
 def _domains(progress: Progress) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     latest = progress.steps[-1]
-    for name, value in _sorted(latest.reward_by_domain):
+    for name, value in sorted(latest.reward_by_domain.items()):
         history = [s.reward_by_domain.get(name, 0.0) for s in progress.steps[-44:]]
         grid.add_row(name, f"{value:.2f}", Text(sparkline(history), style="cyan"))
     history = [s.mean_reward for s in progress.steps[-44:]]
@@ -304,7 +296,3 @@ def sparkline(values: list[float]) -> str:
     low, high = min(0.0, *values), max(1.0, *values)
     top = len(SPARKS) - 1
     return "".join(SPARKS[round((value - low) / (high - low) * top)] for value in values)
-
-
-def _sorted(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(values.items())

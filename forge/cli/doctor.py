@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.markup import escape
 
 from forge.cli.clocks import compare_clocks
+from forge.cli.command_exit import say
 from forge.cli.connection import Connection
 from forge.cli.stack import etcd_binary
 from forge.core.clocks import AGREE_S
@@ -46,7 +46,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(root: Path, console: Console, *, cluster: Connection | None = None) -> int:
+def examine(root: Path, *, cluster: Connection | None = None) -> int:
     """Prints all findings, with the clocks of `cluster` if given.
 
     Returns the exit code: 0 without problems, otherwise 1.
@@ -67,9 +67,9 @@ def examine(root: Path, console: Console, *, cluster: Connection | None = None) 
         findings += asyncio.run(_clocks(cluster))
     for finding in findings:
         mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
-        console.print(f"{mark} {escape(finding.text)}", highlight=False, soft_wrap=True)
+        say(f"{mark} {escape(finding.text)}")
         if finding.remedy and not finding.ok:
-            console.print(f"    {escape(finding.remedy)}", highlight=False, soft_wrap=True)
+            say(f"    {escape(finding.remedy)}")
     return 0 if all(finding.ok for finding in findings) else 1
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.command_exit import console, fail, finish
+from forge.cli.command_exit import console, fail, finish, say
 from forge.cli.connection import Connection, of_run
 from forge.cli.options import with_options
 from forge.cli.pool import pool_app
@@ -34,7 +34,7 @@ app.add_typer(token_app, name="token")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        console.print(metadata.version("forge-rl"), highlight=False)
+        console.print(metadata.version("forge-rl"))
         raise typer.Exit
 
 
@@ -60,7 +60,7 @@ def run(options: RunOptions) -> None:
     """
     from forge.cli.training_run import train
 
-    finish(lambda: train(options, console), "Interrupted. Run the same command again to resume.")
+    finish(lambda: train(options), "Interrupted. Run the same command again to resume.")
 
 
 @app.command()
@@ -72,7 +72,7 @@ def up(stack: RunOptions) -> None:
     """
     from forge.cli.training_run import serve
 
-    finish(lambda: serve(stack, console), "Stopped.")
+    finish(lambda: serve(stack), "Stopped.")
 
 
 @app.command()
@@ -85,7 +85,7 @@ def status(
     from forge.cli.status import show_status
 
     async def main() -> None:
-        await show_status(find() if directory is None else of_run(directory), console)
+        await show_status(find() if directory is None else of_run(directory))
 
     finish(main, "")
 
@@ -111,7 +111,7 @@ def plot(
         draw(runs, target)
     except ForgeError as error:
         fail(error)
-    console.print(str(target), highlight=False, soft_wrap=True)
+    say(str(target))
 
 
 @app.command()
@@ -124,7 +124,7 @@ def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
     """
     from forge.cli.doctor import examine
 
-    raise typer.Exit(examine(root, console, cluster=named))
+    raise typer.Exit(examine(root, cluster=named))
 
 
 @app.command()
@@ -192,11 +192,7 @@ def model_export(
         kept = export_model(source, out)
     except ForgeError as error:
         fail(error)
-    console.print(
-        f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}")
 
 
 @app.command(
@@ -216,7 +212,7 @@ def _model(name: str, seed: int, root: Path) -> None:
 
     async def main() -> None:
         path = await ensure_model(name, seed=seed, root=root)
-        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+        say(f"{name}: {path}")
 
     finish(main, "Interrupted.")
 

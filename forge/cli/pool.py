@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.command_exit import console, fail, finish
+from forge.cli.command_exit import fail, finish
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.core.errors import ForgeError
@@ -136,7 +136,7 @@ def compact(find: Callable[[], Connection], directory: Directory) -> None:
 
     shard = done.stdout.strip()
     finish(
-        lambda: compact_shard(find, shard, directory, console=console),
+        lambda: compact_shard(find, shard, directory),
         f"Interrupted; {directory} did not change.",
     )
 
@@ -156,7 +156,7 @@ def query(
     from forge.cli.pool_reading import list_trajectories
 
     finish(
-        lambda: list_trajectories(at, wanted, limit=limit, as_json=json, console=console),
+        lambda: list_trajectories(at, wanted, limit=limit, as_json=json),
         "Interrupted.",
     )
 
@@ -184,7 +184,7 @@ def tail(
 
     finish(
         lambda: follow_trajectories(
-            at, wanted, cursors=cursor or [], from_start=from_start, as_json=json, console=console
+            at, wanted, cursors=cursor or [], from_start=from_start, as_json=json
         ),
         "",
     )
@@ -210,7 +210,7 @@ def export(
     if not wanted.state:
         wanted.state = common_pb2.TRAJECTORY_STATE_SEALED
     finish(
-        lambda: export_trajectories(at, wanted, file, console=console),
+        lambda: export_trajectories(at, wanted, file),
         f"Interrupted; {file} is not written.",
     )
 
@@ -221,7 +221,7 @@ def stats(at: Connection, json: Json = False) -> None:
     """Count groups and trajectories by domain and state; show sizes and the oldest group."""
     from forge.cli.pool_reading import show_stats
 
-    finish(lambda: show_stats(at, as_json=json, console=console), "Interrupted.")
+    finish(lambda: show_stats(at, as_json=json), "Interrupted.")
 
 
 def _tool(*words: str | Path) -> None:

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from forge.cli.command_exit import console, say
 from forge.cli.connection import Connection
 from forge.cli.export import export_file
 from forge.client.pool import PoolReader
@@ -50,7 +51,6 @@ async def list_trajectories(
     *,
     limit: int,
     as_json: bool,
-    console: Console,
 ) -> None:
     """Prints up to `limit` matching trajectories; 0: all."""
     table = Table(*_COLUMNS)
@@ -73,7 +73,7 @@ async def list_trajectories(
         return
     console.print(table)
     if more:
-        console.print(f"There are more than these {limit}: see --limit.", highlight=False)
+        console.print(f"There are more than these {limit}: see --limit.")
 
 
 def _name_damaged(shard: str, trajectory_ids: Sequence[str]) -> None:
@@ -88,7 +88,6 @@ async def follow_trajectories(
     cursors: Sequence[str],
     from_start: bool,
     as_json: bool,
-    console: Console,
 ) -> None:
     """Prints closed and rewarded trajectories until cancelled; then the cursors."""
     latest = {cursor.rpartition("/")[0]: cursor for cursor in cursors}
@@ -102,16 +101,14 @@ async def follow_trajectories(
                     _print_json(response)
                 else:
                     cells = "  ".join(_cells(response.summary))
-                    console.print(
-                        f"{_CHANGES[response.change]:8}  {cells}", highlight=False, soft_wrap=True
-                    )
+                    say(f"{_CHANGES[response.change]:8}  {cells}")
         finally:
             resume = " ".join(f"--cursor {cursor}" for cursor in latest.values())
             sys.stderr.write(f"Continue with: forge pool tail {resume}\n")
 
 
 async def export_trajectories(
-    at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path, *, console: Console
+    at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path
 ) -> None:
     """Writes all matching readable trajectories to `file`; exits with 1 if any is damaged."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
@@ -136,18 +133,12 @@ async def export_trajectories(
                 unread += len(damaged)
     freed = fitting - count - (unread - unlisted)
     left_out = f"; {freed} matching ones were freed" if freed else ""
-    console.print(
-        f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}")
     if unread:
         raise typer.Exit(DAMAGED)
 
 
-async def compact_shard(
-    find: Callable[[], Connection], shard: str, directory: Path, *, console: Console
-) -> None:
+async def compact_shard(find: Callable[[], Connection], shard: str, directory: Path) -> None:
     """Makes the pool compact the shard that it serves from `directory`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     last = pool_pb2.CompactShardResponse()
@@ -159,14 +150,10 @@ async def compact_shard(
         ):
             async for last in responses:
                 bar.update(task, completed=last.copied_bytes, total=last.total_bytes)
-    console.print(
-        f"{directory}: {decimal(last.before_bytes)} before, {decimal(last.after_bytes)} after",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{directory}: {decimal(last.before_bytes)} before, {decimal(last.after_bytes)} after")
 
 
-async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None:
+async def show_stats(at: Connection, *, as_json: bool) -> None:
     """Prints the counts of every shard."""
     async with _reader(at) as reader:
         for shard in await reader.shards():
@@ -174,16 +161,16 @@ async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None
             if as_json:
                 _print_json(stats)
             else:
-                _show(stats, reader.copies_in_sync(shard), console)
+                _show(stats, reader.copies_in_sync(shard))
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
     """Returns a progress bar on stderr, disabled without a terminal."""
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
 
 
-def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, console: Console) -> None:
+def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
     table = Table(
         "domain",
         "",
@@ -209,24 +196,20 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, console: Console) -
             decimal(one.turn_bytes),
         )
     console.print(table)
-    console.print(
+    say(
         f"{decimal(stats.used_bytes)} in the file, {decimal(stats.live_bytes)} of them in use; "
         f"{decimal(stats.disk_free_bytes)} free on the disk"
-        + (f"; copies in sync: {copies}" if copies else ""),
-        highlight=False,
-        soft_wrap=True,
+        + (f"; copies in sync: {copies}" if copies else "")
     )
     if stats.oldest_pending_task_id:
-        console.print(
+        say(
             f"oldest pending group: {stats.oldest_pending_task_id} at index "
             f"{stats.oldest_pending_queue_index}"
             + (
                 f"; oldest waiting seal {_time(stats.oldest_pending_closed_unix_s)}"
                 if stats.oldest_pending_closed_unix_s
                 else ""
-            ),
-            highlight=False,
-            soft_wrap=True,
+            )
         )
 
 

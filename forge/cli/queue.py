@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli.command_exit import console, finish
+from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.cli.trouble import troubles
@@ -107,12 +107,12 @@ async def _submit(at: Connection, submission: Submission) -> None:
     from forge.client.operator import Operator
 
     def show(cursor: DatasetCursor, accepted: int) -> None:
-        console.print(f"{accepted} tasks submitted, epoch {cursor.epoch}", highlight=False)
+        console.print(f"{accepted} tasks submitted, epoch {cursor.epoch}")
 
     async with at.open() as (coordinator, channels):
         submitter = Submitter(Operator(coordinator, channels), submission)
         await submitter.run(show)
-        console.print(f"all of {submission.name} is in the queue", highlight=False)
+        console.print(f"all of {submission.name} is in the queue")
 
 
 async def _set(
@@ -131,9 +131,9 @@ async def _set(
         while wait and (status.running_groups or status.taking_over):
             await asyncio.sleep(_POLL_S)
             status = await operator.scheduler_status()
-        console.print(line_of(status), highlight=False, soft_wrap=True)
+        say(line_of(status))
         for text in troubles(status).values():
-            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:

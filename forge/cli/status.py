@@ -5,11 +5,11 @@ from __future__ import annotations
 from asyncio import gather
 from collections.abc import Awaitable
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from forge.cli.clocks import compare_clocks
+from forge.cli.command_exit import console
 from forge.cli.connection import Connection
 from forge.cli.stack import READY_KINDS
 from forge.cli.trouble import troubles
@@ -20,7 +20,7 @@ from forge.runtime.process.clock_watch import REMEDY
 from forge.v1 import scheduler_pb2
 
 
-async def show_status(at: Connection, console: Console) -> None:
+async def show_status(at: Connection) -> None:
     """Prints the instances and the status of each service. Raises `Unavailable` without etcd."""
     async with at.open() as (coordinator, channels):
         console.print(await _instances(coordinator))

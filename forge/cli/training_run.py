@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from rich.console import Console
-
 from forge.cli.campaign import Campaign, CampaignResult
+from forge.cli.command_exit import console, say
 from forge.cli.dataset import held_out_tasks
 from forge.cli.display import (
     RunDisplay,
@@ -146,7 +145,7 @@ def plan_of(
     )
 
 
-async def train(options: RunOptions, console: Console) -> None:
+async def train(options: RunOptions) -> None:
     """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
     directory = directory_of(options)
@@ -164,11 +163,11 @@ async def train(options: RunOptions, console: Console) -> None:
             console.print(evaluations_table(evaluations))
     notes = result_notes(result, directory, time.monotonic() - started)
     for note in (kept_note(measured), *notes):
-        console.print(note, highlight=False, soft_wrap=True)
+        say(note)
     # A missing picture must not fail the run.
     with suppress(ForgeError):
         draw([directory.path], directory.curves)
-        console.print(f"Curves {directory.curves}", highlight=False, soft_wrap=True)
+        say(f"Curves {directory.curves}")
 
 
 async def _campaign(
@@ -224,7 +223,7 @@ async def running(
         await stack.stop()
 
 
-async def serve(options: RunOptions, console: Console) -> None:
+async def serve(options: RunOptions) -> None:
     """Runs the stack until cancelled. Raises `ForgeError` with a remedy."""
     directory = directory_of(options)
     with directory.locked():
