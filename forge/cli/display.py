@@ -115,7 +115,8 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
 def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
     """Returns one line about an optimizer step."""
     return (
-        f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  ({_figures(step.reward_by_domain)})  "
+        f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  "
+        f"({_figures(step.reward_by_domain)})  "
         f"v{step.weight_version}  staleness {step.staleness_mean:.1f}  "
         f"merge {step.merge_ratio:.1f}x  {step.step_s:.1f} s"
     )

@@ -46,14 +46,12 @@ class GatewayApp:
         assert isinstance(config, GatewayConfig)
         keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
         model = await asyncio.to_thread(
-            partial(
-                ChatModel.load,
-                config.model_path,
-                name=config.model_name,
-                context_tokens=config.context_tokens,
-                tool_format=config.tool_format,
-                reasoning_format=config.reasoning_format,
-            )
+            ChatModel.load,
+            config.model_path,
+            name=config.model_name,
+            context_tokens=config.context_tokens,
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         pool = Pool(pools, timeout_s=config.pool_timeout_s)

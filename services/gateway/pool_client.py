@@ -6,7 +6,7 @@ Owns the RPCs and their retries; all of them are idempotent. `actors.shard_write
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from forge.core.errors import NotFound
 from forge.runtime.rpc.chunks import Joiner
@@ -39,17 +39,14 @@ class Pool:
 
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
         """Returns the stored trajectory of the session; None if no turn is stored."""
-        ids = [claims.trajectory_id]
-        if not await self._summaries(
-            claims, timeout_s=self._timeout_s, retry_for_s=self._timeout_s
-        ):
+        if not await self._summaries(claims):
             return None
         joiner = Joiner()
         async with translated():
             _, stub = await self._remote.pick(
                 where=_shard(claims.pool_shard), timeout_s=self._timeout_s
             )
-            request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=ids)
+            request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=[claims.trajectory_id])
             async for response in stub.FetchTrajectories(request, timeout=self._timeout_s):
                 trajectory = joiner.add(response.trajectory)
                 if trajectory is not None:
@@ -57,27 +54,19 @@ class Pool:
         raise NotFound(f"pool shard {claims.pool_shard} sent no turns of {claims.trajectory_id}")
 
     async def _summaries(
-        self, claims: Claims, *, timeout_s: float, retry_for_s: float
+        self, claims: Claims, **times: float
     ) -> Sequence[common_pb2.TrajectorySummary]:
         """Returns one summary, or none if no turn is stored."""
-        response: pool_pb2.GetSummariesResponse = await self._remote.call(
-            "GetSummaries",
-            pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id]),
-            timeout_s=timeout_s,
-            retry_for_s=retry_for_s,
-            where=_shard(claims.pool_shard),
+        request = pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id])
+        response: pool_pb2.GetSummariesResponse = await self._call(
+            claims, "GetSummaries", request, **times
         )
         return response.summaries
 
     async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
         """Adds reward components to the session's trajectory."""
-        await self._remote.call(
-            "AppendRewards",
-            pool_pb2.AppendRewardsRequest(trajectory_id=claims.trajectory_id, rewards=rewards),
-            timeout_s=self._timeout_s,
-            retry_for_s=self._timeout_s,
-            where=_shard(claims.pool_shard),
-        )
+        request = pool_pb2.AppendRewardsRequest(trajectory_id=claims.trajectory_id, rewards=rewards)
+        await self._call(claims, "AppendRewards", request)
 
     async def seal(
         self,
@@ -94,21 +83,18 @@ class Pool:
             if abandon_reason
             else common_pb2.TRAJECTORY_STATE_SEALED
         )
-        response: pool_pb2.SealTrajectoryResponse = await self._remote.call(
-            "SealTrajectory",
-            pool_pb2.SealTrajectoryRequest(
-                trajectory_id=claims.trajectory_id,
-                task_id=claims.task_id,
-                domain=claims.domain,
-                turns=turns,
-                rewards=rewards,
-                state=state,
-                reason=abandon_reason,
-                closing_agent_s=closing_agent_s,
-            ),
-            timeout_s=self._timeout_s,
-            retry_for_s=self._timeout_s,
-            where=_shard(claims.pool_shard),
+        request = pool_pb2.SealTrajectoryRequest(
+            trajectory_id=claims.trajectory_id,
+            task_id=claims.task_id,
+            domain=claims.domain,
+            turns=turns,
+            rewards=rewards,
+            state=state,
+            reason=abandon_reason,
+            closing_agent_s=closing_agent_s,
+        )
+        response: pool_pb2.SealTrajectoryResponse = await self._call(
+            claims, "SealTrajectory", request
         )
         return response.summary
 
@@ -116,6 +102,11 @@ class Pool:
         """Opens a stream for turns. It has no deadline and lives as long as both sides."""
         _, stub = await self._remote.pick(where=_shard(pool_shard), timeout_s=self._timeout_s)
         return cast(AppendStream, stub.AppendTurns())
+
+    async def _call(self, claims: Claims, method: str, request: Any, **times: float) -> Any:
+        """Calls the session's shard; `times` replaces the deadline and the retry time."""
+        limits = {"timeout_s": self._timeout_s, "retry_for_s": self._timeout_s} | times
+        return await self._remote.call(method, request, where=_shard(claims.pool_shard), **limits)
 
 
 def _shard(pool_shard: str) -> Callable[[Instance], bool]:

@@ -77,10 +77,14 @@ def json_response(
     )
 
 
-def sse(data: Any, *, event: str = "") -> bytes:
-    """Returns one server-sent event, with a name if the protocol uses names."""
-    name = f"event: {event}\n".encode() if event else b""
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+def sse(data: Any) -> bytes:
+    """Returns one server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def typed_sse(data: Mapping[str, Any]) -> bytes:
+    """Returns one server-sent event that has its type as its name."""
+    return f"event: {data['type']}\n".encode() + sse(data)
 
 
 async def stream_events(

@@ -29,15 +29,8 @@ _OPENAI_TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    409: "conflict_error",
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {
     413: "request_too_large",
-    429: "rate_limit_error",
     # Anthropic's API uses 529. Clients retry both, and proxies know only 503.
     503: "overloaded_error",
     504: "timeout_error",

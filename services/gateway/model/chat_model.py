@@ -105,10 +105,10 @@ class ChatModel:
         *,
         name: str = "",
         context_tokens: int = 0,
-        tool_format: str = "auto",
-        reasoning_format: str = "auto",
+        **formats: str,
     ) -> ChatModel:
-        """Reads a model directory. Raises `ConfigError` with the name of a missing file."""
+        """Reads a model directory; `formats` as in the constructor. Raises `ConfigError` with the
+        name of a missing file."""
         directory = Path(path)
         if not path or not (directory / "tokenizer.json").is_file():
             raise ConfigError(f"model_path = {path!r}: the directory has no tokenizer.json")
@@ -128,8 +128,7 @@ class ChatModel:
             name=name or directory.resolve().name,
             context_tokens=context_tokens,
             stop_ids=cast(set[int], stop_ids),
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
+            **formats,
         )
 
     def renderer(self, tools: Tools | None) -> Render:

@@ -25,7 +25,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.request_body import decode
 from services.gateway.sessions import Session
@@ -74,7 +74,7 @@ class AnthropicMessages:
                 return json_response(await answer.complete())
 
             def error_event(error: ForgeError) -> bytes:
-                return _sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
+                return typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
 
             return await stream_events(request, answer.events(), error_event=error_event)
 
@@ -144,7 +144,7 @@ class MessagesAnswer:
             async for event in run:
                 if isinstance(event, Turn):
                     for last in (*blocks.finish(), *self._end(event)):
-                        yield _sse(last)
+                        yield typed_sse(last)
                     return
                 new = [made for delta in event.deltas for made in blocks.add_delta(delta)]
                 if sent_s is None:
@@ -152,7 +152,7 @@ class MessagesAnswer:
                 elif not new and time.monotonic() >= sent_s + PING_EVERY_S:
                     new = [{"type": "ping"}]
                 for made in new:
-                    yield _sse(made)
+                    yield typed_sse(made)
                 if new:
                     sent_s = time.monotonic()
 
@@ -309,7 +309,3 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 def _tool_use(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def _sse(event: Event) -> bytes:
-    return sse(event, event=event["type"])

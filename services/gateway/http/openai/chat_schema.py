@@ -18,6 +18,7 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
+from services.gateway.http.openai.content import Part, text_of
 from services.gateway.http.request_body import (
     checked_stops,
     sampling_params,
@@ -29,14 +30,6 @@ from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_CHOICES = 128
-
-
-class Part(msgspec.Struct):
-    """A content part."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class CallFunction(msgspec.Struct):
@@ -217,7 +210,7 @@ def choices_of(request: ChatCompletionRequest) -> int:
 def _message(message: ChatMessage, at: int) -> Message:
     try:
         role = normal_role(message.role)
-        content = _text(message.content)
+        content = text_of(message.content, ("text",))
         if message.function_call:
             raise InvalidArgument("function_call is not supported: send it in tool_calls")
     except InvalidArgument as error:
@@ -242,12 +235,3 @@ def _message(message: ChatMessage, at: int) -> Message:
 
 def _arguments(arguments: str | dict[str, Any] | None) -> str:
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments or ""
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "refusal"):
-            raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
-    return "".join(part.text or part.refusal or "" for part in content)

@@ -26,7 +26,7 @@ from services.gateway.conversation.prefix_match import NamedPrefix
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
 from services.gateway.http import request_body
-from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.chat import token_logprobs
 from services.gateway.http.openai.responses_events import Event, Events
@@ -83,7 +83,7 @@ class Responses:
             return await stream_events(
                 request,
                 response.events(events),
-                error_event=lambda error: b"".join(map(_sse, _failure(events, error))),
+                error_event=lambda error: b"".join(map(typed_sse, _failure(events, error))),
             )
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -136,13 +136,13 @@ class Response:
                 if not begun:
                     begun = True
                     for event in events.start():
-                        yield _sse(event)
+                        yield typed_sse(event)
                 if isinstance(piece, Turn):
                     new = self._end(events, piece)
                 else:
                     new = events.add_deltas(piece.deltas)
                 for event in new:
-                    yield _sse(event)
+                    yield typed_sse(event)
 
     def _end(self, events: Events, turn: Turn) -> Iterator[Event]:
         status, details = ending(turn.sampled.finish_reason)
@@ -288,7 +288,3 @@ def _stored(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
 def _failure(events: Events, error: ForgeError) -> Iterator[Event]:
     limited = isinstance(error, ResourceExhausted)
     return events.fail("rate_limit_exceeded" if limited else "server_error", str(error))
-
-
-def _sse(event: Event) -> bytes:
-    return sse(event, event=event["type"])

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,22 +24,16 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
+from services.gateway.http.openai.content import Part, text_of
 from services.gateway.http.openai.responses_items import key_of_item
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_text = partial(text_of, kinds=_TEXTS)
 
 _ITEM_KEY = re.compile(rb"(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]")
 """Matches ids of this API's items in JSON bytes; other texts may match too."""
 
 _Kind = TypeVar("_Kind")
-
-
-class Part(msgspec.Struct):
-    """A content part."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class MessageItem(msgspec.Struct):
@@ -256,12 +251,3 @@ def _as(item: dict[str, Any], kind: type[_Kind]) -> _Kind:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
         raise InvalidArgument(str(error)) from None
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in _TEXTS and part.type != "refusal":
-            raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
-    return "".join(part.text or part.refusal or "" for part in content)
