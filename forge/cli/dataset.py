@@ -71,21 +71,7 @@ def held_out_tasks(
     ]
 
 
-def _task(
-    name: str,
-    payload: Mapping[str, Any],
-    *,
-    task_id: str,
-    group_size: int,
-    purpose: pb.Purpose.ValueType,
-    tag: str,
-) -> pb.Task:
-    return pb.Task(
-        task_id=task_id,
-        domain=name,
-        scaffold=get_domain(name).scaffold,
-        payload_json=json.dumps(payload),
-        group_size=group_size,
-        purpose=purpose,
-        tag=tag,
-    )
+def _task(name: str, payload: Mapping[str, Any], **fields: Any) -> pb.Task:
+    """Returns a task of a domain with `fields`."""
+    scaffold = get_domain(name).scaffold
+    return pb.Task(domain=name, scaffold=scaffold, payload_json=json.dumps(payload), **fields)

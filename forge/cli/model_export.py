@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from forge.cli.kept import MODEL_FILES, PUBLISHED_FILE, KeptModel, read_kept
@@ -39,9 +40,7 @@ def export_model(source: Path, out: Path) -> KeptModel:
             shutil.rmtree(filling, ignore_errors=True)
     except OSError as error:
         raise ResourceExhausted(f"--out {out} cannot be written: {error.strerror}") from None
-    return KeptModel(
-        path=out, digest=copied.digest, dtype=copied.dtype, tensor_names=copied.tensor_names
-    )
+    return replace(copied, path=out)
 
 
 def _checkpoint_of(source: Path) -> Path:

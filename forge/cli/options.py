@@ -19,6 +19,7 @@ import typer
 from forge.cli.command_exit import fail
 from forge.cli.connection import Connection, newest_run, of_run
 from forge.cli.run_options import RunOptions, stack_options
+from forge.cli.submission import Submission
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.runtime.bearer import bearer_of
 from forge.v1 import common_pb2, pool_pb2
@@ -152,13 +153,14 @@ _SOURCES: dict[str, Callable[..., Any]] = {
     "wanted": trajectory_filter,
     "options": RunOptions,
     "stack": stack_options,
+    "submission": Submission,
 }
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorates a command: options replace its parameters. Options of a connection replace `at`,
     `find` (connects on demand) or `named` (None without options); those of a filter, `wanted`;
-    those of a run, `options`, or `stack` without a campaign."""
+    those of a run, `options`, or `stack` without a campaign; those of a data set, `submission`."""
     declared = inspect.signature(command, eval_str=True).parameters
     sources = {name: make for name, make in _SOURCES.items() if name in declared}
     options = {

@@ -6,7 +6,6 @@ Owns the arguments and the output; the scheduler owns the effect.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +13,11 @@ import typer
 from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
+from forge.cli.submission import Submission
 from forge.cli.trouble import troubles
-from forge.v1 import common_pb2, scheduler_pb2
+from forge.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
-    from forge.cli.submitting import Submission
     from forge.core.tasks.dataset_cursor import DatasetCursor
 
 queue_app = typer.Typer(
@@ -63,41 +62,11 @@ def status(at: Connection) -> None:
 
 @queue_app.command()
 @with_options
-def submit(
-    at: Connection,
-    file: Annotated[Path, typer.Argument(help="JSON Lines: an object with `payload` per task.")],
-    name: Annotated[str, typer.Option(help="Name of the data set. Default: the file's name.")] = "",
-    epochs: Annotated[int, typer.Option(min=0, help="Number of epochs; 0: endless.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the order within each epoch.")] = 0,
-    shuffle: Annotated[bool, typer.Option(help="Shuffle each epoch.")] = True,
-    queued: Annotated[int, typer.Option(min=1, help="Groups to keep in the queue.")] = 256,
-    curriculum: Annotated[
-        str, typer.Option(help="module:function that chooses the next tasks.")
-    ] = "",
-    domain: Annotated[str, typer.Option(help="Domain of tasks without one.")] = "",
-    scaffold: Annotated[str, typer.Option(help="Scaffold of tasks without one.")] = "blackbox",
-    group_size: Annotated[int, typer.Option(min=1, help="Rollouts of tasks without a number.")] = 8,
-    held_out: Annotated[
-        Path | None, typer.Option(help="File of held-out tasks; a common task is an error.")
-    ] = None,
-) -> None:
+def submit(at: Connection, submission: Submission) -> None:
     """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are submitted.
 
     After an interruption the same command continues, by the tasks that the pool has.
     """
-    from forge.cli.submitting import Submission
-
-    submission = Submission(
-        file=file,
-        name=name or file.stem,
-        epochs=epochs,
-        seed=seed,
-        shuffle=shuffle,
-        queued=queued,
-        curriculum=curriculum,
-        defaults=common_pb2.Task(domain=domain, scaffold=scaffold, group_size=group_size),
-        held_out=held_out,
-    )
     finish(lambda: _submit(at, submission), "Interrupted. Run the same command again to continue.")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.agents.plugins import load_attribute
+from forge.cli.submission import Submission
 from forge.client.operator import Operator
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, InvalidArgument
@@ -41,25 +42,6 @@ class Candidate:
 Curriculum = Callable[[Sequence[Candidate], Mapping[str, float]], Sequence[int]]
 """Returns the positions of the candidates to submit, in order, from the candidates and the recent
 reward by domain. Other candidates are offered again; each row is submitted once per epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """The arguments of the command."""
-
-    file: Path
-    name: str
-    epochs: int
-    seed: int
-    shuffle: bool
-    queued: int
-    """Groups kept waiting in the queue."""
-    curriculum: str
-    """module:function; "": file order, shuffled or not."""
-    defaults: common_pb2.Task
-    """Values of fields that a line omits."""
-    held_out: Path | None = None
-    """A file of held-out tasks, which may not be submitted."""
 
 
 def load_curriculum(reference: str) -> Curriculum:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
@@ -25,6 +24,7 @@ from forge.client.session_client import SessionClient
 from forge.client.turns import (
     Answer,
     ChatOptions,
+    CloseOptions,
     GenerateOptions,
     Sampled,
     SampledColumns,
@@ -60,12 +60,7 @@ class AgentSession(SessionClient):
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._owns_rollout and not self._closed:
                 await self.close(abandon_reason=why_abandoned(error))
@@ -118,29 +113,16 @@ class AgentSession(SessionClient):
         """Add reward components while the session is open; the same event id adds nothing."""
         await self._unary(self._stub.Annotate, gateway_pb2.AnnotateRequest(rewards=rewards))
 
-    async def close(
-        self,
-        *rewards: common_pb2.RewardEvent,
-        abandon_reason: str = "",
-        min_turns: int = 0,
-        after_agent_s: float = 0.0,
-    ) -> int:
-        """Seal the trajectory with its rewards, or abandon it; its number of turns.
+    async def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
+        """Seals the trajectory with its rewards, or abandons it; returns its number of turns.
 
-        `after_agent_s` is how long ago the agent ended, e.g. because it was scored since: that is
-        no part of its completion time. Everything is on disk when this returns. Raises
-        `FailedPrecondition` when the record holds fewer than `min_turns` turns.
+        All turns are on disk then. Raises `FailedPrecondition` when fewer than `min_turns` turns
+        are on record.
         """
-        request = gateway_pb2.CloseSessionRequest(
-            rewards=rewards,
-            abandon_reason=abandon_reason,
-            min_turns=min_turns,
-            after_agent_s=after_agent_s,
-        )
+        request = gateway_pb2.CloseSessionRequest(rewards=rewards, **options)
         response = await self._unary(self._stub.CloseSession, request)
         self._closed = True
-        turns: int = response.turns
-        return turns
+        return int(response.turns)
 
     async def _release(self) -> None:
         if self._owns_channel:

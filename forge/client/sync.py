@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
@@ -24,6 +23,7 @@ from forge.client.session_client import SessionClient
 from forge.client.turns import (
     Answer,
     ChatOptions,
+    CloseOptions,
     GenerateOptions,
     Sampled,
     SampledColumns,
@@ -57,12 +57,7 @@ class SyncAgentSession(SessionClient):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._owns_rollout and not self._closed:
                 self.close(abandon_reason=why_abandoned(error))
@@ -108,24 +103,12 @@ class SyncAgentSession(SessionClient):
         """Add reward components while the session is open; the same event id adds nothing."""
         self._unary(self._stub.Annotate, gateway_pb2.AnnotateRequest(rewards=rewards))
 
-    def close(
-        self,
-        *rewards: common_pb2.RewardEvent,
-        abandon_reason: str = "",
-        min_turns: int = 0,
-        after_agent_s: float = 0.0,
-    ) -> int:
-        """As `AgentSession.close`: seal the trajectory, or abandon it; its number of turns."""
-        request = gateway_pb2.CloseSessionRequest(
-            rewards=rewards,
-            abandon_reason=abandon_reason,
-            min_turns=min_turns,
-            after_agent_s=after_agent_s,
-        )
+    def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
+        """As `AgentSession.close`."""
+        request = gateway_pb2.CloseSessionRequest(rewards=rewards, **options)
         response = self._unary(self._stub.CloseSession, request)
         self._closed = True
-        turns: int = response.turns
-        return turns
+        return int(response.turns)
 
     def _release(self) -> None:
         if self._owns_channel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from forge.client.messages import Message, from_proto, to_proto
@@ -50,16 +50,7 @@ class SessionInfo:
     @classmethod
     def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:
         """Decodes a response."""
-        return cls(
-            trajectory_id=response.trajectory_id,
-            task_id=response.task_id,
-            domain=response.domain,
-            model=response.model,
-            context_tokens=response.context_tokens,
-            turns=response.turns,
-            model_s=response.model_s,
-            unanswered=response.unanswered,
-        )
+        return cls(**{field.name: getattr(response, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +111,18 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | None
     stop_token_ids: Sequence[int]
     context_action: str
+
+
+class CloseOptions(TypedDict, total=False):
+    """How to close a session."""
+
+    abandon_reason: str
+    """Abandons the trajectory instead of sealing it."""
+    min_turns: int
+    """The close fails with fewer turns on record."""
+    after_agent_s: float
+    """Seconds since the end of the agent, for example of its scoring: they are no part of its
+    completion time."""
 
 
 def reward_event(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge.cli.submitting import Submission, Submitter
+from forge.cli.submission import Submission
+from forge.cli.submitting import Submitter
 from forge.client.operator import Operator
-from forge.v1 import common_pb2
 from tests.support.scheduler.cluster import SchedulerCluster
 
 
@@ -22,12 +22,11 @@ async def test_submission_goes_on_after_the_leader_was_killed(
     submission = Submission(
         file=file,
         name="sums",
-        epochs=1,
         seed=3,
-        shuffle=True,
         queued=3,
-        curriculum="",
-        defaults=common_pb2.Task(domain="math", scaffold="none", group_size=1),
+        domain="math",
+        scaffold="none",
+        group_size=1,
     )
     operator = Operator(forge.coordinator, forge.channels)
     submitted = Submitter(operator, submission)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from forge.cli.submitting import Submission, Submitter, load_curriculum
+from forge.cli.submission import Submission
+from forge.cli.submitting import Submitter, load_curriculum
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.v1 import common_pb2, scheduler_pb2
-
-DEFAULTS = common_pb2.Task(domain="qa", scaffold="blackbox", group_size=4)
 
 
 class Queue:
@@ -47,17 +46,8 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def make_submission(file: Path, **changed: Any) -> Submission:
-    given: dict[str, Any] = {
-        "file": file,
-        "name": "set",
-        "epochs": 1,
-        "seed": 0,
-        "shuffle": False,
-        "queued": 2,
-        "curriculum": "",
-        "defaults": DEFAULTS,
-    }
-    return Submission(**(given | changed))
+    given: dict[str, Any] = {"name": "set", "shuffle": False, "queued": 2}
+    return Submission(file=file, domain="qa", group_size=4, **(given | changed))
 
 
 def hardest_first(candidates: Any, rewards: Any) -> list[int]:

@@ -1,0 +1,42 @@
+"""The options of `forge queue submit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forge.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A file of tasks, and how to submit it."""
+
+    file: Annotated[Path, typer.Argument(help="JSON Lines: an object with `payload` per task.")]
+    name: Annotated[str, typer.Option(help="Name of the data set. Default: the file's name.")] = ""
+    epochs: Annotated[int, typer.Option(min=0, help="Number of epochs; 0: endless.")] = 1
+    seed: Annotated[int, typer.Option(help="Seed of the order within each epoch.")] = 0
+    shuffle: Annotated[bool, typer.Option(help="Shuffle each epoch.")] = True
+    queued: Annotated[int, typer.Option(min=1, help="Groups to keep in the queue.")] = 256
+    curriculum: Annotated[
+        str, typer.Option(help="module:function that chooses the next tasks.")
+    ] = ""
+    domain: Annotated[str, typer.Option(help="Domain of tasks without one.")] = ""
+    scaffold: Annotated[str, typer.Option(help="Scaffold of tasks without one.")] = "blackbox"
+    group_size: Annotated[int, typer.Option(min=1, help="Rollouts of tasks without a number.")] = 8
+    held_out: Annotated[
+        Path | None, typer.Option(help="File of held-out tasks; a common task is an error.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.file.stem)
+
+    @property
+    def defaults(self) -> common_pb2.Task:
+        """Values of fields that a line omits."""
+        return common_pb2.Task(
+            domain=self.domain, scaffold=self.scaffold, group_size=self.group_size
+        )
