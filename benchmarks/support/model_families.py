@@ -21,9 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.capabilities import one_line
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import (

@@ -26,10 +26,11 @@ from benchmarks.support.trl_peer import bare_trainer, collated, fuse_head
 from forge.core.prefix_tree import Node, Sample, TreePlan, plan_trees
 from forge.core.token_columns import common_tokens
 from forge.rl.attention.tree_attention import TREE_ATTENTION
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig, TokenStats, cispo_loss
+from forge.rl.losses.objectives import cispo_loss
+from forge.rl.losses.stats import TokenStats
 from forge.rl.model.policy import TreePolicy
 from forge.rl.tree.batch import build_tree_batch
 

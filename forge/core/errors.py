@@ -8,7 +8,6 @@
       NotFound             an unknown task, trajectory, batch, session, model or version
       FailedPrecondition   the record's state forbids it: sealed, turns are missing
         StaleFence         a former leader's write, or a lost compare-and-swap
-        LeaseLost          the claim behind the call has expired
       Conflict             another writer was first: read, then try again
       ResourceExhausted    a bounded queue, the disk or the budget is full: retry later
         MailboxFull        the actor's mailbox is full
@@ -80,10 +79,6 @@ class FailedPrecondition(ForgeError):
 
 class StaleFence(FailedPrecondition):
     """A write of a former leader, or a lost compare-and-swap."""
-
-
-class LeaseLost(FailedPrecondition):
-    """The claim has expired."""
 
 
 class Conflict(ForgeError):

@@ -29,11 +29,11 @@ def manifest_key(policy: str = DEFAULT_POLICY) -> str:
     return f"weights/{policy}/latest"
 
 
-def digest_of(tensors: Iterable[NamedTensor]) -> str:
-    """sha256 over the tensors' data, in order, in hexadecimal."""
+def digest_of(tensors: Iterable[bytes | memoryview]) -> str:
+    """sha256 over the data of tensors, in order, in hexadecimal."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.data)
+    for data in tensors:
+        digest.update(data)
     return digest.hexdigest()
 
 

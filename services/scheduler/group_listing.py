@@ -20,19 +20,12 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.pool_shards import ShardScans
 from services.scheduler.state.messages import GroupView, ListTagged, Tagged, ViewGroups
-from services.scheduler.state.stored_group import StoredGroup, stored_group
+from services.scheduler.state.stored_group import PHASES, StoredGroup, stored_group
 from services.scheduler.state.task_catalog import record_of
 
 ASK_S = 10.0
 LIST_GROUPS = 64
 """In one part."""
-_SETTLED = frozenset(
-    {
-        common_pb2.GROUP_STATE_TRAINED,
-        common_pb2.GROUP_STATE_TOMBSTONED,
-        common_pb2.GROUP_STATE_EVALUATED,
-    }
-)
 
 
 async def list_groups(
@@ -45,7 +38,7 @@ async def list_groups(
 
     def is_beyond(record: common_pb2.GroupRecord) -> bool:
         fits = record.task.tag == tag or not tag
-        return fits and record.state in _SETTLED and record.task.task_id not in in_memory
+        return fits and record.state in PHASES and record.task.task_id not in in_memory
 
     async for part in _stored(shards, listed.shards, tag, is_beyond):
         yield part

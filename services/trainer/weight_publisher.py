@@ -40,7 +40,7 @@ class Snapshot:
             step=self.step,
             tensor_names=[tensor.name for tensor in self.tensors],
             total_bytes=sum(len(tensor.data) for tensor in self.tensors),
-            digest=digest_of(self.tensors),
+            digest=digest_of(tensor.data for tensor in self.tensors),
             source=source,
         )
 

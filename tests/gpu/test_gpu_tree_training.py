@@ -17,9 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from forge.core.prefix_tree import Sample, plan_trees
 from forge.rl.attention.schedule import AttentionSchedule
 from forge.rl.attention.tree_attention import tree_attention
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from forge.rl.tree.batch import build_tree_batch

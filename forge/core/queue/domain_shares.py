@@ -23,15 +23,11 @@ class DomainShares:
             if not (math.isfinite(share) and share > 0):
                 raise InvalidArgument(f"domain share {domain} = {share!r} must be above 0")
         total = sum(shares.values())
-        self._share = {domain: share / total for domain, share in shares.items()}
+        self.shares = {domain: share / total for domain, share in shares.items()}
+        """Normalized to sum 1; empty if batches follow queue order alone."""
         self._carry = dict.fromkeys(shares, 0.0)
         self._known: dict[int, Mapping[str, int]] = {}
         """Cached quotas by batch size, because trainers ask many times for each batch."""
-
-    @property
-    def shares(self) -> Mapping[str, float]:
-        """Normalized to sum 1; empty if batches follow queue order alone."""
-        return self._share
 
     def quotas(self, size: int) -> Mapping[str, int]:
         """Groups per domain, summing to `size`; empty without shares."""
@@ -60,4 +56,4 @@ class DomainShares:
         }
 
     def _ideal(self, size: int) -> dict[str, float]:
-        return {domain: size * share + self._carry[domain] for domain, share in self._share.items()}
+        return {domain: size * share + self._carry[domain] for domain, share in self.shares.items()}

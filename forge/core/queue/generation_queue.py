@@ -49,11 +49,6 @@ class GenerationQueue:
         """Read-only for callers."""
         return self.ledger.window
 
-    @property
-    def lowest_pending(self) -> int:
-        """Every training group with a lower index is settled."""
-        return self.window.lowest_pending
-
     def begin_at(self, head: int, *, unknown_from: int | None = None) -> None:
         """Every training group with a lower index is settled. Precedes the first group.
         `unknown_from`: see `Window.unknown_from`; ends with `all_read`."""

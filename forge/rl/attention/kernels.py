@@ -9,7 +9,6 @@ Shapes: H query heads, K key/value heads (H is a multiple), N queries, M keys, D
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,22 +30,12 @@ class Shape:
     scale: float
 
 
-class Kernel(Protocol):
-    """Attention [1, H, N, D] of q over k and v, its log-sum-exp [1, H, N], and the gradients."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v; `out` and `lse` may be over more keys than these."""
-        ...
-
-
 class CpuFlash:
-    """torch's own kernel for CPUs: tiled, fp32 and fp64, grouped heads."""
+    """torch's own kernel for CPUs: tiled, fp32 and fp64, grouped heads.
+
+    `forward` returns attention [1, H, N, D] of q over k and v and its log-sum-exp [1, H, N]; `out`
+    and `lse` of `backward` may be over more keys than its own.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         """One kernel call."""
@@ -92,6 +81,9 @@ class Portable:
             dq[:, :, rows] = (dscores @ k.unsqueeze(2)).flatten(1, 2)
             dk += (dscores.transpose(-1, -2) @ q[:, :, rows].reshape(*heads, -1)).sum(2)
         return dq, dk, dv
+
+
+Kernel = CpuFlash | Portable
 
 
 def kernel_for(device: torch.device) -> Kernel:

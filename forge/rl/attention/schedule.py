@@ -146,7 +146,7 @@ class AttentionSchedule:
         """One masked call per block, over the block and its gathered ancestors in the window."""
         for block in self.blocks:
             reach = int(self.positions_K[block.start : block.end].min()) - window + 1
-            spans = [*self._path(block.start, reach), (block.start, block.end)]
+            spans = [*ancestors(self.nodes, block.start, reach), (block.start, block.end)]
             keys = torch.cat([torch.arange(*span) for span in spans])
             span = slice(block.start, block.end)
             sight = Sight(
@@ -158,22 +158,28 @@ class AttentionSchedule:
             )
             yield Call(queries=self._queries(span), keys=keys, sight=sight)
 
-    def _path(self, place: int, reach: int) -> list[Span]:
-        """Layout ranges of the ancestors of `place` at positions from `reach` on, root first."""
-        spans: list[Span] = []
-        node = self._holder(place)
-        last = place - 1 if place > node.start else node.parent
-        while last >= 0 and self.positions_K[last] >= reach:
-            node = self._holder(last)
-            spans.append((max(node.start, node.start + reach - node.depth), last + 1))
-            last = node.parent
-        return spans[::-1]
-
-    def _holder(self, place: int) -> Node:
-        return self.nodes[bisect_right(self.nodes, (place, self.tokens + 1)) - 1]
-
     def _queries(self, span: slice) -> slice:
         return slice(span.start - self.prefix, span.stop - self.prefix)
+
+
+def ancestors(nodes: Sequence[Node], place: int, reach: int = 0) -> list[Span]:
+    """Layout ranges of the ancestors of a token at positions from `reach` on, root first."""
+    spans: list[Span] = []
+    node = holder(nodes, place)
+    last = place - 1 if place > node.start else node.parent
+    while last >= 0:
+        node = holder(nodes, last)
+        first = max(node.start, node.start + reach - node.depth)
+        if first > last:
+            break
+        spans.append((first, last + 1))
+        last = node.parent
+    return spans[::-1]
+
+
+def holder(nodes: Sequence[Node], place: int) -> Node:
+    """The node of a token."""
+    return nodes[bisect_right(nodes, (place, nodes[-1].end + 1)) - 1]
 
 
 def schedule_attention(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.core.prefix_tree import Sample, plan_trees
-from forge.rl.losses import BatchSize
+from forge.rl.losses.objective import BatchSize
 from forge.rl.model.capabilities import pair_cost
 from forge.rl.tree.batch import TreeBatch, build_tree_batch
 

@@ -24,16 +24,12 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.critic import Credit, Critic, critic_stats
 from forge.rl.learner.types import StepResult
-from forge.rl.losses import (
-    Objective,
-    TokenStats,
-    TrainedTokens,
-    domain_stats,
-    policy_stats,
-)
+from forge.rl.losses.objective import Objective
+from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
+from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
-from forge.rl.mtp import MtpStats, MtpTraining
+from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.out_of_memory import memory_shortage, smaller_budgets
 from forge.rl.tree.batch import TreeBatch

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import CriticStats
-from forge.rl.losses import DomainStats, PolicyStats
-from forge.rl.mtp import MtpStats
+from forge.rl.losses.stats import DomainStats, PolicyStats
+from forge.rl.mtp.training import MtpStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,8 @@ class TreePolicy:
         """Set by a critic: each edge then has a value besides its log-prob."""
         self.states: TreeStates | None = None
         """Set to keep the backbone's last states of each tree, without gradient."""
-        self._group = group
+        self.group = group
+        """The ranks that compute each tree together, if there are any."""
         self.own_attention: str = own_attention or model.config._attn_implementation
         """The model's stock attention implementation."""
         self._pair_cost = pair_cost(self.channels)
@@ -179,34 +180,29 @@ class TreePolicy:
 
     def pass_tokens(self, batch: TreeBatch) -> int:
         """Tokens of the largest pass of a tree, over all ranks."""
-        if self._group is None:
+        if self.group is None:
             return batch.pass_tokens
-        return max(end - start for start, end in self._spans(batch, self._group))
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that compute each tree together, if there are any."""
-        return self._group
+        return max(end - start for start, end in self._spans(batch, self.group))
 
     def reduce_gradients(self) -> None:
         """Sum gradients over the ranks of the group, after all trees of a batch."""
-        if self._group is not None:
-            sum_gradients(self.model.parameters(), self._group)
+        if self.group is not None:
+            sum_gradients(self.model.parameters(), self.group)
             if self.balance is not None:
                 shares = torch.tensor(self.balance.value, dtype=torch.float64)
                 shares = shares.to(self.device)
-                all_reduce(shares, self._group)
+                all_reduce(shares, self.group)
                 self.balance.value = float(shares)
             if self.value_head is not None:
-                sum_gradients(self.value_head.parameters(), self._group)
+                sum_gradients(self.value_head.parameters(), self.group)
 
     def _edges(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         if self.states is not None:
             self.states.begin(batch.tokens)
         if self.unmerged:
             return self._by_sequence(batch)
-        if self._group is not None:
-            return self._by_rank(batch, self._group)
+        if self.group is not None:
+            return self._by_rank(batch, self.group)
         if len(batch.parts) > 1:
             return self._by_relay(batch)
         output = self._forward(batch.parts[0])
@@ -222,7 +218,7 @@ class TreePolicy:
         return self._several(parts, prefixes, kept=1)
 
     def _by_sequence(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        if self._group is not None:
+        if self.group is not None:
             raise InvalidArgument(
                 f"{self.family} cannot be trained by a group of ranks per tree: {self.unmerged}"
             )
@@ -377,11 +373,11 @@ class TreePolicy:
         """Context in which passes use this process alone and the type of the master weights."""
         # Rounding under autocast differs with the shape of a pass.
         autocast, self.autocast = self.autocast, None
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         try:
             yield
         finally:
-            self.autocast, self._group = autocast, group
+            self.autocast, self.group = autocast, group
 
 
 def _head_of(model: Any) -> Tensor:

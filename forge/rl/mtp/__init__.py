@@ -3,9 +3,3 @@
 `heads` has the modules, `losses` the losses of drafts, `training` the heads' gradient and
 optimizer. The policy's backbone, embedding and head are read and never differentiated.
 """
-
-from forge.rl.config import MtpConfig, MtpLoss
-from forge.rl.mtp.heads import MtpHeads
-from forge.rl.mtp.training import MtpStats, MtpTraining
-
-__all__ = ["MtpConfig", "MtpHeads", "MtpLoss", "MtpStats", "MtpTraining"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forge.core.prefix_tree import Node, Span
-from forge.rl.attention.schedule import AttentionSchedule, schedule_attention
+from forge.rl.attention.schedule import AttentionSchedule, ancestors, holder, schedule_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class TreePart:
 def cut_part(layout: TreeLayout, span: Span) -> TreePart:
     """The part of a layout in a range."""
     start, end = span
-    path = _path(layout.nodes, start)
+    path = ancestors(layout.nodes, start)
     prefix = sum(stop - begin for begin, stop in path)
     nodes = (
         *_path_nodes(layout.nodes, path, span, prefix),
@@ -133,7 +133,7 @@ def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
     for node in layout.nodes:
         if node.end != node.subtree_end:
             continue
-        places_L = _indices([*_path(layout.nodes, node.end - 1), (node.end - 1, node.end)])
+        places_L = _indices([*ancestors(layout.nodes, node.end - 1), (node.end - 1, node.end)])
         fresh_L = torch.zeros_like(seen_L)
         fresh_L[places_L] = ~seen_L[places_L]
         seen_L[places_L] = True
@@ -167,23 +167,7 @@ def parents(nodes: Sequence[Node]) -> Tensor:
 
 def path_to(layout: TreeLayout, place: int) -> Tensor:
     """Layout indices of the ancestors of a token, root first."""
-    return _indices(_path(layout.nodes, place))
-
-
-def _path(nodes: Sequence[Node], place: int) -> list[Span]:
-    """Layout ranges of the ancestors of a token, root first."""
-    spans: list[Span] = []
-    node = _holder(nodes, place)
-    last = place - 1 if place > node.start else node.parent
-    while last >= 0:
-        node = _holder(nodes, last)
-        spans.append((node.start, last + 1))
-        last = node.parent
-    return spans[::-1]
-
-
-def _holder(nodes: Sequence[Node], place: int) -> Node:
-    return nodes[bisect_right(nodes, (place, nodes[-1].end + 1)) - 1]
+    return _indices(ancestors(layout.nodes, place))
 
 
 def _path_nodes(
@@ -192,7 +176,7 @@ def _path_nodes(
     """The path as the first nodes of the part's layout; subtrees end within the range."""
     depth = 0
     for begin, stop in path:
-        subtree_end = min(_holder(nodes, begin).subtree_end, span[1]) - span[0] + prefix
+        subtree_end = min(holder(nodes, begin).subtree_end, span[1]) - span[0] + prefix
         yield Node(depth, depth + stop - begin, subtree_end, depth, depth - 1)
         depth += stop - begin
 

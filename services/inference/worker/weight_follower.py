@@ -196,6 +196,6 @@ def _verify(manifest: WeightManifest, tensors: dict[str, NamedTensor]) -> None:
             f"weights {version}: got {len(tensors)} tensors, not the "
             f"{len(manifest.tensor_names)} announced in their order"
         )
-    digest = digest_of(tensors.values())
+    digest = digest_of(tensor.data for tensor in tensors.values())
     if digest != manifest.digest:
         raise DataLoss(f"weights {version}: sha256 {digest}, not {manifest.digest}")

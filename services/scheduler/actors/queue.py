@@ -139,7 +139,7 @@ class QueueActor(Actor):
             case m.SetAway(shards=shards, unread=unread):
                 state.set_away(shards, unread=unread, now_s=now_s)
             case m.NoteHead():
-                return state.queue.lowest_pending
+                return state.queue.window.lowest_pending
             case m.RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)

@@ -14,12 +14,13 @@ from forge.core.queue.groups import Group, Phase
 from forge.v1 import common_pb2
 from services.scheduler.validation import digest_of
 
-_STATES = {
+STATES = {
     Phase.BATCHED: common_pb2.GROUP_STATE_BATCHED,
     Phase.TRAINED: common_pb2.GROUP_STATE_TRAINED,
     Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
     Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
 }
+"""In the pool; all other phases are PENDING there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def record_of(group: Group, task: common_pb2.Task) -> common_pb2.GroupRecord:
     return common_pb2.GroupRecord(
         task=task,
         queue_index=group.spec.index,
-        state=_STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
+        state=STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
         batch_id=group.batch_id,
         step=group.step,
         reason=group.reason,

@@ -36,17 +36,12 @@ from services.scheduler.state.messages import (
 )
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
-from services.scheduler.state.task_catalog import Catalog
+from services.scheduler.state.task_catalog import STATES, Catalog
 from services.scheduler.validation import digest_of
 
 MAX_GRANT_BYTES = 3 << 20
 """Most bytes of tasks in one answer, below the limit of a gRPC message."""
 RETRY_FULL_S = 5.0
-
-_FINAL_STATES = {
-    Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
-    Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
-}
 
 
 class TermState:
@@ -138,7 +133,7 @@ class TermState:
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
             else:
                 self.watch.progressed(now_s)
-            state = _FINAL_STATES[group.phase]
+            state = STATES[group.phase]
             change = Change(task_id=task_id, state=state, reason=group.reason)
             changes.append((group.spec.shard, change))
         self.settled.forget()
@@ -323,7 +318,7 @@ class TermState:
         return RewindPlan(
             void_before=self.queue.batches.void_before,
             groups=self.by_shard(undone),
-            head=min([self.queue.lowest_pending, *indices]),
+            head=min([self.queue.window.lowest_pending, *indices]),
         )
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:

@@ -16,23 +16,14 @@ import torch
 from torch import Tensor
 
 from forge.core.named_tensor import NamedTensor
-from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published
+from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published, type_name
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Adopt, ModelReplica, Order, StartOver, Take
 from services.trainer.learner.rank_processes import Ranks
 from services.trainer.weight_publisher import Snapshot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Train on a batch; answered by a StepResult."""
-
-    plan: BatchPlan
-    weight_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +79,10 @@ class LearnerActor(ThreadActor):
             self._ranks.close()
 
     def receive(self, message: Any) -> Any:
-        """Handles `Step`, `TakeSnapshot`, `Capture` and `Restore`."""
+        """Handles `Take`, `TakeSnapshot`, `Capture` and `Restore`."""
         match message:
-            case Step(plan=plan, weight_version=weight_version):
-                return self._order(Take(plan=plan, weight_version=weight_version))
+            case Take():
+                return self._order(message)
             case TakeSnapshot(step=step, checkpoint=checkpoint):
                 kept = read_published(checkpoint) if checkpoint else self._kept
                 return self._snapshot(step, kept)
@@ -116,7 +107,7 @@ class LearnerActor(ThreadActor):
         tensors = [
             NamedTensor(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=type_name(tensor),
                 shape=tuple(tensor.shape),
                 data=raw_bytes(tensor),
             )

@@ -25,11 +25,12 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import Flush, Write
-from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, Restore, TakeSnapshot
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
+from services.trainer.learner.model_replica import Take
 from services.trainer.lineage import Lineage
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock
@@ -159,7 +160,7 @@ class Training(Actor):
             self._source.prepare()
         self._consistent = False
         result: StepResult = await self._ask(
-            Step(plan=batch.plan, weight_version=self._record.weight_version)
+            Take(plan=batch.plan, weight_version=self._record.weight_version)
         )
         if result.skipped:
             await self._give_up(batch, result, step)

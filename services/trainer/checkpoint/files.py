@@ -16,11 +16,10 @@ Earlier releases stored the master weights, or the adapters, in the place of the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument
+from forge.runtime.weights import digest_of
 from services.trainer.model.full_weights import OWN_DIRECTORY
 from services.trainer.model.lora import ADAPTER_DIRECTORY, ADAPTER_FILE
 
@@ -83,10 +83,11 @@ class Contents:
         if self.master:
             _save_tensors(self.master, directory / self.master_file)
         published = {**self.model, **self.heads}
-        _declare_type(directory / "config.json", _type_name(published))
+        dtype = type_name(next(iter(published.values())))  # all have one
+        _declare_type(directory / "config.json", dtype)
         about = {
-            "dtype": _type_name(published),
-            "digest": digest_of(published.values()),
+            "dtype": dtype,
+            "digest": digest_of(map(raw_bytes, published.values())),
             "tensor_names": list(published),
         }
         (directory / PUBLISHED_FILE).write_text(json.dumps(about), encoding="utf-8")
@@ -115,9 +116,9 @@ def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         raise OSError(0, str(error)) from error
 
 
-def _type_name(tensors: Mapping[str, Tensor]) -> str:
-    """The one type of published tensors."""
-    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+def type_name(tensor: Tensor) -> str:
+    """Its type as torch names it, without `torch.`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _declare_type(config_file: Path, dtype: str) -> None:
@@ -131,14 +132,6 @@ def _declare_type(config_file: Path, dtype: str) -> None:
             if part is config or "dtype" in part:
                 part["dtype"] = dtype
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the data of host tensors, in order, in hexadecimal."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(raw_bytes(tensor))
-    return digest.hexdigest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -158,7 +151,7 @@ def read_published(directory: Path) -> dict[str, Tensor]:
     about = json.loads((directory / PUBLISHED_FILE).read_text(encoding="utf-8"))
     found = {**load_file(directory / MODEL_FILE), **read_heads(directory)}
     tensors = {name: found[name] for name in about["tensor_names"]}
-    digest = digest_of(tensors.values())
+    digest = digest_of(map(raw_bytes, tensors.values()))
     if digest != about["digest"] or len(found) != len(tensors):
         raise DataLoss(f"{directory / MODEL_FILE}: sha256 {digest}, not {about['digest']}")
     return tensors

@@ -29,9 +29,12 @@ class TrainingRecord:
         self.evaluating = False
         """An evaluation is in flight."""
         self._max_steps = max_steps
-        self._history = History()
-        self._steps: list[pb.StepMetrics] = []
-        self._evaluations: list[pb.Evaluation] = []
+        self.history = History()
+        """History of the current lineage."""
+        self.steps: list[pb.StepMetrics] = []
+        """All steps, oldest first."""
+        self.evaluations: list[pb.Evaluation] = []
+        """Evaluations in the order of their ends."""
         self._rewinds: list[int] = []
         self._news = asyncio.Event()
         self._closed = False
@@ -43,34 +46,19 @@ class TrainingRecord:
         self._sinks = sinks
 
     @property
-    def history(self) -> History:
-        """History of the current lineage."""
-        return self._history
-
-    @property
     def step(self) -> int:
         """Newest step taken."""
-        return self._steps[-1].step if self._steps else 0
+        return self.steps[-1].step if self.steps else 0
 
     @property
     def run_s(self) -> float:
         """Time of the run at the end of the newest step; 0 if not recorded."""
-        return self._steps[-1].run_s if self._steps else 0.0
-
-    @property
-    def steps(self) -> Sequence[pb.StepMetrics]:
-        """All steps, oldest first."""
-        return self._steps
-
-    @property
-    def evaluations(self) -> Sequence[pb.Evaluation]:
-        """Evaluations in the order of their ends."""
-        return self._evaluations
+        return self.steps[-1].run_s if self.steps else 0.0
 
     def append(self, metrics: pb.StepMetrics) -> None:
         """A step was taken."""
-        self._steps.append(metrics)
-        self._history.add(metrics)
+        self.steps.append(metrics)
+        self.history.add(metrics)
         self._keep()
         for sink in self._sinks:
             sink.write(metrics)
@@ -78,22 +66,22 @@ class TrainingRecord:
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """An evaluation ended."""
-        self._evaluations.append(evaluation)
-        self._history.add(evaluation)
+        self.evaluations.append(evaluation)
+        self.history.add(evaluation)
         self._keep()
         for sink in self._sinks:
             sink.evaluated(evaluation)
 
     def rewind(self, entries: Sequence[Entry]) -> None:
         """Training continues from a checkpoint with this history; later steps are dropped."""
-        self._steps = [each for each in entries if isinstance(each, pb.StepMetrics)]
+        self.steps = [each for each in entries if isinstance(each, pb.StepMetrics)]
         saved = {each.step: each for each in entries if isinstance(each, pb.Evaluation)}
         # The evaluation of a kept step may have ended after the checkpoint.
         ended = [
-            each for each in self._evaluations if each.step <= self.step and each.step not in saved
+            each for each in self.evaluations if each.step <= self.step and each.step not in saved
         ]
-        self._evaluations = [*saved.values(), *ended]
-        self._history = History([*entries, *ended])
+        self.evaluations = [*saved.values(), *ended]
+        self.history = History([*entries, *ended])
         self._rewinds.append(self.step)
         self._kept = None
         self._keep()
@@ -110,8 +98,8 @@ class TrainingRecord:
             weight_version=self.weight_version,
             checkpoint_step=self.checkpoint_step,
             oldest_checkpoint_step=self.oldest_checkpoint_step,
-            latest=self._steps[-1] if self._steps else None,
-            latest_evaluation=self._evaluations[-1] if self._evaluations else None,
+            latest=self.steps[-1] if self.steps else None,
+            latest_evaluation=self.evaluations[-1] if self.evaluations else None,
             evaluating=self.evaluating,
         )
 
@@ -125,7 +113,7 @@ class TrainingRecord:
             news = self._news
             last = min([last, *self._rewinds[seen:]])
             seen = len(self._rewinds)
-            for metrics in [each for each in self._steps if each.step > last]:
+            for metrics in [each for each in self.steps if each.step > last]:
                 last = metrics.step
                 yield metrics
             if self._closed:
@@ -150,7 +138,7 @@ class TrainingRecord:
             if self._kept is None:
                 self._kept = self._rewritten(self._file)
             else:
-                missing = self._history.until(self.step, after=self._kept.entries)
+                missing = self.history.until(self.step, after=self._kept.entries)
                 self._kept = extend(self._file, self._kept, missing)
         except OSError as error:
             # One line until it works again, not one per step.
@@ -164,7 +152,7 @@ class TrainingRecord:
         """Replace the file atomically: readers see the former lineage or this one."""
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(file.name + ".new")
-        extent = extend(unfinished, Extent(), self._history.until(self.step))
+        extent = extend(unfinished, Extent(), self.history.until(self.step))
         unfinished.replace(file)
         return extent
 

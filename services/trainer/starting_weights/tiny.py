@@ -28,9 +28,9 @@ from services.trainer.starting_weights.fetch import complete_directory
 from services.trainer.starting_weights.tiny_model.lessons import (
     Lesson,
     batches,
-    conversations,
     lessons,
     padded,
+    texts,
 )
 from services.trainer.starting_weights.tiny_model.policy import new_policy
 from services.trainer.starting_weights.tiny_model.tokenizer import build_tokenizer, chat_template
@@ -67,11 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer over the texts of the four domains; the same for every seed."""
     template = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer([]).backend_tokenizer)
     template.chat_template = chat_template()
-    samples = conversations("vocabulary", VOCABULARY_ROUNDS, flawless=False)
-    return build_tokenizer(
-        template.apply_chat_template(messages, tools=tools, tokenize=False)
-        for messages, tools in samples
-    )
+    return build_tokenizer(texts(template, "vocabulary", VOCABULARY_ROUNDS, flawless=False))
 
 
 def teach(

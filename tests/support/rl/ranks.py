@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 from forge.core.prefix_tree import Sample
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
-from forge.rl.mtp import MtpConfig
 from tests.support.rl.forests import KINDS, forest, random_forest
 from tests.support.rl.models import (
     CAP,

@@ -9,15 +9,16 @@ from typing import Any
 
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
-from forge.rl.losses import PolicyStats
+from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from services.trainer.actors.checkpointing import Flush, Write
-from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.data.batch_source import Claim, PreparedBatch
 from services.trainer.data.samples import BatchSamples
+from services.trainer.learner.model_replica import Take
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Snapshot
 
@@ -67,7 +68,7 @@ class FakeLearner(Actor):
     async def receive(self, message: Any) -> Any:
         world = self._world
         match message:
-            case Step():
+            case Take():
                 world.do("step")
                 skipped, world.skip = world.skip, ""
                 stats = PolicyStats(inference_gap_mean=world.gap)

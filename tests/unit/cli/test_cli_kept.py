@@ -15,8 +15,8 @@ from forge.cli.display import kept_note, result_table
 from forge.cli.kept import MeasuredModel, measured_model, read_kept
 from forge.cli.main import app
 from forge.core.errors import DataLoss, NotFound
-from forge.runtime.weights import WeightManifest
-from services.trainer.checkpoint.files import Contents, digest_of
+from forge.runtime.weights import WeightManifest, digest_of
+from services.trainer.checkpoint.files import Contents, raw_bytes
 
 MODEL = {"w": torch.arange(6.0).bfloat16().reshape(2, 3), "a": torch.ones(3).bfloat16()}
 HEADS = {"mtp.0.w": torch.zeros(2).bfloat16()}
@@ -54,7 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_the_digest_is_that_of_the_tensors_published(checkpoint: Path) -> None:
     """Over all files, in the order published, which is not that of a safetensors file."""
     kept = read_kept(checkpoint)
-    assert kept.digest == digest_of([*MODEL.values(), *HEADS.values()])
+    assert kept.digest == digest_of(map(raw_bytes, [*MODEL.values(), *HEADS.values()]))
     assert (kept.dtype, kept.tensor_names) == ("bfloat16", ("w", "a", "mtp.0.w"))
 
 

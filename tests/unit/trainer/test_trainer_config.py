@@ -13,11 +13,12 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.algorithms import PRESETS
 from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
-from forge.rl.losses import Objective
+from forge.rl.losses.objective import Objective
 from forge.runtime.config import load, to_toml
-from services.trainer.actors.learner import LearnerActor, Step
+from services.trainer.actors.learner import LearnerActor
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.learner.model_replica import Take
 from tests.support.rl.models import make_sample, tiny_model
 
 
@@ -138,7 +139,7 @@ def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
         )
         actor = LearnerActor(config, CheckpointStore(tmp_path / coef))
         actor.started()
-        losses[coef] = actor.receive(Step(plan=plan, weight_version=1)).balance_loss
+        losses[coef] = actor.receive(Take(plan=plan, weight_version=1)).balance_loss
     assert losses["0"] == 0
     assert losses["0.2"] == pytest.approx(2 * losses["0.1"]) and losses["0.1"] > 0
 

@@ -252,7 +252,7 @@ class DecodeActor(ThreadActor):
         sequences = list(self._running)
         if not sequences:
             return
-        trunk_slabs = self._trunks.occupied if self._trunks is not None else []
+        trunk_slabs = self._trunks.slabs.occupied if self._trunks is not None else []
         step = SlabStep(self._running.occupied, trunk_slabs)
         device = self._policy.device
         logits_NV = self._policy.forward(

@@ -14,16 +14,11 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.rl.config import Correction, ObjectiveConfig
-from forge.rl.losses import (
-    BatchSize,
-    Objective,
-    TokenStats,
-    TrainedTokens,
-    cispo_loss,
-    policy_stats,
-)
+from forge.rl.losses import TrainedTokens
 from forge.rl.losses.correction import correction_weights
-from forge.rl.losses.objectives import clipped_loss, gspo_loss, rloo_loss
+from forge.rl.losses.objective import BatchSize, Objective
+from forge.rl.losses.objectives import cispo_loss, clipped_loss, gspo_loss, rloo_loss
+from forge.rl.losses.stats import TokenStats, policy_stats
 
 
 def logs(*probabilities: float) -> Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl.models import (
     Gradient,

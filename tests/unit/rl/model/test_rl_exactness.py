@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Sample
 from forge.rl.attention import schedule as schedule_module
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl.forests import KINDS, forest
 from tests.support.rl.models import (

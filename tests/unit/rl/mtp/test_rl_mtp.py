@@ -28,7 +28,8 @@ from forge.rl.config import (
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
-from forge.rl.mtp import MtpHeads, training
+from forge.rl.mtp import training
+from forge.rl.mtp.heads import MtpHeads
 from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.tree.states import TreeStates
 from tests.support.rl.forests import KINDS, forest

@@ -18,10 +18,11 @@ from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.inference.engines.embedded.model import Policy
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.data.samples import BatchSamples
+from services.trainer.learner.model_replica import Take
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
 from services.trainer.weight_publisher import Snapshot
@@ -39,7 +40,7 @@ def step(actor: LearnerActor) -> StepResult:
     rng = Random(3)
     samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
     assert result.skipped == ""
     return result
 

@@ -12,8 +12,9 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.config import OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
-from services.trainer.actors.learner import Step, TakeSnapshot
+from services.trainer.actors.learner import TakeSnapshot
 from services.trainer.config import LoraSettings
+from services.trainer.learner.model_replica import Take
 from services.trainer.model import placement
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
@@ -39,7 +40,7 @@ def after_a_step(
     rng = Random(3)
     samples = [make_sample([1, 2, 3, n, n + 1, 5], (3, 6), rng=rng) for n in range(4)]
     plan = plan_batch(samples, token_budget=8, channels=32)
-    assert actor.receive(Step(plan=plan, weight_version=1)).skipped == ""
+    assert actor.receive(Take(plan=plan, weight_version=1)).skipped == ""
     sent = actor.receive(TakeSnapshot(step=1)).tensors
     return {
         one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32) for one in sent

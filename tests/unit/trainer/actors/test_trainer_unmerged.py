@@ -12,7 +12,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from forge.rl.config import ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer.actors.learner import LearnerActor, Restore, Step
+from services.trainer.actors.learner import LearnerActor, Restore
+from services.trainer.learner.model_replica import Take
 from tests.support.rl.models import SHAPE, make_sample
 from tests.support.trainer.learners import started_learner
 
@@ -29,7 +30,7 @@ def soft_capped(tmp_path: Path) -> Path:
 def step(actor: LearnerActor) -> StepResult:
     samples = [make_sample([1, 2, 3, n, n], (2, 5), rng=Random(n)) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
     assert not result.skipped
     return result
 

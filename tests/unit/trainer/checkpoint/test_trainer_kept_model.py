@@ -16,10 +16,11 @@ from forge.core.errors import DataLoss
 from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
+from services.trainer.learner.model_replica import Take
 from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
@@ -46,7 +47,7 @@ def take_step(actor: LearnerActor) -> StepResult:
     rng = Random(3)
     samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
     assert result.skipped == ""
     return result
 

@@ -13,10 +13,11 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
-from services.trainer.actors.learner import Capture, Restore, Step
+from services.trainer.actors.learner import Capture, Restore
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
+from services.trainer.learner.model_replica import Take
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.trainer.learners import started_learner
 
@@ -27,7 +28,7 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
     actor = started_learner(model_path, tmp_path, mtp=MtpConfig(heads=1))
     samples = [make_sample([1, 2, 3, n], (3, 4), rng=Random(n)) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    assert not actor.receive(Step(plan=plan, weight_version=1)).skipped
+    assert not actor.receive(Take(plan=plan, weight_version=1)).skipped
     CheckpointStore(tmp_path).save(
         actor.receive(Capture()).write, step=1, weight_version=2, history=History()
     )

@@ -17,11 +17,12 @@ from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import rank_processes
+from services.trainer.learner.model_replica import Take
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.short_memory import memory_for
 from tests.support.trainer.learners import started_learner
@@ -53,7 +54,7 @@ def step(actor: LearnerActor, seed: int) -> StepResult:
         for n in range(4)
     ]
     result: StepResult = actor.receive(
-        Step(plan=plan_batch(samples, token_budget=16384, channels=32), weight_version=1)
+        Take(plan=plan_batch(samples, token_budget=16384, channels=32), weight_version=1)
     )
     assert result.skipped == ""
     return result

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
+from services.trainer.learner.model_replica import Take
 from services.trainer.model.full_weights import load_model
 from services.trainer.weight_publisher import Snapshot
 from tests.support.rl.models import make_sample
@@ -58,7 +59,7 @@ def step(actor: LearnerActor) -> Any:
     rng = Random(3)
     samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    return actor.receive(Step(plan=plan, weight_version=1))
+    return actor.receive(Take(plan=plan, weight_version=1))
 
 
 def sent(actor: LearnerActor) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from forge.core.placement.prefix_cache import Match
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.kv.slabs import Slab, SlabRow, Slabs
+from services.inference.engines.embedded.kv.slabs import SlabRow, Slabs
 
 MIN_TRUNK_TOKENS = 64
 """A shorter shared prefix costs more than it saves."""
@@ -48,15 +48,10 @@ class Trunks:
         self, shape: KvShape, cache: KvCache, *, context_tokens: int, capacity_bytes: int
     ) -> None:
         self._cache = cache
-        self._slabs: Slabs[Trunk] = Slabs(
+        self.slabs: Slabs[Trunk] = Slabs(
             shape, context_tokens=context_tokens, capacity_bytes=capacity_bytes
         )
         self._by_key: dict[int, Trunk] = {}
-
-    @property
-    def occupied(self) -> list[Slab]:
-        """The slabs with trunks, in order."""
-        return self._slabs.occupied
 
     def seat(self, branch: Branch, running: Iterable[Branch]) -> None:
         """Give a sequence a trunk before it runs, if it shares enough with others.
@@ -86,7 +81,7 @@ class Trunks:
         trunk.sequences.remove(branch)
         if not trunk.sequences:
             del self._by_key[trunk.key]
-            self._slabs.remove(trunk)
+            self.slabs.remove(trunk)
 
     def _deepest(self, blocks: Match, *, at_most: int, at_least: int) -> Trunk | None:
         size = self._cache.block_tokens
@@ -98,7 +93,7 @@ class Trunks:
 
     def _plant(self, blocks: Match, tokens: int) -> Trunk | None:
         trunk = Trunk(key=blocks.slots[tokens // self._cache.block_tokens - 1])
-        if not self._slabs.add(trunk, tokens=tokens, expected_tokens=tokens):
+        if not self.slabs.add(trunk, tokens=tokens, expected_tokens=tokens):
             return None
         self._cache.read(blocks, trunk.slab.kv(trunk), end=tokens)
         self._by_key[trunk.key] = trunk
