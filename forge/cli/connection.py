@@ -52,6 +52,7 @@ class Connection:
             cluster=self.cluster,
             timeout_s=CONNECT_S,
             credentials=security.etcd_credentials(self.etcd),
+            signatures=security,
         )
         channels = Channels(security)
         try:

@@ -204,8 +204,11 @@ async def running(
     try:
         display.say("Starting etcd and the services ...")
         await stack.start()
-        coordinator = await Coordinator.connect(stack.endpoints, cluster=plan.cluster)
-        channels = Channels(Security(Keyring.from_file(plan.directory.key_file)))
+        security = Security(Keyring.from_file(plan.directory.key_file))
+        coordinator = await Coordinator.connect(
+            stack.endpoints, cluster=plan.cluster, signatures=security
+        )
+        channels = Channels(security)
         try:
             await stack.guard(
                 stack.ready(

@@ -79,7 +79,10 @@ class Operator:
     async def connect(cls, endpoints: str, *, cluster: str, security: Security) -> Self:
         """Connects through etcd. Raises `Unavailable` if etcd does not answer."""
         coordinator = await Coordinator.connect(
-            endpoints, cluster=cluster, credentials=security.etcd_credentials(endpoints)
+            endpoints,
+            cluster=cluster,
+            credentials=security.etcd_credentials(endpoints),
+            signatures=security,
         )
         return cls(coordinator, Channels(security))
 

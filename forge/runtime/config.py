@@ -73,6 +73,8 @@ class ServiceConfig:
     """Demand a client certificate signed by tls_ca (mutual TLS)."""
     insecure: bool = False
     """Allow plain TCP beyond the loopback interface."""
+    accept_unsigned: bool = False
+    """Accept directory entries without a signature, while services of an earlier release run."""
     clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
     """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
 

@@ -197,6 +197,18 @@ class Keyring:
         except (binascii.Error, ValueError, TypeError, KeyError):
             raise Unauthenticated("the token is malformed") from None
 
+    def verify_signature(self, signer: str, text: str, signature: str) -> Claims:
+        """Return the claims of the token, without its mac, that signed a text; its expiry does not
+        count. Raises Unauthenticated."""
+        try:
+            _, *parts = signer.split(".")
+            given = _decode(signature)
+            if not any(hmac.compare_digest(_mac(own, text), given) for own in self.macs(signer)):
+                raise Unauthenticated("not signed by a token of this cluster")
+            return _claims(*(json.loads(_decode(part)) for part in parts))
+        except (binascii.Error, ValueError, TypeError, KeyError):
+            raise Unauthenticated("the signature is malformed") from None
+
     def macs(self, body: str) -> list[bytes]:
         """Return the mac of a token without its mac under each key."""
         version, payload, *narrowings = body.split(".")
@@ -261,6 +273,8 @@ class Security(Tls):
         self._credential = credential
         self.revoked: Mapping[str, float] = {}
         """Expiry of each revoked token, by its id."""
+        self.accept_unsigned = False
+        """Accept directory entries without a signature."""
         self._subject = subject
         self._clock_tolerance_s = clock_tolerance_s
         self._tokens: dict[str, tuple[float, str]] = {}
@@ -274,7 +288,7 @@ class Security(Tls):
                 "key_file is not set: all services of a cluster share one signing key "
                 "(make one: forge key FILE); a runner may have a token_file instead"
             )
-        return cls(
+        security = cls(
             bearer or Keyring.from_file(config.key_file),
             subject=config.instance_id,
             tls_cert=config.tls_cert,
@@ -284,6 +298,8 @@ class Security(Tls):
             insecure=config.insecure,
             clock_tolerance_s=config.clock_tolerance_s,
         )
+        security.accept_unsigned = config.accept_unsigned
+        return security
 
     @property
     def keyring(self) -> Keyring:
@@ -314,6 +330,32 @@ class Security(Tls):
             token = self.keyring.sign(claims)
             self._tokens[audience] = (now_s, token)
         return token
+
+    def sign_entry(self, text: str) -> Mapping[str, str]:
+        """Return the signature of this process under an entry of the directory."""
+        bearer = self._credential
+        token = bearer.token() if isinstance(bearer, Bearer) else self.token_for("directory")
+        signer, _, mac = token.rpartition(".")
+        return {"signer": signer, "signature": _encode(_mac(_decode(mac), text))}
+
+    def verify_entry(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
+        """Raises Unauthenticated for an entry that no service, or runner as a runner, has signed.
+
+        Without the key nothing can be verified: then TLS alone tells a service from a stranger.
+        """
+        if isinstance(self._credential, Bearer):
+            return
+        if "signature" not in fields:
+            if self.accept_unsigned:
+                return
+            raise Unauthenticated("unsigned; accept_unsigned admits an earlier release")
+        claims = self._credential.verify_signature(
+            str(fields["signer"]), text, str(fields["signature"])
+        )
+        if claims.token_id in self.revoked:
+            raise Unauthenticated(f"signed by the revoked token {claims.token_id}")
+        if "service" not in claims.scopes and claims.scopes != {kind}:
+            raise Unauthenticated(f"the signer {claims.subject} is no {kind}")
 
     def verify(self, token: str, audience: str = "") -> Claims:
         """Return the claims of a caller's token; `audience`: the called proto service.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Keyring
+from forge.runtime.security import Keyring, Security
 from tests.support.runtime.etcd import EtcdServer
 
 ADDRESS = "a-host-with-a-long-name.in.some.rack.example:65535"
@@ -20,7 +20,10 @@ async def test_what_is_missing_is_told_and_not_waited_for(
     """Standard output has the answer alone: who is there, to the last character, and who is not."""
     key = tmp_path / "key"
     Keyring.generate(key)
-    await coordinator.register("pool", "pool-1", ADDRESS, metadata={}, ttl_s=30.0)
+    key_holder = await Coordinator.connect(
+        etcd.endpoint, cluster=cluster, signatures=Security(Keyring.from_file(key))
+    )
+    await key_holder.register("pool", "pool-1", ADDRESS, metadata={}, ttl_s=30.0)
     words = ("status", "--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(key))
     ended = await asyncio.to_thread(
         subprocess.run,
@@ -29,6 +32,7 @@ async def test_what_is_missing_is_told_and_not_waited_for(
         text=True,
         timeout=60,
     )
+    await key_holder.close()
     assert (ended.returncode, ended.stderr) == (0, "")
     cells = [[cell.strip() for cell in line.split("│")] for line in ended.stdout.splitlines()]
     rows = [row for row in cells if len(row) > 3]

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from forge.runtime.security import Security
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
@@ -32,14 +33,18 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @pytest_asyncio.fixture
-async def router(coordinator: Coordinator) -> AsyncIterator[None]:
+async def router(etcd: EtcdServer, cluster: str, forge: SchedulerCluster) -> AsyncIterator[None]:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Router(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
+    coordinator = await Coordinator.connect(
+        etcd.endpoint, cluster=cluster, signatures=Security(forge.keyring)
+    )
     registered = await coordinator.register("router", "router-0", address, metadata={}, ttl_s=30.0)
     yield
     await registered.close()
+    await coordinator.close()
     await server.stop(None)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import Conflict, Unavailable
+from forge.runtime.coordination.directory import Signatures, entry_text
 from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Versioned
 from forge.runtime.coordination.leases import Lease
 from forge.runtime.telemetry import log
@@ -99,8 +100,10 @@ class Claim:
         ttl_s: float,
         owner: Owner,
         taken: Callable[[Fields], str],
+        signatures: Signatures | None = None,
     ) -> None:
         """`taken` returns the message of `Conflict` from the other entry's fields."""
+        self._signatures = signatures
         self._etcd = etcd
         self._key = key
         self._ttl_s = ttl_s
@@ -136,7 +139,10 @@ class Claim:
             raise Unavailable(f"{self._key} has changed meanwhile: try again")
 
     async def _swap(self, lease: Lease, fields: Fields, revision: int) -> bool:
-        entry = {**fields, "owner": asdict(self._owner), "ttl_s": self._ttl_s}
+        entry: dict[str, Any] = {**fields, "owner": asdict(self._owner), "ttl_s": self._ttl_s}
+        if self._signatures is not None:
+            text = entry_text(self._etcd.cluster, self._key, lease.lease_id, entry)
+            entry |= self._signatures.sign_entry(text)
         swapped = await self._etcd.swap(
             self._key,
             json.dumps(entry).encode(),

@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 import grpc
 
-from forge.core.errors import StaleFence, Unavailable
+from forge.core.errors import StaleFence, Unauthenticated, Unavailable
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
-from forge.runtime.coordination.directory import Contact, Instance
-from forge.runtime.coordination.discovery import Discovery
+from forge.runtime.coordination.directory import Contact, Instance, Signatures
+from forge.runtime.coordination.discovery import Discovery, decode_entry
 from forge.runtime.coordination.etcd import Etcd, Versioned, open_channel
 from forge.runtime.coordination.leader_election import Leadership, elect
 from forge.runtime.coordination.leases import Lease, OnConflict, Registration
@@ -26,8 +26,9 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 class Coordinator:
     """A process's connection to its cluster."""
 
-    def __init__(self, etcd: Etcd) -> None:
+    def __init__(self, etcd: Etcd, signatures: Signatures | None = None) -> None:
         self._etcd = etcd
+        self._signatures = signatures
         self._contact = Contact(time.monotonic())
         self._discoveries: dict[str, Discovery] = {}
         self._held: weakref.WeakSet[Registration | Leadership] = weakref.WeakSet()
@@ -41,10 +42,12 @@ class Coordinator:
         cluster: str,
         timeout_s: float = 10.0,
         credentials: grpc.ChannelCredentials | None = None,
+        signatures: Signatures | None = None,
     ) -> Coordinator:
         """Connect to etcd at "host:port,...". Raises Unavailable, in one line, when none answers.
 
         With `credentials` the connection is TLS; endpoints that begin with https:// need them.
+        With `signatures` this process signs its entries and ignores those of strangers.
         """
         channel = await open_channel(endpoints, credentials)
         etcd = Etcd(channel, endpoints=endpoints, cluster=cluster)
@@ -53,7 +56,7 @@ class Coordinator:
             left_s = deadline_s - time.monotonic()
             try:
                 await etcd.get("config/cluster", timeout_s=max(0.1, min(left_s, 1.0)))
-                return cls(etcd)
+                return cls(etcd, signatures)
             except Unavailable as error:
                 if left_s > 0.2:
                     await asyncio.sleep(0.1)
@@ -127,7 +130,14 @@ class Coordinator:
         on_conflict: OnConflict,
         taken: Callable[[Fields], str],
     ) -> Registration:
-        claim = Claim(self._etcd, key, ttl_s=ttl_s, owner=owner or this_process(), taken=taken)
+        claim = Claim(
+            self._etcd,
+            key,
+            ttl_s=ttl_s,
+            owner=owner or this_process(),
+            taken=taken,
+            signatures=self._signatures,
+        )
 
         async def enter(metadata: Mapping[str, str]) -> Lease:
             return await claim.enter(fields_of(metadata))
@@ -145,17 +155,16 @@ class Coordinator:
     def discover(self, kind: str) -> Discovery:
         """Return the instances of a kind, followed from the first call on."""
         if kind not in self._discoveries:
-            self._discoveries[kind] = Discovery(kind, self._etcd, self._contact)
+            self._discoveries[kind] = Discovery(kind, self._etcd, self._contact, self._signatures)
         return self._discoveries[kind]
 
     async def all_instances(self) -> tuple[Instance, ...]:
         """Return the present instances of all kinds. Raises Unavailable."""
         found = []
         for key, entry in (await self._etcd.list("services/")).items():
-            _, kind, instance_id = key.split("/", 2)
-            # The discovery of its kind logs an unreadable entry.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                found.append(Instance.decode(kind, instance_id, entry.value, entry.mod_revision))
+            # The discovery of its kind logs an unreadable or refused entry.
+            with contextlib.suppress(ValueError, KeyError, TypeError, Unauthenticated):
+                found.append(decode_entry(self._etcd.cluster, key, entry, self._signatures))
         return tuple(found)
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:

@@ -10,11 +10,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 GRACE_S = 5.0
 """Longer than an owner takes to register again after an outage."""
 SILENCE_S = 1.5
 """Without an answer for this time, etcd counts as unreachable."""
+
+
+class Signatures(Protocol):
+    """Signs and verifies entries, so that no token is sent to a process without a credential."""
+
+    def sign_entry(self, text: str) -> Mapping[str, str]:
+        """Return the fields `signer` and `signature`."""
+
+    def verify_entry(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
+        """Raises Unauthenticated for an entry that no process of this kind has signed."""
+
+
+def entry_text(cluster: str, key: str, lease_id: int, fields: Mapping[str, Any]) -> str:
+    """Return the signed text of an entry: its place, its lease and its other fields."""
+    signed = {name: one for name, one in fields.items() if name not in ("signer", "signature")}
+    return json.dumps([cluster, key, lease_id, signed], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

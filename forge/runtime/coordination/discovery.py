@@ -6,26 +6,37 @@ The I/O around `directory`: etcd's changes and the clock go in, instances come o
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from forge.core.errors import Unavailable
-from forge.runtime.coordination.directory import Contact, Directory, Instance
-from forge.runtime.coordination.etcd import Change, Etcd
+from forge.core.errors import Unauthenticated, Unavailable
+from forge.runtime.coordination.directory import (
+    Contact,
+    Directory,
+    Instance,
+    Signatures,
+    entry_text,
+)
+from forge.runtime.coordination.etcd import Change, Etcd, Versioned
 from forge.runtime.telemetry import log
 
 
 class Discovery:
     """The instances of one kind, followed until the process ends."""
 
-    def __init__(self, kind: str, etcd: Etcd, contact: Contact) -> None:
+    def __init__(
+        self, kind: str, etcd: Etcd, contact: Contact, signatures: Signatures | None
+    ) -> None:
         self.kind = kind
         self.instances: tuple[Instance, ...] = ()
         """The last known view; an outage of etcd does not empty it."""
         self._etcd = etcd
         self._contact = contact
+        self._signatures = signatures
+        self._refused: set[str] = set()
         self._directory = Directory()
         self._next_change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()
@@ -83,9 +94,11 @@ class Discovery:
         for name, entry in change.present.items():
             instance_id = name.removeprefix(folder)
             try:
-                found[instance_id] = Instance.decode(
-                    self.kind, instance_id, entry.value, entry.mod_revision
-                )
+                found[instance_id] = decode_entry(self._etcd.cluster, name, entry, self._signatures)
+            except Unauthenticated as error:
+                if name not in self._refused:
+                    log.error("entry_refused", key=name, error=str(error))
+                self._refused.add(name)
             except (ValueError, KeyError, TypeError):
                 log.error("entry_unreadable", key=name, value=entry.value)
         if change.snapshot:
@@ -111,6 +124,24 @@ class Discovery:
             self.instances = self._directory.instances
             self._next_change.set_result(None)
             self._next_change = asyncio.get_running_loop().create_future()
+
+
+def decode_entry(
+    cluster: str, key: str, entry: Versioned, signatures: Signatures | None
+) -> Instance:
+    """Return the instance of "services/<kind>/<instance>".
+
+    Raises Unauthenticated for a foreign signature; ValueError, KeyError or TypeError for another
+    form.
+    """
+    _, kind, instance_id = key.split("/", 2)
+    if signatures is not None:
+        fields = json.loads(entry.value)
+        if not isinstance(fields, dict):
+            raise TypeError(key)
+        text = entry_text(cluster, key, entry.lease_id, fields)
+        signatures.verify_entry(kind, text, fields)
+    return Instance.decode(kind, instance_id, entry.value, entry.mod_revision)
 
 
 async def _until(change: asyncio.Future[None]) -> None:

@@ -37,6 +37,7 @@ class Versioned:
 
     value: bytes
     mod_revision: int
+    lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Etcd:
         with self._reachable():
             found = await self._kv.get(self._prefix + key, timeout=timeout_s)
         for entry in found.kvs:
-            return Versioned(value=entry.value, mod_revision=entry.mod_revision)
+            return _version(entry)
         return None
 
     async def list(self, prefix: str) -> dict[str, Versioned]:
@@ -184,10 +185,7 @@ class Etcd:
         )
 
     def _versioned(self, entries: Sequence[Any]) -> dict[str, Versioned]:
-        return {
-            self._name(entry.key): Versioned(value=entry.value, mod_revision=entry.mod_revision)
-            for entry in entries
-        }
+        return {self._name(entry.key): _version(entry) for entry in entries}
 
     def _name(self, path: bytes) -> str:
         return path.decode().removeprefix(self._prefix)
@@ -200,6 +198,10 @@ class Etcd:
             raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
         except (EtcdError, grpc.aio.AioRpcError) as error:
             raise Unavailable(f"etcd at {self._endpoints}: {_reason(error)}") from error
+
+
+def _version(entry: Any) -> Versioned:
+    return Versioned(value=entry.value, mod_revision=entry.mod_revision, lease_id=entry.lease)
 
 
 def _reason(error: EtcdError | grpc.aio.AioRpcError) -> str:

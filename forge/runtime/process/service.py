@@ -233,6 +233,7 @@ class _Process:
             config.etcd,
             cluster=config.cluster,
             credentials=security.etcd_credentials(config.etcd),
+            signatures=security,
         )
         undo.push_async_callback(coordinator.close)
         channels = Channels(security)
