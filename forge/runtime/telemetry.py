@@ -7,6 +7,7 @@ must act; warning, a failure that was handled; info, a change of state; debug, s
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,15 +40,24 @@ SECONDS_BUCKETS = (
 )
 """From a unary call on loopback (0.35 ms) to a long rollout step."""
 
+_PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+"""Syslog's numbers of the levels, as in sd-daemon(3)."""
+
 _metrics: dict[str, Any] = {}
 
 
 def configure_logging(service: str, instance_id: str, *, level: str, file: str) -> None:
     """Write JSON lines with service and instance to `file` (stderr when empty).
 
-    Raises ConfigError when the file cannot be written.
+    The systemd journal gets the level of each line as its priority. Raises ConfigError when the
+    file cannot be written.
     """
     stream = _open(file) if file else sys.stderr
+    render: list[structlog.typing.Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
+    render += [_add_priority] if _is_journal(stream) else []
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
@@ -55,8 +65,7 @@ def configure_logging(service: str, instance_id: str, *, level: str, file: str) 
             _add_identity(service, instance_id),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            *render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=stream),
@@ -68,8 +77,7 @@ def configure_logging(service: str, instance_id: str, *, level: str, file: str) 
         structlog.stdlib.ProcessorFormatter(
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
+                *render,
             ],
             foreign_pre_chain=[
                 _add_identity(service, instance_id),
@@ -98,6 +106,18 @@ def _open(file: str) -> TextIO:
         return Path(file).open("a", buffering=1, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"log_file = {file!r}: {error.strerror}") from None
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Whether systemd reads the stream into its journal; see JOURNAL_STREAM in systemd.exec(5)."""
+    if "JOURNAL_STREAM" not in os.environ:
+        return False
+    status = os.fstat(stream.fileno())
+    return os.environ["JOURNAL_STREAM"] == f"{status.st_dev}:{status.st_ino}"
+
+
+def _add_priority(_logger: Any, method: str, line: Any) -> Any:
+    return f"<{_PRIORITIES.get(method, _PRIORITIES['info'])}>{line}"
 
 
 def _add_identity(service: str, instance_id: str) -> structlog.typing.Processor:

@@ -98,6 +98,10 @@ class ActorSystem:
             raise
         return ActorRef(cell)
 
+    def stalled(self, limit_s: float) -> list[str]:
+        """Return the names of actors whose messages have waited for `limit_s`, none handled."""
+        return [cell.name for cell in self._cells.values() if cell.mailbox.stalled_s() >= limit_s]
+
     async def stop(self, *, timeout_s: float = 10.0) -> None:
         """Stop all actors, the youngest first, within `timeout_s` in all."""
         deadline = time.monotonic() + timeout_s

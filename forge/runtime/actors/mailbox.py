@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -85,6 +86,8 @@ class Mailbox:
         self._wake = wake
         self._waiting: deque[Envelope] = deque()
         self._lock = threading.Lock()
+        self._moved_s = 0.0
+        """When a message was last taken, or came into an empty queue."""
         self.closed = False
         metrics.mailboxes.add(self)
 
@@ -101,13 +104,20 @@ class Mailbox:
                 raise MailboxFull(
                     f"actor {self._owner} has {self._size} messages waiting", retry_after_s=0.1
                 )
+            if not self._waiting:
+                self._moved_s = time.monotonic()
             self._waiting.append(envelope)
         self._wake()
+
+    def stalled_s(self) -> float:
+        """Return the time for which messages have waited and none was taken; 0 when empty."""
+        return time.monotonic() - self._moved_s if self._waiting else 0.0
 
     def take_envelopes(self, limit: int = 1) -> list[Envelope]:
         """Return up to `limit` wanted messages; none when empty or closed."""
         taken: list[Envelope] = []
         with self._lock:
+            self._moved_s = time.monotonic()
             while self._waiting and len(taken) < limit:
                 envelope = self._waiting.popleft()
                 if envelope.wanted:

@@ -34,6 +34,7 @@ from forge.runtime.coordination import Coordinator, Instance, Registration
 from forge.runtime.first_done import first_done
 from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.process.clock_watch import ClockWatch
+from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
@@ -201,6 +202,11 @@ class _Process:
                 await app.stop()
 
         undo.push_async_callback(end)
+        if watchdog_s := limit_s(os.environ):
+            feeding = asyncio.create_task(
+                feed_watchdog(self._systemd, context.actors, watchdog_s), name="watchdog"
+            )
+            undo.callback(feeding.cancel)
         await app.start()
         self._app_started = True
         host = config.advertise_host or config.host
