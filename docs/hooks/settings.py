@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from docs.hooks.page import Page, table
-from forge.runtime.config import ServiceConfig, Setting, settings_of
+from forge.runtime.config import ServiceConfig, Setting, allowed, settings_of, toml
 
 CONFIGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -40,8 +40,7 @@ def page() -> Page:
         config = getattr(importlib.import_module(module), name)()
         lines += [f"## {service.capitalize()}", "", (config.__doc__ or "").splitlines()[0], ""]
         own = [one for one in settings_of(config).values() if not _unchanged(one, shared)]
-        own.sort(key=lambda one: one.table != "")
-        for group, settings in itertools.groupby(own, key=lambda one: one.table):
+        for group, settings in itertools.groupby(own, key=lambda one: one.key.rpartition(".")[0]):
             lines += [f"### {service}: \\[{group}\\]", ""] if group else []
             lines += _rows(settings)
     return Page(path="reference/settings.md", text="\n".join(lines))
@@ -54,5 +53,7 @@ def _unchanged(setting: Setting, shared: dict[str, Setting]) -> bool:
 
 
 def _rows(settings: Iterable[Setting]) -> list[str]:
-    rows = ((f"`{one.key}`", f"`{one.toml}`", one.allowed, one.text) for one in settings)
+    rows = (
+        (f"`{one.key}`", f"`{toml(one.value)}`", allowed(one.type), one.text) for one in settings
+    )
     return table(["key", "default", "allowed", "meaning"], rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import enum
 import functools
 import inspect
 import itertools
@@ -23,7 +22,17 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +48,10 @@ CLOCK_TOLERANCE_S = 86_400.0
 class ServiceConfig:
     """Settings of every service."""
 
+    config: str = ""
+    """TOML file with settings."""
+    print_config: bool = False
+    """Print the settings in force as TOML and exit."""
     cluster: str = "default"
     """Name of the cluster; clusters share nothing in etcd."""
     etcd: str = "127.0.0.1:2379"
@@ -85,52 +98,45 @@ class ServiceConfig:
 C = TypeVar("C", bound=ServiceConfig)
 Given = Iterator[tuple[str, str, Any]]
 """(source, key, value) of each setting in a source."""
+_HELP = """usage: {service} [--SETTING VALUE ...]
+
+{purpose}
+
+Each setting may come from, weak to strong: a key of the TOML file (--config FILE or
+FORGE_CONFIG), FORGE_<KEY>, {prefix}<KEY>, a flag.
+In a variable, __ stands for the dot of a flag.
+
+"""
+_NOT_IN_FILE = ("config", "print_config")
+_NOUNS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_NOUNS[tuple[str, ...]] = "a list of texts (a,b,c)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting of a config, with its type, value, help and bounds."""
+class Setting(NamedTuple):
+    """One setting of a config."""
 
     key: str
     """`name`, or `table.name`."""
     type: Any
     value: Any
-    owner: type[Any] = ServiceConfig
+    owner: Any
     """The dataclass with the field."""
 
     @property
-    def table(self) -> str:
-        """Name of the table; empty without one."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """Key without the table."""
-        return self.key.rpartition(".")[2]
-
-    @property
     def text(self) -> str:
-        """Help text: the string under the field."""
-        return _texts(self.owner).get(self.name, "")
+        """Help text: the string under the field, as one line."""
+        return _texts(self.owner).get(self.key.rpartition(".")[2], "")
 
-    @property
-    def allowed(self) -> str:
-        """Allowed values, in words."""
-        return _allowed(self.type)
 
-    @property
-    def toml(self) -> str:
-        """Value as TOML."""
-        return _toml(self.value)
-
-    def read(self, value: Any, source: str) -> Any:
-        """Return the value in the setting's type. Raises ConfigError."""
-        try:
-            plain = _split(value, self.type) if isinstance(value, str) else value
-            return msgspec.convert(plain, self.type, strict=not isinstance(value, str))
-        except ValueError:
-            refused = f"{self.key} = {value!r} is not allowed: {self.allowed}"
-            raise ConfigError(f"{source}: {refused}") from None
+@functools.cache
+def _texts(owner: type[Any]) -> dict[str, str]:
+    texts = {}
+    for base in reversed(owner.__mro__[:-1]):
+        for pair in itertools.pairwise(ast.walk(ast.parse(inspect.getsource(base)))):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def load(
@@ -140,124 +146,91 @@ def load(
 
     Raises ConfigError, in one line, for an unknown key or a wrong value.
     """
-    default = config_type()
-    known = settings_of(default)
+    known = settings_of(config_type())
+    prefix = f"FORGE_{service.upper().replace('-', '_')}_"
     if "--help" in argv or "-h" in argv:
-        sys.stdout.write(_help(default, service))
-        raise SystemExit(0)
-    extra = (("config", str), ("print_config", bool))
-    words = known | {key: Setting(key=key, type=kind, value="") for key, kind in extra}
-    flags = _read(_flags(argv, words), words)
-    file = flags.pop("config", "") or environ.get("FORGE_CONFIG", "")
-    print_only = flags.pop("print_config", False)
-    values = _read(_file(file, known) if file else iter(()), known)
-    values |= _read(_variables(environ, service, known), known)
+        title = _HELP.format(service=service, purpose=inspect.getdoc(config_type), prefix=prefix)
+        _print_and_exit(title + _flag_texts(known))
+    values = _read(_variables(environ, prefix, known), known) | _read(_flags(argv, known), known)
+    file, printed = (values.pop(key, known.pop(key).value) for key in _NOT_IN_FILE)
+    tables: dict[str, Any] = {"": {}}
+    for key, value in (_read(_file(file, known), known) | values).items():
+        table, _, name = key.rpartition(".")
+        tables.setdefault(table, {})[name] = value
     try:
-        config: C = _changed(default, values | flags)
+        config = msgspec.convert(tables.pop("") | tables, config_type)
         config.validate()
     except InvalidArgument as error:
         raise ConfigError(str(error)) from error
-    if print_only:
-        sys.stdout.write(to_toml(config))
-        raise SystemExit(0)
+    if printed:
+        _print_and_exit(to_toml(config))
     return config
+
+
+def settings_of(config: Any, prefix: str = "") -> dict[str, Setting]:
+    """Return the settings of a config by key; those of tables are last."""
+    own: dict[str, Setting] = {}
+    nested: dict[str, Setting] = {}
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        key, value = prefix + name, getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            nested |= settings_of(value, key + ".")
+        else:
+            own[key] = Setting(key, kind, value, type(config))
+    return own | nested
 
 
 def to_toml(config: ServiceConfig) -> str:
     """Return the settings as a TOML file that reads back to the same config."""
     lines = []
-    settings = sorted(settings_of(config).values(), key=lambda one: one.table != "")
-    for table, group in itertools.groupby(settings, lambda one: one.table):
+    settings = [one for one in settings_of(config).values() if one.key not in _NOT_IN_FILE]
+    for table, group in itertools.groupby(settings, lambda one: one.key.rpartition(".")[0]):
         lines += ["", f"[{table}]"] if table else []
-        lines += [f"{one.name} = {one.toml}  # {one.text}" for one in group]
+        lines += [
+            f"{one.key.removeprefix(table + '.')} = {toml(one.value)}  # {one.text}"
+            for one in group
+        ]
     return "\n".join(lines) + "\n"
 
 
-def settings_of(table: Any, prefix: str = "") -> dict[str, Setting]:
-    """Return the settings of a config by key."""
-    found: dict[str, Setting] = {}
-    types = get_type_hints(type(table), include_extras=True)
-    for field in dataclasses.fields(table):
-        key, value = prefix + field.name, getattr(table, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= settings_of(value, key + ".")
-        else:
-            found[key] = Setting(key=key, type=types[field.name], value=value, owner=type(table))
-    return found
-
-
-def _changed(table: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return the config with these values by key."""
-    changes = {}
-    for field in dataclasses.fields(table):
-        key, value = prefix + field.name, getattr(table, field.name)
-        nested = dataclasses.is_dataclass(value)
-        changes[field.name] = (
-            _changed(value, values, key + ".") if nested else values.get(key, value)
-        )
-    return dataclasses.replace(table, **changes)
-
-
-@functools.cache
-def _texts(owner: type[Any]) -> dict[str, str]:
-    """Return the string under each field of a dataclass, from its source, as one line."""
-    texts = {}
-    for base in reversed(owner.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for pair in itertools.pairwise(definition.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    texts[name] = " ".join(text.split())
-    return texts
-
-
-def _split(text: str, kind: Any) -> Any:
-    """Split a list `a,b` and a table `a=1,b=2`; other texts stay."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if get_origin(kind) is Mapping:
-        return dict([word.strip() for word in part.split("=", 1)] for part in parts)
-    if kind is bool:
-        return {"yes": "true", "no": "false"}.get(text.lower(), text)
-    return parts if get_origin(kind) is tuple else text
-
-
-_NOUNS = {
-    str: "text",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    tuple[str, ...]: "a list of texts (a,b,c)",
-}
-
-
-def _allowed(kind: Any) -> str:
-    """Return the allowed values of a type, in words."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(args)
-    if isinstance(kind, enum.EnumType):
-        return "one of " + ", ".join(kind._value2member_map_)
-    if origin is Mapping:
-        return f"a table (a=1,b=2), each {_allowed(args[1])}"
-    if origin is not Annotated:
-        return _NOUNS[kind]
-    noun, bounds = _NOUNS[args[0]], args[1]
-    if bounds.gt is not None:
-        return f"{noun} above {bounds.gt}"
-    if bounds.le is None:
-        return f"{noun} of at least {bounds.ge}"
-    return f"{noun} from {bounds.ge} to {bounds.le}"
-
-
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(name)} = {_toml(value[name])}" for name in value) + "}"
+        return "{" + ", ".join(f"{toml(name)} = {toml(value[name])}" for name in value) + "}"
     if isinstance(value, float):
         return repr(value)
+    # 7f: the only control character that JSON allows and TOML does not.
     text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
-    # The only control character that JSON allows and TOML does not.
     return text.replace("\x7f", "\\u007f")
+
+
+def allowed(kind: Any) -> str:
+    """Return the allowed values of a type, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Mapping:
+        return f"a table (a=1,b=2), each {allowed(args[1])}"
+    if origin is Annotated:
+        noun, bounds = _NOUNS[args[0]], args[1]
+        if bounds.gt is not None:
+            return f"{noun} above {bounds.gt}"
+        least = f"{noun} of at least {bounds.ge}"
+        return least if bounds.le is None else f"{noun} from {bounds.ge} to {bounds.le}"
+    choices = args if origin is Literal else getattr(kind, "_value2member_map_", ())
+    return _NOUNS.get(kind) or "one of " + ", ".join(choices)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    sys.stdout.write(text)
+    raise SystemExit(0)
+
+
+def _flag_texts(known: Mapping[str, Setting]) -> str:
+    lines = []
+    for key in sorted(known, key=ServiceConfig.__dataclass_fields__.__contains__):
+        one, flag = known[key], key.replace("_", "-")
+        lines.append(f"  --{flag} (default {toml(one.value)}; {allowed(one.type)})\n")
+        lines.append(textwrap.indent(textwrap.fill(one.text, 86), " " * 6) + "\n")
+    return "".join(lines)
 
 
 def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
@@ -266,33 +239,48 @@ def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
     for source, key, value in given:
         if key not in known:
             spellings = _spellings(known)
-            near = difflib.get_close_matches(key, spellings, n=1, cutoff=0.6)
-            meant = known[spellings[near[0]]] if near else None
-            hint = f"did you mean {meant.key} ({meant.allowed})?" if meant else "see --help"
+            near = [spellings[word] for word in difflib.get_close_matches(key, spellings, n=1)]
+            hints = [f"did you mean {one} ({allowed(known[one].type)})?" for one in near]
             shown = f" = {value!r}" if value != "" else ""
+            hint = "".join(hints) or "see --help"
             raise ConfigError(f"{source}: there is no setting {key}{shown}; {hint}")
-        values[key] = known[key].read(value, source)
+        kind = known[key].type
+        try:
+            values[key] = _converted(value, kind)
+        except ValueError:
+            refused = f"{key} = {value!r} is not allowed: {allowed(kind)}"
+            raise ConfigError(f"{source}: {refused}") from None
     return values
 
 
-def _spellings(known: Iterable[str]) -> dict[str, str]:
-    """Return keys by other spellings: `name`, `table`, `table_name`, and `tabl_name`.
+def _converted(value: Any, kind: Any) -> Any:
+    """Convert a value; a text may be a list `a,b` or a table `a=1,b=2`. Raises ValueError."""
+    if not isinstance(value, str):
+        return msgspec.convert(value, kind)
+    plain: Any = {"yes": "true", "no": "false"}.get(value.lower(), value) if kind is bool else value
+    if get_origin(kind) in (tuple, Mapping):
+        plain = [part.strip() for part in value.split(",") if part.strip()]
+    if get_origin(kind) is Mapping:
+        plain = dict([word.strip() for word in part.split("=", 1)] for part in plain)
+    return msgspec.convert(plain, kind, strict=False)
 
-    They include former flat keys: `optimizer`, `learning_rate`, `lora_rank`, `eval_tasks`.
-    """
-    found: dict[str, str] = {}
+
+def _spellings(known: Iterable[str]) -> dict[str, str]:
+    """Return keys by former flat spellings: `name`, `table`, `table_name`, `tabl_name`."""
+    spellings: dict[str, str] = {}
     for key in reversed([*known]):
         table, _, name = key.rpartition(".")
-        found |= dict.fromkeys((name, table or name, f"{table}_{name}", f"{table[:4]}_{name}"), key)
-    return found | {key: key for key in known}
+        flat = (name, table or name, f"{table}_{name}", f"{table[:4]}_{name}")
+        spellings |= dict.fromkeys(flat, key)
+    return spellings | {key: key for key in known}
 
 
 def _file(file: str, known: Iterable[str]) -> Given:
     try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
     for name, value in content.items():
         if isinstance(value, dict) and any(key.startswith(name + ".") for key in known):
@@ -301,8 +289,7 @@ def _file(file: str, known: Iterable[str]) -> Given:
             yield file, name, value
 
 
-def _variables(environ: Mapping[str, str], service: str, known: Iterable[str]) -> Given:
-    own = _prefix(service)
+def _variables(environ: Mapping[str, str], own: str, known: Iterable[str]) -> Given:
     spellings = _spellings(known)
     for prefix in ("FORGE_", own):
         for variable, text in environ.items():
@@ -312,10 +299,6 @@ def _variables(environ: Mapping[str, str], service: str, known: Iterable[str]) -
                 yield variable, key, text
 
 
-def _prefix(service: str) -> str:
-    return f"FORGE_{service.upper().replace('-', '_')}_"
-
-
 def _flags(argv: Sequence[str], known: Mapping[str, Setting]) -> Given:
     words = list(argv)
     while words:
@@ -323,37 +306,12 @@ def _flags(argv: Sequence[str], known: Mapping[str, Setting]) -> Given:
         key = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r}: settings are given as --key value; see --help")
-        switch = known.get(key.removeprefix("no_"))
-        if not equals and switch and switch.type is bool:
-            text, key = str(key == switch.key), switch.key
-            if words and words[0].lower() in ("true", "false"):
-                text = words.pop(0)
+        switch = key.removeprefix("no_")
+        if not equals and switch in known and known[switch].type is bool:
+            spoken = words and words[0].lower() in ("true", "false")
+            text, key = words.pop(0) if spoken else str(key == switch), switch
         elif not equals and key in known:
             if not words:
                 raise ConfigError(f"{flag}: a value must follow")
             text = words.pop(0)
         yield flag, key, text
-
-
-def _help(default: ServiceConfig, service: str) -> str:
-    purpose = inspect.getdoc(default) or ""
-    lines = [
-        f"usage: {service} [--config FILE] [--print-config] [--SETTING VALUE ...]",
-        "",
-        *([] if purpose.startswith(type(default).__name__) else [purpose, ""]),
-        "Each setting may come from, weak to strong: a key of the TOML file (--config FILE or",
-        f"FORGE_CONFIG), FORGE_<KEY>, {_prefix(service)}<KEY>, a flag.",
-        "In a variable, __ stands for the dot of a flag.",
-        "--print-config prints the settings in force as TOML and exits.",
-    ]
-    shared = ServiceConfig.__dataclass_fields__.keys()
-    for title, settings in itertools.groupby(
-        sorted(settings_of(default).values(), key=lambda one: (one.key in shared, one.table != "")),
-        lambda one: "settings of every service" if one.key in shared else one.table or "settings",
-    ):
-        lines += ["", f"{title}:"]
-        for one in settings:
-            flag = "--" + one.key.replace("_", "-")
-            lines.append(f"  {flag} (default {one.toml}; {one.allowed})")
-            lines.append(textwrap.indent(textwrap.fill(one.text, 86), " " * 6))
-    return "\n".join(lines) + "\n"
