@@ -20,7 +20,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
-from services.gateway.service import FULL_NAME, GatewayServicer
+from services.gateway.service import FULL_NAME, SCOPES, GatewayServicer
 from services.gateway.sessions import SessionLimits, Sessions
 from services.gateway.turns.run import Turns
 
@@ -69,7 +69,7 @@ class GatewayApp:
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
             GatewayServicer(turns, sessions, pool),
             full_name=FULL_NAME,
-            scopes="session",
+            scopes=SCOPES,
         )
         await self._listen(config, turns, sessions, pool)
         settle()

@@ -31,6 +31,7 @@ from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 
 FULL_NAME = "forge.v1.GatewayService"
+SCOPES = "session"
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):

@@ -16,6 +16,8 @@ from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import FleetChanged, RouterActor
 from services.inference.router.service import InferenceServicer
 
+SCOPES = {"GetInferenceStatus": "viewer"}
+
 
 async def start_role(
     context: ServiceContext,
@@ -32,7 +34,7 @@ async def start_role(
         rpc.add_InferenceServiceServicer_to_server,
         servicer,
         full_name="forge.v1.InferenceService",
-        scopes={"GetInferenceStatus": "viewer"},
+        scopes=SCOPES,
     )
     return servicer.drain, Background(context, watch(discoveries, router), name="fleet-watch")
 
