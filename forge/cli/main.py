@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from forge.cli.command_exit import console, fail, finish, say
-from forge.cli.connection import Connection, of_run
-from forge.cli.options import with_options
+from forge.cli.connection import of_run
+from forge.cli.options import SystemOptions, with_options
 from forge.cli.pool import pool_app
 from forge.cli.queue import queue_app
-from forge.cli.run_options import Root, RunOptions, Seed
+from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.token import token_app
 from forge.core.errors import ForgeError, InvalidArgument
 
@@ -64,28 +64,28 @@ def run(options: RunOptions) -> None:
 
 
 @app.command()
-@with_options
-def up(stack: RunOptions) -> None:
+@partial(with_options, omit=OF_CAMPAIGN)
+def up(options: RunOptions) -> None:
     """Start every service and keep them running until Ctrl-C.
 
     For your tasks and agents: submit with the client SDK, point agents at the gateway.
     """
     from forge.cli.training_run import serve
 
-    finish(lambda: serve(stack), "Stopped.")
+    finish(lambda: serve(options), "Stopped.")
 
 
 @app.command()
 @with_options
 def status(
-    find: Callable[[], Connection],
+    system: SystemOptions,
     directory: Annotated[Path | None, typer.Argument(help="The same as --run-dir.")] = None,
 ) -> None:
     """Show the state of a running stack: processes, queue, weights."""
     from forge.cli.status import show_status
 
     async def main() -> None:
-        await show_status(find() if directory is None else of_run(directory))
+        await show_status(of_run(directory) if directory else system.resolved())
 
     finish(main, "")
 
@@ -116,7 +116,7 @@ def plot(
 
 @app.command()
 @with_options
-def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
+def doctor(system: SystemOptions) -> None:
     """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
 
     With --etcd or --run-dir also compare the clocks of that system's hosts. Each line has one check
@@ -124,7 +124,11 @@ def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
     """
     from forge.cli.doctor import examine
 
-    raise typer.Exit(examine(root, cluster=named))
+    try:
+        named = system.resolved() if system.named else None
+    except ForgeError as error:
+        fail(error)
+    raise typer.Exit(examine(system.root, cluster=named))
 
 
 @app.command()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ import typer
 
 from forge.cli.command_exit import fail, finish
 from forge.cli.connection import Connection
-from forge.cli.options import with_options
+from forge.cli.options import SystemOptions, with_options
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, pool_pb2
 
@@ -40,7 +39,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per li
 @pool_app.command()
 @with_options
 def check(
-    find: Callable[[], Connection],
+    system: SystemOptions,
     directory: Directory,
     repair: Annotated[
         str,
@@ -63,7 +62,7 @@ def check(
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
         try:
-            at = find()
+            at = system.resolved()
             at.keyring()
         except ForgeError as error:
             fail(error)
@@ -119,7 +118,7 @@ def adopt(directory: Directory) -> None:
 
 @pool_app.command()
 @with_options
-def compact(find: Callable[[], Connection], directory: Directory) -> None:
+def compact(system: SystemOptions, directory: Directory) -> None:
     """Return the space of freed records in a shard's file to the disk, running or not.
 
     The new file replaces the old one atomically. The pool itself compacts a running shard, of the
@@ -136,7 +135,7 @@ def compact(find: Callable[[], Connection], directory: Directory) -> None:
 
     shard = done.stdout.strip()
     finish(
-        lambda: compact_shard(find, shard, directory),
+        lambda: compact_shard(system, shard, directory),
         f"Interrupted; {directory} did not change.",
     )
 

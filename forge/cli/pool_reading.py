@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from rich.table import Table
 from forge.cli.command_exit import console, say
 from forge.cli.connection import Connection
 from forge.cli.export import export_file
+from forge.cli.options import SystemOptions
 from forge.client.pool import PoolReader
 from forge.v1 import common_pb2, pool_pb2
 
@@ -138,14 +139,14 @@ async def export_trajectories(
         raise typer.Exit(DAMAGED)
 
 
-async def compact_shard(find: Callable[[], Connection], shard: str, directory: Path) -> None:
+async def compact_shard(system: SystemOptions, shard: str, directory: Path) -> None:
     """Makes the pool compact the shard that it serves from `directory`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     last = pool_pb2.CompactShardResponse()
     with _bar(*columns) as bar:
         task = bar.add_task(f"compacting {shard}", total=None)
         async with (
-            _reader(find()) as reader,
+            _reader(system.resolved()) as reader,
             aclosing(reader.compact(shard, data_dir=str(directory.resolve()))) as responses,
         ):
             async for last in responses:

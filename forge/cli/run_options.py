@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,7 +12,8 @@ from forge.cli.presets import Settings, parse_overrides
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
 Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
-_OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
+OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
+"""Options of a run that a stack without a campaign lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,3 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", parse_overrides(self.overrides or []))
-
-
-def stack_options(**options: Any) -> RunOptions:
-    """Returns the options of a stack without a campaign."""
-    return RunOptions(**options)
-
-
-_OPTIONS = inspect.signature(RunOptions, eval_str=True)
-stack_options.__signature__ = _OPTIONS.replace(  # type: ignore[attr-defined]
-    parameters=[one for name, one in _OPTIONS.parameters.items() if name not in _OF_CAMPAIGN]
-)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli.command_exit import console, finish
+from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.core.errors import InvalidArgument
@@ -58,10 +58,10 @@ def issue(
         async with at.open() as (coordinator, _):
             token = await issue_token(coordinator, keyring, claims)
         if out is None:
-            console.print(token, highlight=False, soft_wrap=True)
+            say(token)
         else:
             _write(out, token)
-            console.print(f"{claims.token_id}: {out}", highlight=False, soft_wrap=True)
+            say(f"{claims.token_id}: {out}")
 
     finish(main, "Interrupted.")
 
@@ -76,7 +76,7 @@ def list_tokens(at: Connection) -> None:
         async with at.open() as (coordinator, _):
             issued = await records(coordinator)
         for token_id, record in sorted(issued.items(), key=lambda pair: pair[1].issued_unix_s):
-            console.print(_line(token_id, record), highlight=False, markup=False, soft_wrap=True)
+            console.print(_line(token_id, record), markup=False, soft_wrap=True)
 
     finish(main, "Interrupted.")
 
@@ -95,7 +95,7 @@ def revoke(
         at.keyring()
         async with at.open() as (coordinator, _):
             record = await revoke_token(coordinator, token_id)
-        console.print(_line(token_id, record), highlight=False, markup=False, soft_wrap=True)
+        console.print(_line(token_id, record), markup=False, soft_wrap=True)
 
     finish(main, "Interrupted.")
 
