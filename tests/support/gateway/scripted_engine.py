@@ -5,8 +5,8 @@ The prompt itself is the script. Of each of these the last occurrence counts:
     SAY[[text]]    what to answer, and then the end-of-turn token; "ok" without it
     STEPS[[a|||b]] what to answer, by the number of answers that the prompt has already: for agents
                    that put their tools' results into words of their own; SAY goes before it
-    PACE[[0.05]]   seconds between tokens, when streaming; 0.005 without it, since tokens that come
-                   at once go out at once
+    PACE[[0.05]]   seconds after each token, when streaming; 0.005 without it, since tokens that
+                   come at once go out at once
     FAIL[[name]]   the engine of that name dies (SIGKILL) in mid-answer, after three tokens
 
 A text is sampled one character at a time. That is hardly ever how its tokenizer would encode it,
@@ -97,8 +97,6 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
                 sent += 1
                 await asyncio.sleep(pace_s)
             if fails:
-                # What was sent shall arrive first.
-                await asyncio.sleep(0.1)
                 os.kill(os.getpid(), signal.SIGKILL)
             stopped = ids[-1] in stop_ids
             yield inference_pb2.SampleResponse(

@@ -31,6 +31,7 @@ from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.store import change, commit, put_groups, reward, seal, set_states
+from tests.support.runtime.waiting import settle
 
 SHARD = "s0"
 LINEAGE = "lineage"
@@ -84,10 +85,11 @@ class Node:
         )
 
 
-async def settle(rounds: int = 50) -> None:
-    """Lets what can run, run; reads of pages take their time on a thread."""
+async def settle_reads(link: Link, rounds: int = 3) -> None:
+    """Lets `link` send what it can: its page reads run one after another on one thread."""
     for _ in range(rounds):
-        await asyncio.sleep(0.0005)
+        await settle()
+        await link._readers.run(lambda: None)
 
 
 def catching_up(leader: Node, follower: Node) -> CatchUp:

@@ -62,7 +62,7 @@ class ReplicatedShard:
                 process.start(*self._settings)
 
     async def keep_running(self) -> None:
-        """Starts again what ended by itself, as systemd does, until cancelled."""
+        """Restarts ended processes, five looks a second as a supervisor, until cancelled."""
         while True:
             for process in self.processes:
                 if process.ended:

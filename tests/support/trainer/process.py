@@ -28,6 +28,8 @@ from tests.support.runtime.service_process import ServiceProcess, start_service
 START_S = 240.0
 """Until a process has started, taken its steps or ended, on a machine with ten others to run."""
 CALL_S = 120.0
+RETRY_S = 0.1
+"""Paces the calls to a trainer that is starting."""
 WEIGHTS_KEY = "weights/default/latest"
 
 
@@ -133,7 +135,7 @@ class TrainerClient:
                         if metrics.step >= step:
                             return metrics
                 except Unavailable:
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(RETRY_S)
 
     async def manifests(self) -> AsyncIterator[dict[str, Any]]:
         """Announced weights: the current ones, then each change."""

@@ -13,7 +13,8 @@ import pytest
 from forge.core.errors import Conflict, DeadlineExceeded, Unavailable
 from services.pool.replication.ack_gate import Gate
 from services.pool.replication.replica import LeadersReaders, LeadersWriter
-from tests.support.pool.replicas import SHARD, settle
+from tests.support.pool.replicas import SHARD
+from tests.support.runtime.waiting import settle
 
 
 @pytest.fixture

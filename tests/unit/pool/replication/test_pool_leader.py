@@ -25,9 +25,9 @@ from services.pool.replication.election import serve_alone
 from services.pool.replication.leader import Leader
 from services.pool.replication.replica_set import ReplicaSet
 from tests.support.pool.records import make_group
-from tests.support.pool.replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
+from tests.support.pool.replicas import LINEAGE, SHARD, Node, catching_up, delivering
 from tests.support.pool.store import put_groups
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import settle, until
 
 FENCE = 7
 
@@ -173,6 +173,7 @@ async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_off
     office.etcd.down = True
     monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 60.0)
     holding = asyncio.create_task(office.leader.hold())
+    await until(lambda: office.etcd.asked_in_vain)
     await settle()
     assert office.etcd.asked_in_vain == 1
     holding.cancel()
@@ -217,8 +218,8 @@ async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, 
         office.etcd.down = True
     office.write("unconfirmed")
     waiting = asyncio.create_task(office.leader.gate.passed(timeout_s=60.0))
-    await settle()
     if min_copies == 1:
+        await until(lambda: office.etcd.asked_in_vain)
         assert not waiting.done()
         office.etcd.down = False
         await waiting

@@ -20,7 +20,7 @@ from services.pool.storage import journal
 from services.pool.storage.journal import ReplicaState, keys_changed
 from services.pool.storage.tables import Table
 from tests.support.pool.records import make_group, make_turn
-from tests.support.pool.replicas import LINEAGE, Node, Writes, catching_up, linked, settle
+from tests.support.pool.replicas import LINEAGE, Node, Writes, catching_up, linked, settle_reads
 from tests.support.pool.store import append, change, fetch, put_groups, set_states
 from tests.support.runtime.waiting import until
 
@@ -46,7 +46,7 @@ async def test_replicas_are_equal_after_any_history(node, seed):
         async with linked(leader, follower) as link:
             for _ in range(draw.randrange(6)):
                 writes.some(leader, draw.randrange(4))
-                await settle(draw.randrange(10))
+                await settle_reads(link, draw.randrange(10))
             in_sync = draw.random() < 0.7
             if in_sync:
                 await link.reached(leader.state().position)
@@ -54,7 +54,7 @@ async def test_replicas_are_equal_after_any_history(node, seed):
                 assert follower.dump() == confirmed[0][1]
                 # Some commits that perhaps nobody but the leader has when the line is cut.
                 writes.some(leader, draw.randrange(5))
-                await settle(draw.randrange(3))
+                await settle_reads(link, draw.randrange(3))
         for one in (leader, follower):
             if draw.random() < 0.5:
                 one.crash()
@@ -182,7 +182,7 @@ async def test_a_copy_cut_at_random_is_equal_in_the_end(node, seed):
         ways.append(catching_up(a, b).way)
         async with linked(a, b, most_steps=draw.randrange(2, 9)) as link:
             writes.some(a, draw.randrange(6))
-            await settle(draw.randrange(4))
+            await settle_reads(link, draw.randrange(4))
             writes.some(a, draw.randrange(6))
             with suppress(Unavailable):
                 await link.reached(a.state().position + 1)
@@ -256,7 +256,7 @@ async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
     async with linked(a, b) as link:
         put_groups(a.store, make_group())
         await until(lambda: b.dump()[Table.GROUPS])
-        await settle()
+        await settle_reads(link)
         assert b.state().copying
         link.add(*held[0])
         await link.reached(a.state().position)

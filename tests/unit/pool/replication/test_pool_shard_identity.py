@@ -12,7 +12,8 @@ from services.pool.storage.file_locks import set_hand_over_mark
 from services.pool.storage.keys import LINEAGE_KEY
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool.replicas import LINEAGE, linked, settle
+from tests.support.pool.replicas import LINEAGE, linked
+from tests.support.runtime.waiting import until
 
 
 def test_a_lineage_is_drawn_once(open_store):
@@ -42,8 +43,7 @@ async def test_a_follower_takes_the_lineage_of_its_leader(node):
     leader.lead()
     assert follower.store.lineage() != leader.store.lineage()
     async with linked(leader, follower) as link:
-        while not link.confirmed:
-            await settle()
+        await until(lambda: link.confirmed)
     assert follower.store.lineage() == leader.store.lineage()
     assert follower.store.directory_id != leader.store.directory_id
 
