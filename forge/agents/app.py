@@ -36,10 +36,15 @@ class RunnerApp:
         self._config: RunnerConfig = context.config
         self._scaffolds = self._make_scaffolds()
         self._rewards = self._make_rewards()
+        self._domains = self._make_domains()
         self._scheduler = scheduler_remote(context.coordinator, context.channels)
         self._sync_scheduler = SyncScheduler(context.coordinator, context.security)
         self._runner = Runner(
-            runner_id=self._config.instance_id,
+            identity=scheduler_pb2.LeaseRolloutsRequest(
+                runner_id=self._config.instance_id,
+                domains=sorted(self._domains.names),
+                scaffolds=sorted(self._scaffolds.names),
+            ),
             scheduler=self._ask_scheduler,
             renew=self._renew_leases,
             attempt=self._make_attempts().run,
@@ -146,9 +151,15 @@ class RunnerApp:
             workers=config.reward_workers,
         )
 
+    def _make_domains(self) -> Domains:
+        domains = named_references("domains", self._config.domains)
+        return Domains(
+            {name: _make_domain(reference) for name, reference in domains.items()},
+            rewarded=self._rewards.domains,
+        )
+
     def _make_attempts(self) -> Attempts:
         config, context = self._config, self._context
-        domains = named_references("domains", config.domains)
         return Attempts(
             gateways=Gateways(
                 context.coordinator.discover("gateway"),
@@ -157,10 +168,7 @@ class RunnerApp:
                 scheme="https" if config.tls_cert else "http",
             ),
             scaffolds=self._scaffolds,
-            domain=Domains(
-                {name: _make_domain(reference) for name, reference in domains.items()},
-                rewarded=self._rewards.domains,
-            ).get,
+            domain=self._domains.get,
             scorer=Scorer(self._rewards),
             limits=Limits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from forge.agents.environments import get_domain
+from forge.agents.environments import DOMAINS, get_domain
 from forge.agents.environments.base import (
     Domain,
     Episode,
@@ -31,6 +31,11 @@ class Domains:
         """`rewarded` names the domains that have a reward function."""
         self._known = dict(extra)
         self._rewarded = rewarded
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every domain that `get` returns."""
+        return frozenset(DOMAINS) | self._known.keys() | self._rewarded
 
     def get(self, name: str) -> Domain:
         """Returns the domain with this name. Raises `NotFound`."""

@@ -58,7 +58,7 @@ class Runner:
     def __init__(
         self,
         *,
-        runner_id: str,
+        identity: pb.LeaseRolloutsRequest,
         scheduler: Scheduler,
         renew: Renew,
         attempt: Callable[[pb.RolloutLease], Coroutine[Any, Any, RolloutResult]],
@@ -66,8 +66,9 @@ class Runner:
         lease_wait_s: float,
         patience_s: float,
     ) -> None:
-        """`patience_s`: time for which leases are renewed while the event loop is blocked."""
-        self._runner_id = runner_id
+        """`identity`: id, domains and scaffolds of the runner. `patience_s`: time for which leases
+        are renewed while the event loop is blocked."""
+        self._identity = identity
         self._scheduler = scheduler
         self._attempt = attempt
         self._concurrency = concurrency
@@ -122,7 +123,7 @@ class Runner:
         self._changed.set()
         if self._leasing is None or self._leasing.done():
             return
-        request = pb.LeaseRolloutsRequest(runner_id=self._runner_id, leaving=True)
+        request = pb.LeaseRolloutsRequest(runner_id=self._identity.runner_id, leaving=True)
         try:
             await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
@@ -140,9 +141,8 @@ class Runner:
             if free == 0:
                 await self._change()
                 continue
-            request = pb.LeaseRolloutsRequest(
-                runner_id=self._runner_id, max_rollouts=free, wait_s=self._lease_wait_s
-            )
+            request = pb.LeaseRolloutsRequest(max_rollouts=free, wait_s=self._lease_wait_s)
+            request.MergeFrom(self._identity)
             response = await self._ask("LeaseRollouts", request, self._lease_wait_s + CALL_S)
             for lease in response.leases if response else ():
                 self._start(lease)

@@ -170,6 +170,8 @@ class LeaseRolloutsRequest(_message.Message):
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    DOMAINS_FIELD_NUMBER: _builtins.int
+    SCAFFOLDS_FIELD_NUMBER: _builtins.int
     runner_id: _builtins.str
     max_rollouts: _builtins.int
     wait_s: _builtins.float
@@ -177,6 +179,14 @@ class LeaseRolloutsRequest(_message.Message):
     """The runner accepts no more leases: this call and its waiting calls get an empty response now. A
     cancel instead could lose a lease that was just granted.
     """
+    @_builtins.property
+    def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Domains and scaffolds that the runner has the code of; empty: any, as in earlier releases.
+        INVALID_ARGUMENT for more than 4096.
+        """
+
+    @_builtins.property
+    def scaffolds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -184,10 +194,12 @@ class LeaseRolloutsRequest(_message.Message):
         max_rollouts: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         leaving: _builtins.bool = ...,
+        domains: _abc.Iterable[_builtins.str] | None = ...,
+        scaffolds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "leaving", b"leaving", "max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "scaffolds", b"scaffolds", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,6 +686,30 @@ class Stall(_message.Message):
 Global___Stall: _TypeAlias = Stall  # noqa: Y015
 
 @_typing.final
+class UnservedTasks(_message.Message):
+    """Tasks wait that no live runner declares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    SCAFFOLD_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    scaffold: _builtins.str
+    def __init__(
+        self,
+        *,
+        domain: _builtins.str = ...,
+        scaffold: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "scaffold", b"scaffold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnservedTasks: _TypeAlias = UnservedTasks  # noqa: Y015
+
+@_typing.final
 class DomainStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -734,6 +770,7 @@ class GetSchedulerStatusResponse(_message.Message):
     UNTRAINED_S_FIELD_NUMBER: _builtins.int
     SHARDS_AWAY_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
+    UNSERVED_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -789,6 +826,10 @@ class GetSchedulerStatusResponse(_message.Message):
     def shards_away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Unreachable pool shards that may have groups. Their groups wait."""
 
+    @_builtins.property
+    def unserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnservedTasks]:
+        """Empty while no runner calls."""
+
     def __init__(
         self,
         *,
@@ -820,10 +861,11 @@ class GetSchedulerStatusResponse(_message.Message):
         untrained_s: _builtins.float = ...,
         shards_away: _abc.Iterable[_builtins.str] | None = ...,
         faults: _builtins.int = ...,
+        unserved: _abc.Iterable[Global___UnservedTasks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

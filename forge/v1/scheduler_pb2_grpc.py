@@ -108,8 +108,9 @@ class SchedulerServiceServicer(object):
 
     def LeaseRollouts(self, request, context):
         """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-        first. An empty response means that none is available now: call again. Not idempotent; a lease
-        that never reached the runner expires.
+        first. An empty response means that none is available now: call again. A task whose domain or
+        scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
+        runner expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

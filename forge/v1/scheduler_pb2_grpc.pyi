@@ -38,8 +38,9 @@ class SchedulerServiceStub:
     """Queues tasks. They are durable when this returns. Idempotent by task id."""
     LeaseRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseRolloutsRequest, _scheduler_pb2.LeaseRolloutsResponse]
     """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-    first. An empty response means that none is available now: call again. Not idempotent; a lease
-    that never reached the runner expires.
+    first. An empty response means that none is available now: call again. A task whose domain or
+    scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
+    runner expires.
     """
     RenewRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRolloutsRequest, _scheduler_pb2.RenewRolloutsResponse]
     """Renews task leases. `lost` has the ids of expired ones: stop their rollouts."""
@@ -83,8 +84,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Queues tasks. They are durable when this returns. Idempotent by task id."""
     LeaseRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseRolloutsRequest, _scheduler_pb2.LeaseRolloutsResponse]  # type: ignore[assignment]
     """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-    first. An empty response means that none is available now: call again. Not idempotent; a lease
-    that never reached the runner expires.
+    first. An empty response means that none is available now: call again. A task whose domain or
+    scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
+    runner expires.
     """
     RenewRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRolloutsRequest, _scheduler_pb2.RenewRolloutsResponse]  # type: ignore[assignment]
     """Renews task leases. `lost` has the ids of expired ones: stop their rollouts."""
@@ -137,8 +139,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.LeaseRolloutsResponse, _abc.Awaitable[_scheduler_pb2.LeaseRolloutsResponse]]:
         """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-        first. An empty response means that none is available now: call again. Not idempotent; a lease
-        that never reached the runner expires.
+        first. An empty response means that none is available now: call again. A task whose domain or
+        scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
+        runner expires.
         """
 
     @_abc_1.abstractmethod

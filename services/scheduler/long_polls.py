@@ -6,8 +6,8 @@ Owns the waiting calls and their order. A caller that leaves cancels its future 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from forge.core.errors import ResourceExhausted
@@ -21,11 +21,18 @@ MAX_WAITING = 16_384
 class LongPolls(Generic[Request, Answer]):
     """First come, first served."""
 
-    def __init__(self, serve: Callable[[Request], Answer | None], *, alike: bool) -> None:
-        """`serve` returns None if there is no answer yet. `alike`: then no other request has one
-        either, so a change costs one try."""
+    def __init__(
+        self,
+        serve: Callable[[Request], Answer | None],
+        *,
+        kind: Callable[[Request], Hashable],
+    ) -> None:
+        """`serve` returns None if there is no answer yet; then no request of the same `kind` has
+        one either, so a change costs one try for each kind."""
         self._serve = serve
-        self._alike = alike
+        self._kind = kind
+        self._kinds: Counter[Hashable] = Counter()
+        """Numbers of waiting calls."""
         self._waiting: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
 
     def enter(self, request: Request) -> asyncio.Future[Answer]:
@@ -36,22 +43,26 @@ class LongPolls(Generic[Request, Answer]):
             raise ResourceExhausted(f"{MAX_WAITING} calls are waiting already", retry_after_s=1.0)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
+        self._kinds[self._kind(request)] += 1
         return future
 
     def serve(self) -> None:
         """After a change: answer the calls that have an answer now."""
         unserved: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
-        while self._waiting:
+        failed: set[Hashable] = set()
+        while self._waiting and len(failed) < len(self._kinds):
             request, future = self._waiting.popleft()
+            kind = self._kind(request)
+            if not future.done() and kind not in failed:
+                answer = self._serve(request)
+                if answer is None:
+                    failed.add(kind)
+                else:
+                    future.set_result(answer)
             if future.done():
-                continue
-            answer = self._serve(request)
-            if answer is not None:
-                future.set_result(answer)
-                continue
-            unserved.append((request, future))
-            if self._alike:
-                break
+                self._left(kind)
+            else:
+                unserved.append((request, future))
         self._waiting.extendleft(reversed(unserved))
 
     def dismiss(self, whom: Callable[[Request], bool], *, answer: Answer) -> None:
@@ -67,5 +78,11 @@ class LongPolls(Generic[Request, Answer]):
             if not future.done():
                 future.set_exception(error)
 
+    def _left(self, kind: Hashable) -> None:
+        self._kinds[kind] -= 1
+        if not self._kinds[kind]:
+            del self._kinds[kind]
+
     def _forget_the_gone(self) -> None:
         self._waiting = deque(entry for entry in self._waiting if not entry[1].done())
+        self._kinds = Counter(self._kind(request) for request, _ in self._waiting)

@@ -77,6 +77,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_rollouts=validation.check_count(
                 "max_rollouts", request.max_rollouts, most=validation.MAX_ROLLOUTS
             ),
+            abilities=validation.check_abilities(request),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from forge.core.errors import InvalidArgument
 from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
+from forge.core.queue.groups import Abilities
 from forge.core.tasks.validation import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
@@ -20,6 +21,8 @@ from forge.v1 import common_pb2, scheduler_pb2
 MAX_TAG_BYTES = 200
 MAX_ROLLOUTS = 1024
 """Most rollouts of one LeaseRollouts call."""
+MAX_DECLARED = 4096
+"""Most domains, and most scaffolds, that a runner declares."""
 MAX_GROUPS = 4096
 """Most groups of one batch."""
 
@@ -102,6 +105,14 @@ def check_count(field: str, value: int, *, most: int) -> int:
     if not 1 <= value <= most:
         raise InvalidArgument(f"{field} {value} must be 1 to {most}")
     return value
+
+
+def check_abilities(request: scheduler_pb2.LeaseRolloutsRequest) -> Abilities:
+    """The declaration of a runner."""
+    for field, names in (("domains", request.domains), ("scaffolds", request.scaffolds)):
+        if len(names) > MAX_DECLARED:
+            raise InvalidArgument(f"{field} has {len(names)} names, at most {MAX_DECLARED}")
+    return Abilities(domains=frozenset(request.domains), scaffolds=frozenset(request.scaffolds))
 
 
 def check_id(field: str, value: str) -> str:

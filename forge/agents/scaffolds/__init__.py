@@ -44,6 +44,11 @@ class Scaffolds:
         self._override = override
         self._made: dict[str, Scaffold] = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Every scaffold that `get` returns; empty: any."""
+        return frozenset() if self._override is not None else frozenset(self._known)
+
     async def get(self, name: str) -> Scaffold:
         """Returns the scaffold with this name. Raises `NotFound` with the known names.
 

@@ -5,18 +5,27 @@ two timers of rollouts: the end of a lease and the end of a back-off.
 `forge.core.queue.selection` decides whether a further group may start.
 
 The cost does not depend on the number of pool shards, reachable or not (`forge.core.queue.lanes`),
-and grows with the number of domains that have a limit.
+and grows with the number of kinds of tasks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
-from forge.core.queue.lanes import Key, Lanes
+from forge.core.queue.groups import (
+    ANY,
+    Abilities,
+    Group,
+    Kind,
+    Lease,
+    Phase,
+    Rollout,
+    RolloutPhase,
+)
+from forge.core.queue.lanes import Item, Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
 RECHECK_S = 2.0
@@ -59,14 +68,18 @@ def _to_hand_out(slot: Slot) -> bool:
 class Dispatch:
     """The order of leases over any number of pool shards."""
 
-    def __init__(self, limited: frozenset[str] = frozenset()) -> None:
-        """`limited`: domains that `hold_back` may name."""
-        self._limited = limited
+    def __init__(self) -> None:
         self._held_back: set[str] = set()
-        self._fresh: defaultdict[bool, dict[str, Lanes[Group]]] = defaultdict(dict)
-        """Groups to start, by purpose and limited domain."""
-        self._ready = {purpose: Lanes(_to_hand_out) for purpose in (False, True)}
-        """Rollouts of running groups, by purpose."""
+        self._fresh = {
+            purpose: defaultdict[Kind, Lanes[Group]](lambda: Lanes(_to_start))
+            for purpose in (False, True)
+        }
+        """Groups to start, by purpose and kind."""
+        self._ready = {
+            purpose: defaultdict[Kind, Lanes[Slot]](lambda: Lanes(_to_hand_out))
+            for purpose in (False, True)
+        }
+        """Rollouts of running groups, by purpose and kind."""
 
     def hold_back(self, domain: str, skipped: bool) -> None:
         """Whether queued groups of a domain are skipped."""
@@ -80,33 +93,55 @@ class Dispatch:
     def list_group(self, group: Group) -> None:
         """`group` is queued."""
         spec = group.spec
-        domain = spec.domain if spec.domain in self._limited else ""
-        fresh = self._fresh[spec.evaluation]
-        if domain not in fresh:
-            fresh[domain] = Lanes(_to_start)
-        fresh[domain].push(spec.shard, (group.place, spec.index, 0), group)
+        lanes = self._fresh[spec.evaluation][_kind(group)]
+        lanes.push(spec.shard, (group.place, spec.index, 0), group)
 
     def list_rollout(self, slot: Slot) -> None:
         """A rollout of a running group is ready for a lease. Idempotent."""
         if not slot.rollout.listed:
             slot.rollout.listed = True
             key = (slot.place, slot.queue_index, slot.rollout_index)
-            self._ready[slot.group.spec.evaluation].push(slot.group.spec.shard, key, slot)
+            lanes = self._ready[slot.group.spec.evaluation][_kind(slot.group)]
+            lanes.push(slot.group.spec.shard, key, slot)
 
-    def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
+    def first_group(
+        self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY
+    ) -> Group | None:
         """The group to start next, of a domain that is not skipped."""
-        first: tuple[Key, Group] | None = None
-        for domain, lanes in self._fresh[evaluation].items():
-            if domain not in self._held_back:
-                candidate = lanes.first(away)
-                if candidate and (first is None or candidate[0] < first[0]):
-                    first = candidate
-        return first[1] if first else None
+        return _first(
+            lanes.first(away)
+            for kind, lanes in self._fresh[evaluation].items()
+            if kind.domain not in self._held_back and able.cover(kind)
+        )
 
-    def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
+    def first_rollout(
+        self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY
+    ) -> Slot | None:
         """The rollout of a running group to lease next."""
-        first = self._ready[evaluation].first(away)
-        return first[1] if first else None
+        return _first(
+            lanes.first(away) for kind, lanes in self._ready[evaluation].items() if able.cover(kind)
+        )
+
+    def waiting_kinds(self, away: frozenset[str]) -> set[Kind]:
+        """The kinds of groups and rollouts that wait for a runner."""
+        waiting = set[Kind]()
+        for purpose in (False, True):
+            waiting |= {kind for kind, fresh in self._fresh[purpose].items() if fresh.first(away)}
+            waiting |= {kind for kind, ready in self._ready[purpose].items() if ready.first(away)}
+        return waiting
+
+
+def _kind(group: Group) -> Kind:
+    return Kind(group.spec.domain, group.spec.scaffold)
+
+
+def _first(candidates: Iterable[tuple[Key, Item] | None]) -> Item | None:
+    """The item with the lowest key."""
+    first: tuple[Key, Item] | None = None
+    for candidate in candidates:
+        if candidate and (first is None or candidate[0] < first[0]):
+            first = candidate
+    return first[1] if first else None
 
 
 class Claims:

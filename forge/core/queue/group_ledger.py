@@ -55,7 +55,7 @@ class GroupLedger:
         self.selection = selection
         self.counts = GroupCounts()
         self._domain_limits = dict(domain_limits or {})
-        self.dispatch = Dispatch(frozenset(self._domain_limits))
+        self.dispatch = Dispatch()
         self._reach = min(window.size, selection.running_limit) - 1
         """Most older groups that a priority may start before: such a group is near the head, where
         complete groups beyond the window cannot hold it back."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge.core.trajectory import TaskId, TrajectoryId, TrajectoryName
 
@@ -99,6 +100,30 @@ class Rollout:
     """Whether the order of leases has an entry for it."""
 
 
+class Kind(NamedTuple):
+    """The code that a task needs."""
+
+    domain: str
+    scaffold: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """The code that a runner has; an empty set: any."""
+
+    domains: frozenset[str] = frozenset()
+    scaffolds: frozenset[str] = frozenset()
+
+    def cover(self, kind: Kind) -> bool:
+        """Whether the runner can do tasks of a kind."""
+        return (not self.domains or kind.domain in self.domains) and (
+            not self.scaffolds or kind.scaffold in self.scaffolds
+        )
+
+
+ANY = Abilities()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
     """The parts of a task that the queue needs."""
@@ -108,6 +133,7 @@ class GroupSpec:
     """Position in the queue of its purpose."""
     domain: str
     shard: str
+    scaffold: str = ""
     """Pool shard that holds its trajectories."""
     size: int
     """Rollouts."""

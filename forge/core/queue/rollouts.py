@@ -16,7 +16,15 @@ from forge.core.queue.admission import PartialGroups, QueueSettings
 from forge.core.queue.dispatch import Claims, Slot
 from forge.core.queue.failures import FailureKind
 from forge.core.queue.group_ledger import GroupLedger
-from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.queue.groups import (
+    ANY,
+    Abilities,
+    Group,
+    Lease,
+    Phase,
+    Rollout,
+    RolloutPhase,
+)
 from forge.core.queue.losses import Losses
 from forge.core.queue.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
@@ -72,8 +80,11 @@ class Rollouts:
         slot, _ = self._locate(trajectory_id)
         return slot.group
 
-    def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
-        """The next rollouts in the order of places, with at most N groups running."""
+    def lease(
+        self, *, runner_id: str, max_rollouts: int, now_s: float, able: Abilities = ANY
+    ) -> tuple[RolloutClaim, ...]:
+        """The next rollouts that the runner is able to do, in the order of places, with at most N
+        groups running."""
         if now_s < self.hold_until_s or self._ledger.activity is Activity.PAUSED:
             return ()
         for slot in self._claims.due_retries(now_s):
@@ -81,8 +92,8 @@ class Rollouts:
             if slot.group.phase is Phase.RUNNING:
                 self._ledger.dispatch.list_rollout(slot)
         claims: list[RolloutClaim] = []
-        while len(claims) < max_rollouts and (slot_found := self._next_slot(now_s)) is not None:
-            claims.append(self._claim(slot_found, runner_id, now_s))
+        while len(claims) < max_rollouts and (free := self._next_slot(now_s, able)) is not None:
+            claims.append(self._claim(free, runner_id, now_s))
         return tuple(claims)
 
     def renew(self, trajectory_id: str, *, now_s: float) -> bool:
@@ -221,14 +232,19 @@ class Rollouts:
         """The ends of the hold, of a lease and of a back-off."""
         return (self.hold_until_s, *self._claims.next_event_s())
 
-    def _next_slot(self, now_s: float) -> Slot | None:
-        return self._first_of(True, now_s) or self._first_of(False, now_s)
+    def runner_of(self, trajectory_id: str) -> str:
+        """The runner with the lease of an attempt; empty without one."""
+        lease = self._claims.get(TrajectoryId(trajectory_id))
+        return lease.runner_id if lease else ""
 
-    def _first_of(self, evaluation: bool, now_s: float) -> Slot | None:
+    def _next_slot(self, now_s: float, able: Abilities) -> Slot | None:
+        return self._first_of(True, now_s, able) or self._first_of(False, now_s, able)
+
+    def _first_of(self, evaluation: bool, now_s: float, able: Abilities) -> Slot | None:
         order, away = self._ledger.dispatch, self._ledger.away
         while True:
-            slot = order.first_rollout(evaluation=evaluation, away=away)
-            fresh = order.first_group(evaluation=evaluation, away=away)
+            slot = order.first_rollout(evaluation=evaluation, away=away, able=able)
+            fresh = order.first_group(evaluation=evaluation, away=away, able=able)
             if fresh is None or (slot is not None and slot < Slot.of(fresh, 0)):
                 return slot
             if self._ledger.counts.running >= self._settings.concurrency or not self._admits(fresh):

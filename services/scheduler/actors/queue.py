@@ -49,8 +49,10 @@ class QueueActor(Actor):
         self._state = state
         self._clock = clock
         self._loop_time = loop_time
-        self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
-        self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, alike=False)
+        self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](
+            self._grant, kind=lambda ask: ask.abilities
+        )
+        self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, kind=id)
         self._peers: m.Connect | None = None
         self._final_states: list[tuple[str, Change]] = []
         """With their shards; what `outcome_writer` has not accepted yet."""
@@ -90,8 +92,9 @@ class QueueActor(Actor):
     def _handle(self, message: Any) -> Any:  # noqa: C901
         state, now_s = self._state, self._clock()
         match message:
-            case m.LeaseRollouts():
+            case m.LeaseRollouts(runner_id=runner_id, abilities=abilities):
                 state.watch.runner_called(now_s)
+                state.watch.runner_declared(runner_id, abilities, now_s)
                 return self._runners.enter(message)
             case m.DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
@@ -165,7 +168,10 @@ class QueueActor(Actor):
 
     def _grant(self, request: m.LeaseRollouts) -> tuple[m.Grant, ...] | None:
         grants = self._state.grant(
-            runner_id=request.runner_id, max_rollouts=request.max_rollouts, now_s=self._clock()
+            runner_id=request.runner_id,
+            max_rollouts=request.max_rollouts,
+            now_s=self._clock(),
+            able=request.abilities,
         )
         return grants or None
 

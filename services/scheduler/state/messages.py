@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
+from forge.core.queue.groups import ANY, Abilities
 from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.pool_shards import Change
@@ -38,6 +39,7 @@ class LeaseRollouts:
 
     runner_id: str
     max_rollouts: int
+    abilities: Abilities = ANY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

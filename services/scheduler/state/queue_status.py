@@ -46,6 +46,10 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
         untrained_s=state.watch.idle_s(now_s),
         shards_away=sorted(queue.ledger.away),
         faults=state.watch.all_faults,
+        unserved=[
+            scheduler_pb2.UnservedTasks(domain=kind.domain, scaffold=kind.scaffold)
+            for kind in state.unserved(now_s=now_s)
+        ],
     )
 
 
@@ -66,6 +70,7 @@ def _stall(state: TermState, totals: GroupTotals, now_s: float) -> scheduler_pb2
         rollouts=len(queue.rollouts),
         away=queue.ledger.away,
         head=head_of(queue),
+        unserved=state.unserved(now_s=now_s),
     )
     stall = why(facts, after_s=state.stall_after_s)
     return scheduler_pb2.Stall(cause=stall.cause, text=stall.text) if stall else None

@@ -8,14 +8,14 @@ clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Phase, RolloutPhase
+from forge.core.queue.groups import Abilities, Kind, Phase, RolloutPhase
 
 HEARD_S = 60.0
 """A runner or trainer without a call for this long counts as absent: each calls or renews at least
@@ -72,6 +72,8 @@ class Facts:
     """Attempts that the infrastructure ended."""
     fault_reason: str = ""
     head: Head | None = None
+    unserved: Sequence[Kind] = ()
+    """Kinds of waiting tasks that no live runner declares."""
 
 
 def head_of(queue: GenerationQueue) -> Head | None:
@@ -95,6 +97,8 @@ class Watch:
         self._progress_s: float | None = None
         self._runner_s: float | None = None
         self._trainer_s: float | None = None
+        self._runners: dict[str, tuple[Abilities, float]] = {}
+        """By runner id: its declaration, and the time of its last call."""
         self._batch: tuple[str, str, float] | None = None
         self._tombstones: Counter[str] = Counter()
         self._faults = 0
@@ -116,6 +120,27 @@ class Watch:
     def runner_called(self, now_s: float) -> None:
         """A runner asked for rollouts or renewed."""
         self._runner_s = now_s
+
+    def runner_declared(self, runner_id: str, abilities: Abilities, now_s: float) -> None:
+        """A runner asked for rollouts."""
+        self._runners[runner_id] = abilities, now_s
+
+    def runner_renewed(self, runner_id: str, now_s: float) -> None:
+        """A runner renewed; a busy one asks for nothing."""
+        if runner_id in self._runners:
+            self._runners[runner_id] = self._runners[runner_id][0], now_s
+
+    def unserved(self, kinds: Iterable[Kind], now_s: float) -> list[Kind]:
+        """The kinds that no live runner declares; none without a live runner."""
+        self._runners = {
+            runner_id: entry
+            for runner_id, entry in self._runners.items()
+            if now_s - entry[1] <= HEARD_S
+        }
+        declared = {abilities for abilities, _ in self._runners.values()}
+        if not declared:
+            return []
+        return sorted(kind for kind in kinds if not any(able.cover(kind) for able in declared))
 
     def trainer_called(self, now_s: float) -> None:
         """A trainer asked for a batch or renewed."""
@@ -205,6 +230,13 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
             "wait. Start one with: forge agents run; or read the runner's log."
         )
         yield Stall("no_runner", text)
+    if facts.unserved:
+        kinds = ", ".join(f"{kind.domain} (scaffold {kind.scaffold})" for kind in facts.unserved)
+        text = (
+            f"tasks wait whose domain or scaffold no runner has: {kinds}. Start a runner with the "
+            "settings `domains`, `reward_functions` or `scaffolds` that name it."
+        )
+        yield Stall("no_able_runner", text)
 
 
 def _slow_parts(facts: Facts) -> Iterator[Stall]:

@@ -85,6 +85,7 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
         index=record.queue_index,
         domain=intern(task.domain),
         shard=intern(record.pool_shard),
+        scaffold=intern(task.scaffold),
         size=task.group_size,
         evaluation=task.purpose == common_pb2.PURPOSE_EVAL,
         difficulty=task.difficulty,

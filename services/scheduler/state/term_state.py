@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Group, Phase
+from forge.core.queue.groups import ANY, Abilities, Group, Kind, Phase
 from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
@@ -171,12 +171,16 @@ class TermState:
 
     # Rollouts
 
-    def grant(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[Grant, ...]:
+    def grant(
+        self, *, runner_id: str, max_rollouts: int, now_s: float, able: Abilities = ANY
+    ) -> tuple[Grant, ...]:
         """The next rollouts, up to the size of one answer."""
         grants: list[Grant] = []
         size_bytes = 0
         while len(grants) < max_rollouts and size_bytes < MAX_GRANT_BYTES - MAX_PAYLOAD_BYTES:
-            claims = self.queue.rollouts.lease(runner_id=runner_id, max_rollouts=1, now_s=now_s)
+            claims = self.queue.rollouts.lease(
+                runner_id=runner_id, max_rollouts=1, now_s=now_s, able=able
+            )
             if not claims:
                 break
             task = self.catalog.task(claims[0].task_id)
@@ -196,7 +200,15 @@ class TermState:
         """The ids of lost leases."""
         rollouts = self.queue.rollouts
         renew = rollouts.renew_unread if self._unread else rollouts.renew
-        return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
+        ids = tuple(lease_ids)
+        for runner_id in set(map(rollouts.runner_of, ids)):
+            self.watch.runner_renewed(runner_id, now_s)
+        return tuple(lease for lease in ids if not renew(lease, now_s=now_s))
+
+    def unserved(self, *, now_s: float) -> list[Kind]:
+        """Kinds of waiting tasks that no live runner declares; none while no runner calls."""
+        ledger = self.queue.ledger
+        return self.watch.unserved(ledger.dispatch.waiting_kinds(ledger.away), now_s)
 
     def locate(
         self, trajectory_ids: Iterable[str], looked_up: LookedUp

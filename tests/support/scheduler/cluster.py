@@ -224,10 +224,21 @@ class SchedulerCluster:
     # The runner's and the gateway's part
 
     async def lease(
-        self, count: int = 1, *, wait_s: float = WAIT_S
+        self,
+        count: int = 1,
+        *,
+        wait_s: float = WAIT_S,
+        runner: str = "runner",
+        domains: Sequence[str] = (),
+        scaffolds: Sequence[str] = (),
     ) -> list[scheduler_pb2.RolloutLease]:
+        """`domains` and `scaffolds`: as the runner declares them."""
         request = scheduler_pb2.LeaseRolloutsRequest(
-            runner_id="runner", max_rollouts=count, wait_s=wait_s
+            runner_id=runner,
+            max_rollouts=count,
+            wait_s=wait_s,
+            domains=domains,
+            scaffolds=scaffolds,
         )
         return list((await self.ask("LeaseRollouts", request)).leases)
 

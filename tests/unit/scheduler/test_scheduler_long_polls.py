@@ -13,7 +13,7 @@ from services.scheduler.state.domain_progress import RECENT_ROLLOUTS, Progress
 async def test_first_come_first_served() -> None:
     """What there is goes to who waited longest."""
     stock: list[str] = []
-    room = LongPolls[str, str](lambda name: f"{name}:{stock.pop()}" if stock else None, alike=True)
+    room = LongPolls[str, str](lambda name: f"{name}:{stock.pop()}" if stock else None, kind=len)
     first, second = room.enter("first"), room.enter("second")
     stock.append("x")
     room.serve()
@@ -23,7 +23,7 @@ async def test_first_come_first_served() -> None:
 
 async def test_those_who_are_not_alike_do_not_hold_each_other_up() -> None:
     """A small batch can be served while a large one waits."""
-    room = LongPolls[int, int](lambda size: size if size <= 2 else None, alike=False)
+    room = LongPolls[int, int](lambda size: size if size <= 2 else None, kind=int)
     large, small = room.enter(8), room.enter(2)
     room.serve()
     assert small.result() == 2
@@ -32,7 +32,7 @@ async def test_those_who_are_not_alike_do_not_hold_each_other_up() -> None:
 
 async def test_who_left_is_passed_over() -> None:
     """A caller that gave up takes nothing."""
-    room = LongPolls[str, str](lambda name: name, alike=True)
+    room = LongPolls[str, str](lambda name: name, kind=len)
     gone, present = room.enter("gone"), room.enter("present")
     gone.cancel()
     room.serve()
@@ -41,7 +41,7 @@ async def test_who_left_is_passed_over() -> None:
 
 async def test_everybody_is_told_at_the_end() -> None:
     """Closing answers all."""
-    room = LongPolls[str, str](lambda _: None, alike=True)
+    room = LongPolls[str, str](lambda _: None, kind=len)
     future = room.enter("a")
     room.close(Unavailable("over"))
     with pytest.raises(Unavailable, match="over"):
@@ -51,7 +51,7 @@ async def test_everybody_is_told_at_the_end() -> None:
 async def test_room_is_bounded_and_forgets_the_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overload is refused; those who left do not count."""
     monkeypatch.setattr(long_polls, "MAX_WAITING", 2)
-    room = LongPolls[str, str](lambda _: None, alike=True)
+    room = LongPolls[str, str](lambda _: None, kind=len)
     first = room.enter("a")
     room.enter("b")
     with pytest.raises(ResourceExhausted, match="2 calls are waiting"):
