@@ -14,6 +14,7 @@ from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
 from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import CALL_S, Runner
+from forge.agents.sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scaffolds import command as commands
 from forge.agents.scoring import Scorer
@@ -57,7 +58,10 @@ class RunnerApp:
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Checks the reward functions, then starts to lease rollouts."""
+        """Checks the sandbox and the reward functions, then starts to lease rollouts."""
+        SANDBOX.unsafe = self._config.unsafe_sandbox
+        if problem := await SANDBOX.problem():
+            log.warning("unsafe_sandbox" if SANDBOX.unsafe else "no_sandbox", reason=problem)
         try:
             await self._rewards.check()
         except BaseException:
@@ -128,6 +132,7 @@ class RunnerApp:
                     memory_bytes=config.command_memory_mb << 20,
                     processes=config.command_processes,
                 ),
+                pass_environment=config.pass_environment,
                 tls_ca=config.tls_ca,
                 tls_cert=config.command_tls_cert,
                 tls_key=config.command_tls_key,
@@ -149,6 +154,7 @@ class RunnerApp:
                 processes=config.reward_processes,
             ),
             workers=config.reward_workers,
+            pass_environment=config.pass_environment,
         )
 
     def _make_domains(self) -> Domains:

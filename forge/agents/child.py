@@ -1,4 +1,4 @@
-"""Child processes, each in its own process group: termination, and the last lines of output.
+"""Child processes, each in its own process group: environment, termination, last lines of output.
 
 Owns the common part of agents' programs, model-written programs and reward functions. Owns no
 limits: the callers set them.
@@ -10,7 +10,27 @@ import asyncio
 import os
 import signal
 from asyncio.subprocess import Process
+from collections.abc import Collection
 from contextlib import suppress
+from typing import Final
+
+PASSED: Final = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TERM", "TZ", "TMPDIR"),
+        *("NO_PROXY", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS"),
+        *("PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+    )
+)
+"""Variables that each child gets, with LC_*: they have no secrets."""
+
+
+def clean_environment(extra: Collection[str] = ()) -> dict[str, str]:
+    """Returns the runner's variables without its secrets: `PASSED` and `extra` only."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name[:3] == "LC_" or name in extra
+    }
 
 
 def kill_group(process: Process) -> None:

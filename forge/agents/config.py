@@ -57,6 +57,12 @@ class RunnerConfig(ServiceConfig):
     """PEM private key of command_tls_cert."""
     command_processes: Annotated[int, Meta(ge=0)] = 4096
     """Maximum processes and threads of the runner's user, over all commands; 0: no limit."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of the runner's variables that commands and reward functions also get, e.g.
+    JUDGE_API_KEY; PATH, HOME, LANG and a few others always pass."""
+    unsafe_sandbox: bool = False
+    """Run programs of models (domain code) with resource limits only, on a host that cannot run
+    the sandbox; otherwise such a host refuses these tasks."""
     scaffolds: tuple[str, ...] = ()
     """Additional scaffolds, each name=module:factory."""
     domains: tuple[str, ...] = ()

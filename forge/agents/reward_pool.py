@@ -17,14 +17,21 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import msgspec
 
-from forge.agents.child import OutputTail, how_it_ended, kill_group, killed_from_outside, last_lines
+from forge.agents.child import (
+    OutputTail,
+    clean_environment,
+    how_it_ended,
+    kill_group,
+    killed_from_outside,
+    last_lines,
+)
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.own_time import OutOfTime, within
 from forge.agents.reward_worker import LENGTH_BYTES, framed
@@ -96,9 +103,15 @@ class RewardPool:
     """The reward functions of one runner, by domain."""
 
     def __init__(
-        self, functions: Mapping[str, str], *, limits: RewardLimits, workers: int = 0
+        self,
+        functions: Mapping[str, str],
+        *,
+        limits: RewardLimits,
+        workers: int = 0,
+        pass_environment: Collection[str] = (),
     ) -> None:
         """`functions`: "module:function" by domain; `workers` 0 means one per core."""
+        self._pass_environment = pass_environment
         self._functions = dict(functions)
         self._limits = limits
         self._slots = asyncio.Semaphore(workers or os.cpu_count() or 1)
@@ -138,7 +151,8 @@ class RewardPool:
                     return await self._attempt(self._idle.pop(), reference, arguments)
                 except _Retryable:
                     log.info("reward_process_replaced", function=reference)
-            return await self._attempt(_Worker(self._limits), reference, arguments, fresh=True)
+            worker = _Worker(self._limits, self._pass_environment)
+            return await self._attempt(worker, reference, arguments, fresh=True)
 
     async def _attempt(
         self,
@@ -215,8 +229,9 @@ class RewardPool:
 class _Worker:
     """One worker process."""
 
-    def __init__(self, limits: RewardLimits) -> None:
+    def __init__(self, limits: RewardLimits, pass_environment: Collection[str]) -> None:
         self.loaded: set[str] = set()
+        self._pass_environment = pass_environment
         self._limits = limits
         self._calls = 0
         self._process: Process | None = None
@@ -266,8 +281,7 @@ class _Worker:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            # The runner's settings have the paths of its keys.
-            env={key: value for key, value in os.environ.items() if key[:6] != "FORGE_"},
+            env=clean_environment(self._pass_environment),
             start_new_session=True,
         )
         assert self._process.stderr

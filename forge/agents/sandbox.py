@@ -2,56 +2,58 @@
 
 Owns the process and its containment, outermost first:
 - a deadline in own time (`forge.agents.own_time`), after which the process group is killed;
-- namespaces, if the kernel allows them: no network, and no process outlives the run or the runner;
-- resource limits: CPU time, memory, processes, file size; its reader limits the output;
+- bubblewrap (`forge.agents.bubblewrap`): its own root, no network, no other process, never root;
+- resource limits: CPU time, memory, no written byte; its reader limits the output;
 - an audit hook that refuses everything a calculation does not need: writing, sockets, processes;
 - a `time.sleep` with a limit on the total.
 The limit is CPU time, which is equal on every host: on an overloaded host a program takes longer
 and still succeeds. The deadline ends programs that wait for ever.
-The hook prevents accidents, not attacks: run untrusted programs on a separate host. Owns no wording
-of results for models; the domain does.
+The hook names the mistake for the model; the kernel stops attacks. Without bubblewrap, programs run
+only if `unsafe` is set. Owns no wording of results for models; the domain does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from contextlib import suppress
+from asyncio.subprocess import PIPE, Process
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from forge.agents import bubblewrap
+from forge.agents.bubblewrap import Bubblewrap
 from forge.agents.child import kill_group
 from forge.agents.own_time import OutOfTime, within
+from forge.core.errors import FailedPrecondition
 
-_UNSHARE: Final = (
-    "unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child=KILL",
-)  # fmt: skip
-_WRAPPERS: Final = (
-    # When the runner ends, the kernel kills `unshare`, and with it the program.
-    ("setpriv", "--pdeathsig", "KILL", *_UNSHARE),
-    _UNSHARE,
+_REMEDY: Final = (
+    "install bubblewrap and libseccomp2 (apt-get install bubblewrap libseccomp2) and allow user "
+    "namespaces, or set unsafe_sandbox=true"
 )
-"""Commands that start a process in new namespaces, best first."""
 
 # Starting Python without `site` takes 6 ms: cheap enough for a process per run, which needs no
 # trust in the program that ran before. Importing `signal` in place of `_signal` would double that.
 _PRELUDE: Final = """
-import _signal, resource, sys, time
-cpu_s, sleep_s, memory, processes, file = map(int, sys.argv[1:])
+import _signal, posix, resource, sys, time
+cpu_s, sleep_s, memory, user = map(int, sys.argv[1:])
 for kind, limit in (
-    (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0),
-    (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_FSIZE, file),
+    (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
+    (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64),
 ):
     resource.setrlimit(kind, (limit, limit))
+if user and posix.getuid() == 0:
+    posix.setgroups([])
+    posix.setresgid(user, user, user)
+    posix.setresuid(user, user, user)
 def late(number, frame):
     raise TimeoutError(f"more than {cpu_s} s of CPU time")
 _signal.signal(_signal.SIGXCPU, late)
 # A program that catches the error has a second left.
 resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+# The program comes after this byte: the kernel ends a process that sent it with the runner.
+posix.write(1, b"+")
 program = sys.stdin.buffer.read().decode()
 left_s = sleep_s
 def sleep(seconds, sleep=time.sleep):
@@ -95,9 +97,6 @@ class Limits:
     """Own time. Reached only by programs that wait: CPU time and sleep have lower limits."""
     memory_bytes: int = 256 << 20
     """Address space, including 20 MiB of the interpreter."""
-    processes: int = 0
-    """Additional processes and threads; the kernel does not enforce it for root."""
-    file_bytes: int = 0
     output_bytes: int = 64 << 10
     """For standard output and for standard error."""
 
@@ -118,23 +117,44 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, *, concurrency: int = 0) -> None:
         """`concurrency` 0 means one per core."""
+        self.unsafe = False
+        """Run programs without bubblewrap on a host that lacks it."""
         self._limits = limits or Limits()
         self._concurrency = concurrency or os.cpu_count() or 1
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._wrapper: tuple[str, ...] | None = None
+        self._wrapper: Bubblewrap | None = None
+        self._problem: str | None = None
 
     async def run(self, program: str) -> ProgramResult:
-        """Runs the program to its end, or to a limit."""
+        """Runs the program to its end, or to a limit. Raises `FailedPrecondition` on a host without
+        bubblewrap, unless `unsafe` is set."""
         async with self._slot():
-            if self._wrapper is None:
-                self._wrapper = await _namespaces()
-            started_s = time.monotonic()
-            process = await self._start(self._wrapper)
+            if (problem := await self.problem()) and not self.unsafe:
+                raise FailedPrecondition(problem)
+            return await self._run(program)
+
+    async def problem(self) -> str:
+        """Returns one line with the remedy if this host cannot run the sandbox; "" if it can."""
+        if self._problem is None:
             try:
-                output, error = await self._finish(process, program.encode(errors="replace"))
-            finally:
-                kill_group(process)
-                await process.wait()
+                self._wrapper = bubblewrap.find()
+                result = await self._run("")
+                reason = result.error
+            except FailedPrecondition as error:
+                reason = str(error)
+            if reason:
+                self._wrapper = None
+            self._problem = reason and f"no sandbox for programs of models: {reason}; {_REMEDY}"
+        return self._problem
+
+    async def _run(self, program: str) -> ProgramResult:
+        started_s = time.monotonic()
+        process = await self._start()
+        try:
+            output, error = await self._finish(process, program.encode(errors="replace"))
+        finally:
+            kill_group(process)
+            await process.wait()
         return ProgramResult(output=output, error=error, wall_s=time.monotonic() - started_s)
 
     def _slot(self) -> asyncio.Semaphore:
@@ -144,20 +164,23 @@ class Sandbox:
             self._slots = (loop, asyncio.Semaphore(self._concurrency))
         return self._slots[1]
 
-    async def _start(self, wrapper: tuple[str, ...]) -> Process:
-        limits = self._limits
-        numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, limits.processes)
-        return await asyncio.create_subprocess_exec(
-            *wrapper,
-            *(sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
-            *map(str, (*numbers, limits.file_bytes)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
+    async def _start(self) -> Process:
+        limits, wrapper = self._limits, self._wrapper
+        user = bubblewrap.NOBODY if wrapper else 0
+        numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, user)
+        with wrapper.filter_file() if wrapper else nullcontext(-1) as system_calls:
+            return await asyncio.create_subprocess_exec(
+                *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
+                *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
+                *map(str, numbers),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+                pass_fds=(system_calls,) if wrapper else (),
+            )
 
     async def _finish(self, process: Process, program: bytes) -> tuple[str, str]:
         """Returns output and error of the started process."""
@@ -176,7 +199,9 @@ class Sandbox:
         """Sends the program and reads its output to the end."""
         assert process.stdin and process.stdout and process.stderr
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_feed(process.stdin, program))
+            # Without the byte, standard error has the reason.
+            if await process.stdout.read(1):
+                tasks.create_task(_feed(process.stdin, program))
             for stream, into in ((process.stdout, output), (process.stderr, errors)):
                 tasks.create_task(self._read(process, stream, into))
             tasks.create_task(process.wait())
@@ -203,19 +228,6 @@ async def _feed(stdin: asyncio.StreamWriter, program: bytes) -> None:
         stdin.write(program)
         await stdin.drain()
     stdin.close()
-
-
-async def _namespaces() -> tuple[str, ...]:
-    """Returns the first of `_WRAPPERS` that this host allows; () for none."""
-    for wrapper in _WRAPPERS:
-        if shutil.which(wrapper[0]) is None:
-            continue
-        probe = await asyncio.create_subprocess_exec(
-            *wrapper, "true", stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
-        )
-        if await probe.wait() == 0:
-            return wrapper
-    return ()
 
 
 SANDBOX: Final = Sandbox()

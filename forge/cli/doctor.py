@@ -18,6 +18,7 @@ import psutil
 from packaging.requirements import Requirement
 from rich.markup import escape
 
+from forge.agents.sandbox import SANDBOX
 from forge.cli.clocks import compare_clocks
 from forge.cli.command_exit import say
 from forge.cli.connection import Connection
@@ -61,6 +62,7 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
         lambda: disk(root),
         _memory,
         _files,
+        _sandbox,
     ]
     findings = [check() for check in checks]
     if cluster is not None:
@@ -191,4 +193,11 @@ def _files() -> Finding:
         ok=soft >= 1024,
         text=f"{soft} open files allowed",
         remedy="Raise it with `ulimit -n 4096`.",
+    )
+
+
+def _sandbox() -> Finding:
+    problem, _, remedy = asyncio.run(SANDBOX.problem()).partition("; ")
+    return Finding(
+        ok=not problem, text=problem or "sandbox for programs of models", remedy=f"To do: {remedy}."
     )

@@ -117,7 +117,7 @@ def plot(
 @app.command()
 @with_options
 def doctor(system: SystemOptions) -> None:
-    """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
+    """Check this machine: Python, packages, torch, etcd, disk, memory, open files, sandbox.
 
     With --etcd or --run-dir also compare the clocks of that system's hosts. Each line has one check
     and, for a problem, its remedy.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+from forge.agents.sandbox import SANDBOX
 from forge.cli.campaign import Campaign, CampaignResult
 from forge.cli.command_exit import console, say
 from forge.cli.dataset import held_out_tasks
@@ -28,7 +29,7 @@ from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.stack import Stack, StackPlan, check_settings
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
-from forge.core.errors import ForgeError
+from forge.core.errors import FailedPrecondition, ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Keyring, Security
@@ -62,6 +63,9 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     preset = preset_of(options, state)
     chosen = settings_of(options, directory, state, preset)
     check_settings({name: chosen[name] for name in options.settings})
+    unsafe = chosen.get("runner", {}).get("unsafe_sandbox", "").lower() == "true"
+    if "code" in preset.domains and not unsafe and (problem := await SANDBOX.problem()):
+        raise FailedPrecondition(problem.replace("unsafe", "--set runner.unsafe"))
     if not state.model_path:
         path = await ensure_model(options.model, seed=options.seed, root=options.root)
         directory.create()

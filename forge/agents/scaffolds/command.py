@@ -13,14 +13,22 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.agents.child import OutputTail, how_it_ended, kill_group, killed_from_outside, last_lines
+from forge.agents.child import (
+    OutputTail,
+    clean_environment,
+    how_it_ended,
+    kill_group,
+    killed_from_outside,
+    last_lines,
+)
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
@@ -73,6 +81,7 @@ class Command:
         command: str,
         *,
         limits: Limits,
+        pass_environment: Collection[str] = (),
         tls_ca: str = "",
         tls_cert: str = "",
         tls_key: str = "",
@@ -90,6 +99,7 @@ class Command:
         if bool(tls_cert) != bool(tls_key):
             raise ConfigError("command_tls_cert and command_tls_key must be set together")
         self._limits = limits
+        self._pass_environment = pass_environment
         self._tls_ca = tls_ca
         self._client_certificate = (
             {"FORGE_TLS_CERT": tls_cert, "FORGE_TLS_KEY": tls_key} if tls_cert else {}
@@ -166,14 +176,9 @@ class Command:
     def _environment(
         self, rollout: Rollout, episode: Episode, prompt: str, scratch: Path
     ) -> dict[str, str]:
-        """Returns the runner's environment without Forge's settings, with the gateway's address."""
+        """Returns the variables of the program: `PASSED`, the gateway's address and the task."""
         gateway, token = rollout.gateway, rollout.session_token
-        inherited = {
-            key: value
-            for key, value in os.environ.items()
-            # Some of Anthropic's clients send both credentials, and the token would have priority.
-            if key[:6] != "FORGE_" and key != "ANTHROPIC_AUTH_TOKEN"
-        }
+        inherited = clean_environment(self._pass_environment)
         host = gateway.grpc_address.rpartition(":")[0]
         unproxied = ",".join(filter(None, (inherited.get("NO_PROXY"), host)))
         task = {
@@ -230,10 +235,14 @@ def _prompt(episode: Episode) -> str:
 
 
 def _written(answer_file: Path) -> str:
-    if not answer_file.is_file():
+    try:
+        # A link of the program could lead to a file that only the runner may read.
+        opened = os.open(answer_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return ""
-    with answer_file.open("rb") as file:
-        return file.read(OUTPUT_BYTES).decode(errors="replace").strip()
+    with os.fdopen(opened, "rb") as file:
+        regular = stat.S_ISREG(os.fstat(opened).st_mode)
+        return file.read(OUTPUT_BYTES).decode(errors="replace").strip() if regular else ""
 
 
 def _last_line(text: str) -> str:

@@ -84,6 +84,22 @@ async def test_a_number_alone_is_the_outcome(pool: RewardPool) -> None:
     assert await value(pool, "right", expected="five") == 0.0
 
 
+async def test_no_secret_of_the_runner_reaches_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables pass by name only."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "FORGE_RUNNER_KEY_FILE", "JUDGE_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    limits = RewardLimits(call_s=30.0, memory_bytes=0, processes=0)
+    functions = {"evaluated": f"{MODULE}:evaluated"}
+    own_pool = RewardPool(functions, limits=limits, pass_environment=["JUDGE_API_KEY"])
+    try:
+        environ = "__import__('os').environ"
+        secrets = f"float([k for k, v in {environ}.items() if v == 'secret'] == ['JUDGE_API_KEY'])"
+        assert await value(own_pool, "evaluated", returns=secrets) == 1.0
+        assert await value(own_pool, "evaluated", returns=f"float('PATH' in {environ})") == 1.0
+    finally:
+        await own_pool.close()
+
+
 async def test_components_cross_as_they_are(pool: RewardPool) -> None:
     """Name, kind, value and turn arrive; an `async def` is awaited."""
     assert await score(pool, "detailed", sum=4) == [

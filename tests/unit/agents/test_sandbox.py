@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forge.agents import bubblewrap
 from forge.agents.environments import code
 from forge.agents.environments.base import Transcript
-from forge.agents.sandbox import _WRAPPERS, Limits, Sandbox, _namespaces
+from forge.agents.sandbox import Limits, Sandbox
+from forge.core.errors import FailedPrecondition
 from tests.support.runtime.waiting import until
 
 HELD_UP_S = 5.0
@@ -27,7 +29,11 @@ ENDLESS_WAITS = [
 RUN_IN_A_PROCESS = """
 import asyncio, sys
 from forge.agents.sandbox import Sandbox
-asyncio.run(Sandbox().run(sys.argv[1]))
+async def main():
+    sandbox = Sandbox()
+    print(await sandbox.problem(), flush=True)
+    await sandbox.run(sys.argv[1])
+asyncio.run(main())
 """
 
 
@@ -47,7 +53,19 @@ async def programs(parent: int) -> list[psutil.Process]:
 
 @pytest.fixture
 def sandbox() -> Sandbox:
-    return Sandbox(Limits(wall_s=60.0))
+    sandbox = Sandbox(Limits(wall_s=60.0))
+    sandbox.unsafe = True
+    return sandbox
+
+
+async def test_host_without_bubblewrap_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one line that names the package, unless the setting allows programs there."""
+    monkeypatch.setattr(bubblewrap, "_executable", lambda: "/bin/false")
+    sandbox = Sandbox()
+    with pytest.raises(FailedPrecondition, match=r"install bubblewrap.*unsafe_sandbox=true"):
+        await sandbox.run("print(4)")
+    sandbox.unsafe = True
+    assert (await sandbox.run("print(4)")).output == "4\n"
 
 
 async def test_output_comes_back(sandbox: Sandbox) -> None:
@@ -106,22 +124,36 @@ async def test_long_sleep_is_refused_at_once(sandbox: Sandbox) -> None:
     assert outcome.error == "TimeoutError: more than 2 s of sleep"
 
 
+def handles_the_signal(process: psutil.Process) -> bool:
+    """Whether a program waits for SIGUSR1."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    handled = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(handled >> (signal.SIGUSR1 - 1) & 1)
+
+
 async def test_program_that_its_host_holds_up_gets_its_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A loaded host runs a correct program late, here by SIGSTOP for seconds: it has not failed."""
-    monkeypatch.setattr(code, "SANDBOX", Sandbox(Limits(sleep_s=600)))
+    sandbox = Sandbox(Limits(sleep_s=600))
+    sandbox.unsafe = bool(await sandbox.problem())
+    monkeypatch.setattr(code, "SANDBOX", sandbox)
     episode = code.CodeDomain().episode({"quantity": "sum", "numbers": [41, 17, 32]})
-    # It begins to compute only once it may: so it is stopped in time.
+    # It computes after a signal only, so it is stopped before.
     program = (
-        "import os.path, time\n"
-        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "import signal, time\n"
+        "signals = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *signal: signals.append(signal))\n"
+        "while not signals: time.sleep(0.01)\n"
         "print(41 + 17 + 32)"
     )
     running = asyncio.create_task(episode.call("run", {"code": program}))
     (leader, *_) = await programs(os.getpid())
+    (waiting,) = await until(
+        lambda: [*filter(handles_the_signal, [leader, *leader.children(recursive=True)])]
+    )
     os.killpg(leader.pid, signal.SIGSTOP)
-    (tmp_path / "go").touch()
+    waiting.send_signal(signal.SIGUSR1)
     # Real time: a limit by the wall clock that suits a quiet host has passed then.
     await asyncio.sleep(HELD_UP_S)
     os.killpg(leader.pid, signal.SIGCONT)
@@ -132,9 +164,12 @@ async def test_program_that_its_host_holds_up_gets_its_reward(
 
 async def test_program_ends_with_its_runner() -> None:
     """Even a runner that gets SIGKILL leaves no program behind that waits for ever."""
-    if await _namespaces() != _WRAPPERS[0]:
-        pytest.skip("this host has no namespaces, or an old setpriv")
-    runner = subprocess.Popen([sys.executable, "-c", RUN_IN_A_PROCESS, ENDLESS_WAITS[-1]])
+    if problem := await Sandbox().problem():
+        pytest.skip(problem)
+    command = [sys.executable, "-c", RUN_IN_A_PROCESS, ENDLESS_WAITS[-1]]
+    runner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert runner.stdout
+    await asyncio.to_thread(runner.stdout.readline)
     left = await programs(runner.pid)
     runner.kill()
     runner.wait()

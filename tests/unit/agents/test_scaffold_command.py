@@ -94,6 +94,33 @@ async def test_the_task_is_told_without_its_answer(monkeypatch: pytest.MonkeyPat
     assert not leaked
 
 
+async def test_no_secret_of_the_runner_reaches_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Variables pass by name only; those of the gateway are always there."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "FORGE_RUNNER_KEY_FILE", "HTTPS_PROXY", "MY_TOOL"):
+        monkeypatch.setenv(name, "secret")
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(program), limits=NO_LIMITS, pass_environment=["MY_TOOL"])
+        variables = json.loads((await command.run(rollout(gateway), SumEpisode(4))).answer)
+    assert [name for name, value in variables.items() if "secret" in value] == ["MY_TOOL"]
+    assert variables["PATH"] == os.environ["PATH"]
+    assert {"HOME", "TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY"} <= set(variables)
+
+
+async def test_an_answer_that_is_a_link_is_ignored(tmp_path: Path) -> None:
+    """It could lead to a file that only the runner may read."""
+    (tmp_path / "key").write_text("the key")
+    program = (
+        f"import os; os.symlink({str(tmp_path / 'key')!r}, os.environ['FORGE_ANSWER']); print(4)"
+    )
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(program), limits=NO_LIMITS)
+        transcript = await command.run(rollout(gateway), SumEpisode(4))
+    assert transcript.answer == "4"
+
+
 async def test_an_anthropic_program_has_one_credential(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session token, for any environment of the runner; the base URL has no /v1."""
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "its-own")
