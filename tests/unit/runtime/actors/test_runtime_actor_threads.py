@@ -117,7 +117,7 @@ async def test_first_message_of_a_batch_waits_for_more(system: ActorSystem) -> N
     first = asyncio.create_task(ref.ask(1, timeout_s=60))
     await until(lambda: taken == [1])
     second = asyncio.create_task(ref.ask(2, timeout_s=60))
-    assert await asyncio.gather(first, second) == [[1, 2], [1, 2]]
+    assert list(await asyncio.gather(first, second)) == [[1, 2], [1, 2]]
 
 
 async def test_a_message_that_weighs_enough_waits_for_no_more(system: ActorSystem) -> None:

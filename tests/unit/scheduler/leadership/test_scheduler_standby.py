@@ -291,4 +291,4 @@ async def test_shard_that_cannot_count_is_read_whole(
     monkeypatch.setattr(store_module, "count_settled", lambda records, found: False)
     await copies.refresh("s0", count=True)
     found = copies.hand_over(["s0"])
-    assert (len(found.groups), found.left_out, found.unbounded) == (23, [], {"s0"})
+    assert (len(found.groups), found.left_out, found.unbounded) == (23, [], frozenset({"s0"}))
