@@ -70,7 +70,7 @@ async def served(turns: ScriptedTurns, *, max_body_bytes: int = 1 << 20) -> Asyn
         turns=cast(Any, turns),
         sessions=cast(Any, AnySession()),
         pool=cast(Any, None),
-        security=cast(Any, SimpleNamespace(verify=lambda token: claims)),
+        security=cast(Any, SimpleNamespace(verify=lambda token, service: claims)),
         model_names=frozenset({turns.model.name}),
     )
     server = HttpServer(edge, max_body_bytes=max_body_bytes)
