@@ -25,7 +25,6 @@ from forge.v1.common_pb2 import (
     SamplingParams,
     Tensor,
 )
-from forge.v1.common_pb2 import Grammar as GrammarParams
 from forge.v1.inference_pb2 import (
     DecodeRequest,
     FetchKvResponse,
@@ -136,26 +135,17 @@ def _read_grammar(params: SamplingParams) -> Grammar:
     )
 
 
-def _write_grammar(grammar: Grammar | None) -> GrammarParams | None:
-    if grammar is None:
-        return None
-    message = GrammarParams(lenient=grammar.lenient, matched_tokens=grammar.matched_tokens)
-    setattr(message, grammar.kind, grammar.text)
-    return message
-
-
-def write_sampling(sampling: Sampling) -> SamplingParams:
-    """Encode sampling parameters."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sorted(sampling.stop_ids),
-        seed=sampling.seed,
-        grammar=_write_grammar(sampling.grammar),
-        top_logprobs=sampling.top_logprobs,
-    )
+def sampling_of_rest(
+    params: SamplingParams, *, seed: int, max_tokens: int, sampled_tokens: int
+) -> SamplingParams:
+    """Return the parameters with which a worker continues an answer after `sampled_tokens`; a
+    grammar continues after its matched tokens."""
+    rest = SamplingParams()
+    rest.CopyFrom(params)
+    rest.seed, rest.max_tokens = seed, max_tokens
+    if rest.HasField("grammar"):
+        rest.grammar.matched_tokens += sampled_tokens
+    return rest
 
 
 def write_tokens(tokens: Tokens) -> SampledTokens:

@@ -184,7 +184,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.CompactShardRequest, context: Any
     ) -> AsyncIterator[pool_pb2.CompactShardResponse]:
         """Rewrites the data file without free pages and streams the progress."""
-        await self._readers.run(_nothing)  # refused where reads are
+        await self._readers.run(lambda: None)  # refused where reads are
         async with aclosing(self._compactor.run(request.data_dir)) as responses:
             async for response in responses:
                 yield response
@@ -231,10 +231,6 @@ def begin_scan(
         settled, scan = bounded
         begin.settled.CopyFrom(settled)
     return begin, scan if since.task_ids is None else store.scan_tasks(since.task_ids)
-
-
-def _nothing() -> None:
-    return
 
 
 def _together(

@@ -121,7 +121,7 @@ class PoolStore:
     def lineage(self) -> str:
         """Identity of the store, the same in all its replicas and copies. Empty while a whole copy
         has just begun."""
-        return self.environment.read(_lineage)
+        return self.environment.read(lambda records: records.meta_text(LINEAGE_KEY))
 
     def commit(self, commands: Sequence[Command]) -> list[Any]:
         """Applies `commands` in order and returns once they are on disk, in one fsync.
@@ -319,23 +319,18 @@ def _apply(command: Command, records: Records) -> Any:
 
 def _settle_names(records: Records, wanted: str) -> str:
     """The shard's name; generates it and a lineage if there is none."""
-    if not _lineage(records):
+    if not records.meta_text(LINEAGE_KEY):
         # Replicas of before had one in their own account alone.
         drawn = replica_state(records).lineage or uuid.uuid4().hex
         records.put(Table.META, LINEAGE_KEY, drawn.encode())
-    stored = records.get(Table.META, SHARD_KEY)
-    if stored is None:
+    name = records.meta_text(SHARD_KEY)
+    if not name:
         name = wanted or f"shard-{uuid.uuid4().hex[:8]}"
         records.put(Table.META, SHARD_KEY, name.encode())
         return name
-    name = bytes(stored).decode()
     if wanted not in ("", name):
         raise ConfigError(
             f"shard {wanted!r} was asked for, but data_dir holds shard {name!r}: "
             "leave shard empty, or give another data_dir"
         )
     return name
-
-
-def _lineage(records: Records) -> str:
-    return bytes(records.get(Table.META, LINEAGE_KEY) or b"").decode()

@@ -9,12 +9,10 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Container,
     Iterable,
     Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
 
 from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
@@ -51,13 +49,12 @@ async def list_groups(
     if missed:
         # These groups left memory in between.
         listed = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
-        left = partial(_is_among, missed)
-        async for part in _stored(shards, listed.shards, tag, left):
+
+        def is_missed(record: common_pb2.GroupRecord) -> bool:
+            return record.task.task_id in missed
+
+        async for part in _stored(shards, listed.shards, tag, is_missed):
             yield part
-
-
-def _is_among(task_ids: Container[str], record: common_pb2.GroupRecord) -> bool:
-    return record.task.task_id in task_ids
 
 
 async def _stored(

@@ -22,9 +22,10 @@ from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.status import ERROR_KEY
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
+from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens, SamplingParams
+from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
-from services.inference.engines.base import Prompt, Sampling
+from services.inference.engines.base import Prompt
 from services.inference.router import request as request_module
 from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
 from services.inference.router.request import Run
@@ -106,18 +107,16 @@ class Routed:
     channels: Channels
 
     def run(self, *, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
-        sampling = Sampling(
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=most,
-            stop_ids=frozenset(),
-            seed=0,
-            top_logprobs=top_logprobs,
-        )
-        return Run(
-            Prompt(request_id="r", ids=array("i", [1, 2, 3]).tobytes(), sampling=sampling),
+        request = pb.SampleRequest(
+            request_id="r",
+            prompt_ids=array("i", [1, 2, 3]).tobytes(),
+            sampling=SamplingParams(max_tokens=most, top_logprobs=top_logprobs),
             stream=stream,
+        )
+        sampling = codec.read_sampling(request.sampling, seed=0)
+        return Run(
+            request,
+            Prompt(request_id="r", ids=request.prompt_ids, sampling=sampling),
             context_tokens=1 << 20,
             router=self.router,
             channels=cast(Any, self.channels),

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -35,7 +34,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
-from services.inference.engines.base import Finish, Prompt, Sampling
+from services.inference.engines.base import Finish, Prompt
 from services.inference.router.actor import (
     Abandoned,
     Admission,
@@ -62,16 +61,18 @@ class Run:
 
     def __init__(
         self,
+        request: pb.SampleRequest,
         prompt: Prompt,
         *,
-        stream: bool,
         context_tokens: int,
         router: ActorRef,
         channels: Channels,
         config: InferenceConfig,
     ) -> None:
+        """`prompt`: what the request was read to."""
+        self._sampling = request.sampling
+        self._stream = request.stream
         self._prompt = prompt
-        self._stream = stream
         self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)
         self._router = router
         self._channels = channels
@@ -159,7 +160,12 @@ class Run:
             # A new id: the leftovers of an earlier attempt must not be taken for this one's.
             request_id=secrets.token_hex(8),
             prompt_ids=self._prompt.ids + self._sampled,
-            sampling=codec.write_sampling(self._sampling_from_here()),
+            sampling=codec.sampling_of_rest(
+                self._sampling,
+                seed=self._prompt.sampling.seed,
+                max_tokens=self._most_tokens - self._tokens,
+                sampled_tokens=self._tokens,
+            ),
             hold_s=self._config.router.hold_s,
         )
         address, read = await self._prefill(request)
@@ -266,15 +272,6 @@ class Run:
         finally:
             if not settled:
                 self._tell(Abandoned(placement=placement))
-
-    def _sampling_from_here(self) -> Sampling:
-        """Return the parameters of the rest; a grammar continues after its matched tokens."""
-        sampling = self._prompt.sampling
-        grammar = sampling.grammar
-        if grammar is not None:
-            matched = grammar.matched_tokens + self._tokens
-            grammar = replace(grammar, matched_tokens=matched)
-        return replace(sampling, max_tokens=self._most_tokens - self._tokens, grammar=grammar)
 
     @property
     def _tokens(self) -> int:

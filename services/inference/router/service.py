@@ -61,8 +61,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         prompt = codec.read_prompt(request, self._limits, seed=secrets.randbits(64))
         run = Run(
+            request,
             prompt,
-            stream=request.stream,
             context_tokens=self._limits.context_tokens,
             router=self._router,
             channels=self._channels,

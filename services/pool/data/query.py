@@ -88,13 +88,9 @@ def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter
             )
     if wanted.state == common_pb2.TRAJECTORY_STATE_OPEN:
         for name in ("domain", "closed_from_unix_s", "closed_before_unix_s"):
-            if _is_set(wanted, name):
+            if any(field.name == name for field, _ in wanted.ListFields()):
                 raise InvalidArgument(f"filter.{name} is set, which no open trajectory has")
     return wanted
-
-
-def _is_set(wanted: pool_pb2.TrajectoryFilter, name: str) -> bool:
-    return any(field.name == name for field, _ in wanted.ListFields())
 
 
 def query(
@@ -129,7 +125,8 @@ def query(
             size_bytes += summary.ByteSize()
         if len(response.trajectories) >= size or cost >= PAGE_COST or size_bytes >= PAGE_BYTES:
             token = _Token(shard=shard, filter_hash=_hash(wanted), position=position)
-            response.next_page_token = _encode(token)
+            packed = msgspec.msgpack.encode(token)
+            response.next_page_token = base64.urlsafe_b64encode(packed).decode()
             break
     return response
 
@@ -200,21 +197,12 @@ def fits_header(
     return not counted or _fits_versions(wanted, header)
 
 
-def _bounds_versions(wanted: pool_pb2.TrajectoryFilter) -> bool:
-    return wanted.HasField("min_weight_version") or wanted.HasField("max_weight_version")
-
-
 def _fits_versions(wanted: pool_pb2.TrajectoryFilter, header: TrajectoryHeader) -> bool:
-    if _bounds_versions(wanted) and header.sampled_tokens == 0:
-        return False
-    if wanted.HasField("min_weight_version") and (
-        header.max_weight_version < wanted.min_weight_version
-    ):
-        return False
-    return not (
-        wanted.HasField("max_weight_version")
-        and header.min_weight_version > wanted.max_weight_version
-    )
+    low = wanted.min_weight_version if wanted.HasField("min_weight_version") else -math.inf
+    high = wanted.max_weight_version if wanted.HasField("max_weight_version") else math.inf
+    if header.sampled_tokens == 0:
+        return low == -math.inf and high == math.inf
+    return low <= header.max_weight_version and header.min_weight_version <= high
 
 
 def _fits_rewards(wanted: pool_pb2.TrajectoryFilter, summary: common_pb2.TrajectorySummary) -> bool:
@@ -251,10 +239,6 @@ def _position(request: pool_pb2.QueryTrajectoriesRequest, shard: str) -> bytes:
     ):
         raise InvalidArgument(f"page_token holds no position: {token.position!r:.80}")
     return token.position
-
-
-def _encode(token: _Token) -> str:
-    return base64.urlsafe_b64encode(msgspec.msgpack.encode(token)).decode()
 
 
 def _hash(wanted: pool_pb2.TrajectoryFilter) -> bytes:

@@ -244,7 +244,7 @@ def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.Grou
     task = common_pb2.Task(task_id=task_id, purpose=purpose, group_size=1)
     group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
     with suppress(DataLoss):
-        group.pool_shard = bytes(records.get(Table.META, SHARD_KEY) or b"").decode()
+        group.pool_shard = records.meta_text(SHARD_KEY)
         group.MergeFrom(group_state(records, task_id) or common_pb2.GroupRecord())
     if group.state in (
         common_pb2.GROUP_STATE_UNSPECIFIED,

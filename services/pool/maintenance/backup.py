@@ -204,10 +204,10 @@ def compact(directory: Path, progress: Progress) -> tuple[int, int]:
 def shard_name(directory: Path) -> str:
     """Name of the shard in `directory`, served or not. Raises as `check` does."""
     with snapshot(directory) as (transaction, databases):
-        name = Records(transaction, databases).get(Table.META, SHARD_KEY)
-        if name is None:
+        name = Records(transaction, databases).meta_text(SHARD_KEY)
+        if not name:
             raise DataLoss(f"{directory} holds a shard without a name")
-        return bytes(name).decode()
+        return name
 
 
 def _compare(environment: lmdb.Environment, copy: Path) -> None:

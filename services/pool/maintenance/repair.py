@@ -21,7 +21,7 @@ from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
 from services.pool.storage.records import Records
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import Key
 
 _MAP_MAX_BYTES = 1 << 40
 
@@ -62,11 +62,9 @@ def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Dam
 def _identity(records: Records) -> tuple[str, str, int]:
     """Name and lineage of the shard, and the newest commit of this replica; 0 without
     replication."""
-    shard, lineage = (
-        bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
-    )
     state = replica_state(records)
-    return shard, lineage, state.position if state.lineage else 0
+    position = state.position if state.lineage else 0
+    return records.meta_text(SHARD_KEY), records.meta_text(LINEAGE_KEY), position
 
 
 def copy_in(directory: Path) -> OpenCopy:

@@ -128,9 +128,7 @@ def _fetched(message: bytes) -> CopiedRecords:
 def answer(records: Records, request: pb.FetchRecordsRequest) -> bytes:
     """The serialized RecordChanges for `request`. Raises as FetchRecords in replica.proto
     specifies."""
-    shard, lineage = (
-        bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
-    )
+    shard, lineage = records.meta_text(SHARD_KEY), records.meta_text(LINEAGE_KEY)
     if request.pool_shard != shard:
         raise InvalidArgument(f"pool_shard {request.pool_shard!r} is not here: this is {shard!r}")
     if not lineage or request.lineage != lineage:

@@ -188,6 +188,10 @@ class Records:
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else open_value(table, key, value)
 
+    def meta_text(self, key: bytes) -> str:
+        """A text of META; empty if there is none."""
+        return bytes(self.get(Table.META, key) or b"").decode()
+
     def has(self, table: Table, key: bytes) -> bool:
         """Whether there is a record, intact or not."""
         return self._transaction.get(key, db=self._databases[table]) is not None

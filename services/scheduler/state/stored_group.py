@@ -96,13 +96,11 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
 def _attempt(summary: common_pb2.TrajectorySummary) -> Attempt:
     name = parse_trajectory_id(summary.trajectory_id)
     state = _ATTEMPTS.get(summary.state, AttemptState.OPEN)
-    if state is AttemptState.ABANDONED and _is_fault(summary.reason):
+    if state is AttemptState.ABANDONED and (
+        kind_of_abandoned(summary.reason) is FailureKind.INFRASTRUCTURE
+    ):
         state = AttemptState.LOST
     return Attempt(name.rollout_index, name.attempt, state)
-
-
-def _is_fault(reason: str) -> bool:
-    return kind_of_abandoned(reason) is FailureKind.INFRASTRUCTURE
 
 
 def _outcomes(group: Group, summaries: Iterable[common_pb2.TrajectorySummary]) -> Sequence[float]:

@@ -67,12 +67,16 @@ def test_bad_input_is_named_with_its_value(
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
 def test_a_grammar_travels_whole(kind: str) -> None:
-    """What a router reads it writes to its workers; a request without one stays without."""
+    """A worker gets what the router was asked for, and how far it has come; a request without one
+    stays without."""
     params = SamplingParams(max_tokens=4, temperature=1, top_p=1, seed=5, stop_token_ids=[3])
     assert codec.read_sampling(params, seed=0).grammar is None
-    assert codec.write_sampling(codec.read_sampling(params, seed=0)) == params
+    assert codec.sampling_of_rest(params, seed=5, max_tokens=4, sampled_tokens=2) == params
     params.grammar.MergeFrom(Grammar(**{kind: "{}", "lenient": True, "matched_tokens": 7}))
-    assert codec.write_sampling(codec.read_sampling(params, seed=0)) == params
+    rest = codec.sampling_of_rest(params, seed=5, max_tokens=4, sampled_tokens=2)
+    assert rest.grammar.matched_tokens == 9
+    rest.grammar.matched_tokens = 7
+    assert rest == params
 
 
 def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
@@ -94,7 +98,8 @@ def test_sampling_survives_the_way_to_a_worker() -> None:
         top_logprobs=20,
     )
     sampling = codec.read_sampling(params, seed=0)
-    assert codec.read_sampling(codec.write_sampling(sampling), seed=0) == sampling
+    rest = codec.sampling_of_rest(params, seed=sampling.seed, max_tokens=9, sampled_tokens=0)
+    assert codec.read_sampling(rest, seed=0) == sampling
     assert sampling.seed == 2**64 - 1
 
 
