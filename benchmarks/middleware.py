@@ -128,7 +128,7 @@ class Load:
         agent = Agent(target, self._middleware.answer)
         for _ in range(TURNS):
             await agent.turn(client)
-        headers = {"Authorization": f"Bearer {token}"}
+        headers = {"Authorization": f"Bearer {lease.grader_token}"}
         url = self._middleware.close_url
         async with client.post(url, data=REWARD, headers=headers) as response:
             if response.status != 200:

@@ -137,7 +137,7 @@ class Attempts:
 
     async def _attempt(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> None:
         rollout = self._rollout(lease, plan, gateway)
-        session = AgentSession(gateway.channel, lease.session_token, timeout_s=SEAL_S)
+        session = AgentSession(gateway.channel, _grader_token(lease), timeout_s=SEAL_S)
         transcript, events, ended_s = await self._sample(plan, rollout)
         await session.close(
             *events, min_turns=transcript.turns, after_agent_s=time.monotonic() - ended_s
@@ -211,12 +211,18 @@ class Attempts:
     async def _abandon(self, lease: pb.RolloutLease, gateway: Gateway, reason: str) -> None:
         """Marks the trajectory as never to be trained, if the gateway can be reached."""
         session = AgentSession(
-            gateway.channel, lease.session_token, timeout_s=ABANDON_S, retry_for_s=0.0
+            gateway.channel, _grader_token(lease), timeout_s=ABANDON_S, retry_for_s=0.0
         )
         try:
             await session.close(abandon_reason=reason)
         except ForgeError as error:
             log.info("abandon_failed", trajectory_id=lease.trajectory_id, error=str(error))
+
+
+def _grader_token(lease: pb.RolloutLease) -> str:
+    """Returns the token for rewards, which agents never get; that of the session from a scheduler
+    of an earlier version."""
+    return lease.grader_token or lease.session_token
 
 
 def _described(gateway: Gateway, token: str) -> AgentSession:

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, get_args
 
 from forge.agents.environments.base import Reward, RewardKind, Transcript
+from forge.core.credit.rewards import MAX_REWARD
 
 RewardComponents = float | Reward | Sequence[Reward]
 """A single number is the outcome."""
@@ -74,8 +75,8 @@ def _finite(value: object, what: str) -> float:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise NoReward(f"{what} {_shown(value)}; must be a finite number")
+    if not abs(number) <= MAX_REWARD:
+        raise NoReward(f"{what} {_shown(value)}; must be a finite number up to {MAX_REWARD:.0f}")
     return number
 
 

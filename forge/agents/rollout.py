@@ -41,7 +41,7 @@ class Rollout:
     payload: Mapping[str, Any]
     gateway: Gateway
     session_token: str
-    """API key that names the trajectory."""
+    """API key that names the trajectory; it sets no outcome."""
     max_turns: int
     max_tokens: int
     """Maximum number of sampled tokens per turn."""

@@ -7,14 +7,14 @@ gateway records the times, and the trainer compares them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
 from forge.agents.reward_pool import RewardPool
 from forge.agents.rewards import RewardTask
 from forge.client.turns import reward_event
-from forge.core.errors import ForgeError
+from forge.core.credit.rewards import check_value
+from forge.core.errors import ForgeError, InvalidArgument
 from forge.v1 import common_pb2 as pb
 
 
@@ -50,8 +50,10 @@ def _events(rewards: Sequence[Reward], turns: int, domain: str) -> list[pb.Rewar
     if outcomes != 1:
         raise ScoringError(f"domain {domain} gave {outcomes} outcome rewards; must be exactly one")
     for reward in rewards:
-        if not math.isfinite(reward.value):
-            raise ScoringError(f"domain {domain}: reward {reward.name} is {reward.value}")
+        try:
+            check_value(reward.name, reward.value)
+        except InvalidArgument as error:
+            raise ScoringError(f"domain {domain}: {error}") from None
         if not -1 <= reward.turn_index < turns:
             raise ScoringError(
                 f"domain {domain}: reward {reward.name} credits turn {reward.turn_index} of {turns}"

@@ -110,17 +110,23 @@ class AgentSession(SessionClient):
         )
 
     async def annotate(self, *rewards: common_pb2.RewardEvent) -> None:
-        """Add reward components while the session is open; the same event id adds nothing."""
-        await self._unary(self._stub.Annotate, gateway_pb2.AnnotateRequest(rewards=rewards))
+        """Add reward components while the session is open; the same event id adds nothing.
+
+        Raises `PermissionDenied` without the grader token, unless the task lets its agent report on
+        itself (`agent_rewards`).
+        """
+        request = gateway_pb2.AnnotateRequest(rewards=rewards)
+        await self._unary(self._stub.Annotate, request, self._grading)
 
     async def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
         """Seals the trajectory with its rewards, or abandons it; returns its number of turns.
 
-        All turns are on disk then. Raises `FailedPrecondition` when fewer than `min_turns` turns
+        All turns are on disk then. Raises `PermissionDenied` for rewards as `annotate` does,
+        `AlreadyExists` for a second outcome, `FailedPrecondition` when fewer than `min_turns` turns
         are on record.
         """
         request = gateway_pb2.CloseSessionRequest(rewards=rewards, **options)
-        response = await self._unary(self._stub.CloseSession, request)
+        response = await self._unary(self._stub.CloseSession, request, self._grading)
         self._closed = True
         return int(response.turns)
 
@@ -128,10 +134,12 @@ class AgentSession(SessionClient):
         if self._owns_channel:
             await self._channel.close()
 
-    async def _unary(self, method: Any, request: Any) -> Any:
+    async def _unary(self, method: Any, request: Any, metadata: Any = None) -> Any:
         async def attempt() -> Any:
             try:
-                return await method(request, metadata=self._metadata, timeout=self._timeout_s)
+                return await method(
+                    request, metadata=metadata or self._metadata, timeout=self._timeout_s
+                )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
 

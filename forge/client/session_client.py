@@ -23,16 +23,22 @@ class SessionClient:
         channel: Any,
         token: str,
         *,
+        grader_token: str = "",
         owns_rollout: bool = True,
         owns_channel: bool = False,
         timeout_s: float = 600.0,
         retry_for_s: float = 30.0,
     ) -> None:
-        """`channel` is one of `grpc_library`'s."""
+        """`channel` is one of `grpc_library`'s.
+
+        `grader_token` (`RolloutLease.grader_token`) is sent by `annotate` and `close`: for programs
+        that grade their rollout themselves.
+        """
         self.info: SessionInfo | None = None
         self._channel = channel
         self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         self._metadata = Access(address="", token=token).metadata
+        self._grading = Access(address="", token=grader_token or token).metadata
         self._owns_rollout = owns_rollout
         self._owns_channel = owns_channel
         self._timeout_s = timeout_s

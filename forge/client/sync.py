@@ -100,13 +100,18 @@ class SyncAgentSession(SessionClient):
         )
 
     def annotate(self, *rewards: common_pb2.RewardEvent) -> None:
-        """Add reward components while the session is open; the same event id adds nothing."""
-        self._unary(self._stub.Annotate, gateway_pb2.AnnotateRequest(rewards=rewards))
+        """Add reward components while the session is open; the same event id adds nothing.
+
+        Raises `PermissionDenied` without the grader token, unless the task lets its agent report on
+        itself (`agent_rewards`).
+        """
+        request = gateway_pb2.AnnotateRequest(rewards=rewards)
+        self._unary(self._stub.Annotate, request, self._grading)
 
     def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
         """As `AgentSession.close`."""
         request = gateway_pb2.CloseSessionRequest(rewards=rewards, **options)
-        response = self._unary(self._stub.CloseSession, request)
+        response = self._unary(self._stub.CloseSession, request, self._grading)
         self._closed = True
         return int(response.turns)
 
@@ -114,10 +119,10 @@ class SyncAgentSession(SessionClient):
         if self._owns_channel:
             self._channel.close()
 
-    def _unary(self, method: Any, request: Any) -> Any:
+    def _unary(self, method: Any, request: Any, metadata: Any = None) -> Any:
         def attempt() -> Any:
             try:
-                return method(request, metadata=self._metadata, timeout=self._timeout_s)
+                return method(request, metadata=metadata or self._metadata, timeout=self._timeout_s)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from error
 

@@ -1,8 +1,8 @@
 """Tasks in a JSON Lines file, for `forge queue submit` and the trainer's evaluation.
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
-defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`. The reader sets ids, tags
-and purpose.
+defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`. The reader
+sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from forge.runtime.json_lines import numbered_lines
 from forge.v1 import common_pb2
 
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "agent_rewards": ((bool,), "true or false"),
     "difficulty": ((int, float), "a number"),
     "domain": ((str,), "a text"),
     "group_size": ((int,), "a whole number"),
@@ -60,6 +61,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
                 "group_size": task.group_size,
                 "difficulty": task.difficulty,
                 "priority": task.priority,
+                "agent_rewards": task.agent_rewards,
             }
         )
         for task in tasks
@@ -80,7 +82,7 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
     for field, value in line.items():
         kinds, called = _FIELDS[field]
         # A bool is an int to Python, and not to JSON.
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise InvalidArgument(f"{field} must be {called}, not {json.dumps(value):.80}")
         if field != "payload":
             _set(task, field, value)

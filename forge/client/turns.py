@@ -16,7 +16,7 @@ from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
 
 FinishReason = Literal["stop", "length", "aborted"]
-RewardKind = Literal["outcome", "process", "speed"]
+RewardKind = Literal["outcome", "process", "speed", "agent"]
 
 _FINISH: Mapping[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -27,6 +27,7 @@ _KINDS = {
     "outcome": common_pb2.REWARD_KIND_OUTCOME,
     "process": common_pb2.REWARD_KIND_PROCESS,
     "speed": common_pb2.REWARD_KIND_SPEED,
+    "agent": common_pb2.REWARD_KIND_AGENT,
 }
 
 

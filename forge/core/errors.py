@@ -6,6 +6,7 @@
       Unauthenticated      no credential, a forged or an expired one
       PermissionDenied     a genuine credential without the required scope
       NotFound             an unknown task, trajectory, batch, session, model or version
+      AlreadyExists        the trajectory has another outcome
       FailedPrecondition   the record's state forbids it: sealed, turns are missing
         StaleFence         a former leader's write, or a lost compare-and-swap
       Conflict             another writer was first: read, then try again
@@ -68,6 +69,13 @@ class NotFound(ForgeError):
 
     code = "NOT_FOUND"
     http_status = 404
+
+
+class AlreadyExists(ForgeError):
+    """Another record has the place of this one."""
+
+    code = "ALREADY_EXISTS"
+    http_status = 409
 
 
 class FailedPrecondition(ForgeError):

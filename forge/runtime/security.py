@@ -53,7 +53,7 @@ class Claims:
     subject: str
     """An instance id, an operator's name, or a session's trajectory."""
     scopes: frozenset[str]
-    """Any of "service", "admin", "operator", "viewer", "runner", "session"."""
+    """Any of "service", "admin", "operator", "viewer", "runner", "session", "grader"."""
     token_id: str = ""
     """Revokes this token; "" in tokens of an earlier release."""
     audience: frozenset[str] = frozenset()
@@ -64,6 +64,8 @@ class Claims:
     pool_shard: str = ""
     context_tokens: int = 0
     """Longest context of the session, prompt and answer; 0: the model's."""
+    agent_rewards: bool = False
+    """The agent of the session may report rewards of itself."""
     issued_unix_s: float = 0.0
     expires_unix_s: float = 0.0
     """0: never."""
@@ -75,7 +77,7 @@ class Claims:
     def allows(self, scope: str) -> bool:
         """Whether the scopes include `scope` ("a|b": either; "": no scope is needed).
 
-        "service" includes every scope but "session"; "admin" > "operator" > "viewer".
+        "service" includes every scope but "session" and "grader"; "admin" > "operator" > "viewer".
         """
         if not scope:
             return True
@@ -154,6 +156,7 @@ class Keyring:
             "domain": claims.domain,
             "shard": claims.pool_shard,
             "context": claims.context_tokens,
+            "agent_rewards": claims.agent_rewards,
             "exp": claims.expires_unix_s,
         }
         compact = {name: value for name, value in payload.items() if value}
@@ -247,6 +250,7 @@ def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> 
         domain=fields.get("domain", ""),
         pool_shard=fields.get("shard", ""),
         context_tokens=int(fields.get("context", 0)),
+        agent_rewards=bool(fields.get("agent_rewards", False)),
         issued_unix_s=float(fields.get("iat", 0.0)),
         expires_unix_s=float(fields.get("exp", 0.0)),
     )

@@ -11,6 +11,7 @@ Status codes, the same on every service:
   UNAUTHENTICATED      the token is absent, forged or expired. Do not retry with the same token.
   PERMISSION_DENIED    the token is genuine but lacks the required scope.
   NOT_FOUND            the named task, trajectory, batch or version is not known here.
+  ALREADY_EXISTS       the trajectory has an outcome from another event. Do not retry.
   FAILED_PRECONDITION  the record is in a state that forbids the call (sealed, stale fence).
   ABORTED              another writer was first. Read again, then decide again.
   RESOURCE_EXHAUSTED   a bounded queue or the disk is full. Retry after the `retry-after-ms`
@@ -69,24 +70,32 @@ class _RewardKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardKind
     DESCRIPTOR: _descriptor.EnumDescriptor
     REWARD_KIND_UNSPECIFIED: _RewardKind.ValueType  # 0
     REWARD_KIND_OUTCOME: _RewardKind.ValueType  # 1
-    """Success at the task (perf in the composite reward)."""
+    """Success at the task (perf in the composite reward). At most one per trajectory."""
     REWARD_KIND_PROCESS: _RewardKind.ValueType  # 2
     """Quality of the process: well-formed tool calls, no language mixing, structured reasoning."""
     REWARD_KIND_SPEED: _RewardKind.ValueType  # 3
     """Speed in [0, 1], by the task's own measure. Without one the trainer uses the measured
     completion time, without queueing and engine time (docs/training.md).
     """
+    REWARD_KIND_AGENT: _RewardKind.ValueType  # 4
+    """What the agent says of itself, from -1 to 1. Only gateways write it, for session tokens of tasks
+    with `agent_rewards`. Not counted unless the trainer has a weight for it (`rewards.agent`).
+    """
 
 class RewardKind(_RewardKind, metaclass=_RewardKindEnumTypeWrapper): ...
 
 REWARD_KIND_UNSPECIFIED: RewardKind.ValueType  # 0
 REWARD_KIND_OUTCOME: RewardKind.ValueType  # 1
-"""Success at the task (perf in the composite reward)."""
+"""Success at the task (perf in the composite reward). At most one per trajectory."""
 REWARD_KIND_PROCESS: RewardKind.ValueType  # 2
 """Quality of the process: well-formed tool calls, no language mixing, structured reasoning."""
 REWARD_KIND_SPEED: RewardKind.ValueType  # 3
 """Speed in [0, 1], by the task's own measure. Without one the trainer uses the measured
 completion time, without queueing and engine time (docs/training.md).
+"""
+REWARD_KIND_AGENT: RewardKind.ValueType  # 4
+"""What the agent says of itself, from -1 to 1. Only gateways write it, for session tokens of tasks
+with `agent_rewards`. Not counted unless the trainer has a weight for it (`rewards.agent`).
 """
 Global___RewardKind: _TypeAlias = RewardKind  # noqa: Y015
 
@@ -476,12 +485,14 @@ class RewardEvent(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     TURN_INDEX_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
-    """Unique in its trajectory; sending the same id again changes nothing."""
+    """Unique in its trajectory; sending the same id again changes nothing. Gateways begin the ids of
+    agents with "agent:", and refuse such ids from graders.
+    """
     name: _builtins.str
     """Its source, e.g. "exact_answer" or "malformed_tool_call"."""
     kind: Global___RewardKind.ValueType
     value: _builtins.float
-    """Finite. Outcome and speed usually lie in [0, 1], process in [-1, 1]."""
+    """Finite, from -1e6 to 1e6. Outcome and speed usually lie in [0, 1], process in [-1, 1]."""
     turn_index: _builtins.int
     """The credited turn, counted from 0; -1: the last turn."""
     def __init__(
@@ -516,6 +527,7 @@ class Task(_message.Message):
     TAG_FIELD_NUMBER: _builtins.int
     DIFFICULTY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    AGENT_REWARDS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -538,6 +550,10 @@ class Task(_message.Message):
     """Maximum number of earlier training groups that may start after this one; 0: none. At most W - 1
     and N - 1 are effective. The order in which groups may be trained stays that of the queue.
     """
+    agent_rewards: _builtins.bool
+    """The agent may say how it did: rewards of its session token are stored with kind AGENT. Unset:
+    gateways refuse them.
+    """
     def __init__(
         self,
         *,
@@ -550,10 +566,11 @@ class Task(_message.Message):
         tag: _builtins.str = ...,
         difficulty: _builtins.float = ...,
         priority: _builtins.int = ...,
+        agent_rewards: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ Status codes, the same on every service:
   UNAUTHENTICATED      the token is absent, forged or expired. Do not retry with the same token.
   PERMISSION_DENIED    the token is genuine but lacks the required scope.
   NOT_FOUND            the named task, trajectory, batch or version is not known here.
+  ALREADY_EXISTS       the trajectory has an outcome from another event. Do not retry.
   FAILED_PRECONDITION  the record is in a state that forbids the call (sealed, stale fence).
   ABORTED              another writer was first. Read again, then decide again.
   RESOURCE_EXHAUSTED   a bounded queue or the disk is full. Retry after the `retry-after-ms`

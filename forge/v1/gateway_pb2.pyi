@@ -3,7 +3,8 @@
 isort:skip_file
 API for agents over gRPC. The metadata `authorization: Bearer <token>` has the session token,
 which names the trajectory, so requests have no id. Agents over HTTP send the same token as
-their API key.
+their API key. The grader of the rollout has the grader token of the same trajectory: it samples
+nothing, and it alone sets the outcome (RolloutLease).
 """
 
 from collections import abc as _abc
@@ -338,14 +339,16 @@ class CloseSessionRequest(_message.Message):
     MIN_TURNS_FIELD_NUMBER: _builtins.int
     AFTER_AGENT_S_FIELD_NUMBER: _builtins.int
     abandon_reason: _builtins.str
-    """If set, the trajectory is abandoned instead of sealed: it is stored and never trained."""
+    """If set, the trajectory is abandoned instead of sealed: it is stored and never trained. With a
+    session token, the stored reason begins with "agent: ".
+    """
     min_turns: _builtins.int
     """Number of turns that the caller saw answered. FAILED_PRECONDITION if the record has fewer:
     a gateway died before these turns were durable. Abandon the trajectory then.
     """
     after_agent_s: _builtins.float
     """Seconds from the end of the agent to this call, e.g. for scoring; not a part of the rollout's
-    completion time. Finite, at least 0.
+    completion time. Finite, at least 0. PERMISSION_DENIED with a session token, unless 0.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RewardEvent]: ...

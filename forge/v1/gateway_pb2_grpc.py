@@ -66,7 +66,7 @@ class GatewayServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Describes the session behind the token: its task, model and limits.
-        UNAUTHENTICATED for a forged or expired token. Safe to retry.
+        Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,6 +92,10 @@ class GatewayServiceServicer(object):
 
     def Annotate(self, request, context):
         """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
+        With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
+        from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+        With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
+        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,7 +103,7 @@ class GatewayServiceServicer(object):
 
     def CloseSession(self, request, context):
         """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-        retry.
+        retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,7 +3,8 @@
 isort:skip_file
 API for agents over gRPC. The metadata `authorization: Bearer <token>` has the session token,
 which names the trajectory, so requests have no id. Agents over HTTP send the same token as
-their API key.
+their API key. The grader of the rollout has the grader token of the same trajectory: it samples
+nothing, and it alone sets the outcome (RolloutLease).
 """
 
 from collections import abc as _abc
@@ -36,7 +37,7 @@ class GatewayServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     OpenSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionRequest, _gateway_pb2.OpenSessionResponse]
     """Describes the session behind the token: its task, model and limits.
-    UNAUTHENTICATED for a forged or expired token. Safe to retry.
+    Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
     """
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
     """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
@@ -48,10 +49,15 @@ class GatewayServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
     """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
     Annotate: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]
-    """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
+    """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
+    With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
+    from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+    With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
+    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-    retry.
+    retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
     """
 
 @_typing.type_check_only
@@ -59,7 +65,7 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionRequest, _gateway_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Describes the session behind the token: its task, model and limits.
-    UNAUTHENTICATED for a forged or expired token. Safe to retry.
+    Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
     """
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
     """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
@@ -71,10 +77,15 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
     Annotate: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]  # type: ignore[assignment]
-    """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
+    """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
+    With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
+    from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+    With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
+    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+    """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-    retry.
+    retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
     """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -85,7 +96,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.OpenSessionResponse, _abc.Awaitable[_gateway_pb2.OpenSessionResponse]]:
         """Describes the session behind the token: its task, model and limits.
-        UNAUTHENTICATED for a forged or expired token. Safe to retry.
+        Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -115,7 +126,12 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.AnnotateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.AnnotateResponse, _abc.Awaitable[_gateway_pb2.AnnotateResponse]]:
-        """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
+        """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
+        With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
+        from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+        With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
+        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+        """
 
     @_abc_1.abstractmethod
     def CloseSession(
@@ -124,7 +140,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
         """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-        retry.
+        retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
         """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -165,9 +165,10 @@ class PoolServiceServicer(object):
 
     def AppendRewards(self, request, context):
         """Adds reward components, before or after the seal, even before the first turn. Idempotent by
-        event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-        credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
-        was freed. Safe to retry.
+        event id: the first value stays. ALREADY_EXISTS for an outcome if the trajectory has one from
+        another event; nothing of the request is stored. INVALID_ARGUMENT for a value that is not finite
+        or beyond 1e6, or for a credited turn that a sealed trajectory does not have.
+        FAILED_PRECONDITION when the trajectory was freed. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,9 +179,9 @@ class PoolServiceServicer(object):
         turns are stored (resend them first), when more are, or when it was closed differently.
         INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
         turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
-        completes its rollout without anything to train. ABANDONED accepts any stored turns. Idempotent;
-        safe to retry. A freed trajectory acknowledges its earlier seal, with the rest of its summary;
-        FAILED_PRECONDITION if it was never sealed.
+        completes its rollout without anything to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
+        accepts any stored turns. Idempotent; safe to retry. A freed trajectory acknowledges its earlier
+        seal, with the rest of its summary; FAILED_PRECONDITION if it was never sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

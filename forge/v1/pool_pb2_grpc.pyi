@@ -76,18 +76,19 @@ class PoolServiceStub:
     """
     AppendRewards: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
-    event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-    credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
-    was freed. Safe to retry.
+    event id: the first value stays. ALREADY_EXISTS for an outcome if the trajectory has one from
+    another event; nothing of the request is stored. INVALID_ARGUMENT for a value that is not finite
+    or beyond 1e6, or for a credited turn that a sealed trajectory does not have.
+    FAILED_PRECONDITION when the trajectory was freed. Safe to retry.
     """
     SealTrajectory: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]
     """Closes a trajectory with its rewards, permanently. FAILED_PRECONDITION when fewer than `turns`
     turns are stored (resend them first), when more are, or when it was closed differently.
     INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
     turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
-    completes its rollout without anything to train. ABANDONED accepts any stored turns. Idempotent;
-    safe to retry. A freed trajectory acknowledges its earlier seal, with the rest of its summary;
-    FAILED_PRECONDITION if it was never sealed.
+    completes its rollout without anything to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
+    accepts any stored turns. Idempotent; safe to retry. A freed trajectory acknowledges its earlier
+    seal, with the rest of its summary; FAILED_PRECONDITION if it was never sealed.
     """
     GetSummaries: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]
     """Returns summaries by id, without unknown ids. Safe to retry."""
@@ -172,18 +173,19 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """
     AppendRewards: _aio.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]  # type: ignore[assignment]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
-    event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-    credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
-    was freed. Safe to retry.
+    event id: the first value stays. ALREADY_EXISTS for an outcome if the trajectory has one from
+    another event; nothing of the request is stored. INVALID_ARGUMENT for a value that is not finite
+    or beyond 1e6, or for a credited turn that a sealed trajectory does not have.
+    FAILED_PRECONDITION when the trajectory was freed. Safe to retry.
     """
     SealTrajectory: _aio.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]  # type: ignore[assignment]
     """Closes a trajectory with its rewards, permanently. FAILED_PRECONDITION when fewer than `turns`
     turns are stored (resend them first), when more are, or when it was closed differently.
     INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
     turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
-    completes its rollout without anything to train. ABANDONED accepts any stored turns. Idempotent;
-    safe to retry. A freed trajectory acknowledges its earlier seal, with the rest of its summary;
-    FAILED_PRECONDITION if it was never sealed.
+    completes its rollout without anything to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
+    accepts any stored turns. Idempotent; safe to retry. A freed trajectory acknowledges its earlier
+    seal, with the rest of its summary; FAILED_PRECONDITION if it was never sealed.
     """
     GetSummaries: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]  # type: ignore[assignment]
     """Returns summaries by id, without unknown ids. Safe to retry."""
@@ -301,9 +303,10 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.AppendRewardsResponse, _abc.Awaitable[_pool_pb2.AppendRewardsResponse]]:
         """Adds reward components, before or after the seal, even before the first turn. Idempotent by
-        event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-        credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
-        was freed. Safe to retry.
+        event id: the first value stays. ALREADY_EXISTS for an outcome if the trajectory has one from
+        another event; nothing of the request is stored. INVALID_ARGUMENT for a value that is not finite
+        or beyond 1e6, or for a credited turn that a sealed trajectory does not have.
+        FAILED_PRECONDITION when the trajectory was freed. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -316,9 +319,9 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         turns are stored (resend them first), when more are, or when it was closed differently.
         INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
         turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
-        completes its rollout without anything to train. ABANDONED accepts any stored turns. Idempotent;
-        safe to retry. A freed trajectory acknowledges its earlier seal, with the rest of its summary;
-        FAILED_PRECONDITION if it was never sealed.
+        completes its rollout without anything to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
+        accepts any stored turns. Idempotent; safe to retry. A freed trajectory acknowledges its earlier
+        seal, with the rest of its summary; FAILED_PRECONDITION if it was never sealed.
         """
 
     @_abc_1.abstractmethod

@@ -129,6 +129,7 @@ class RolloutLease(_message.Message):
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    GRADER_TOKEN_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Equals `trajectory_id`, so a later leader can assign the lease to its rollout."""
     rollout_index: _builtins.int
@@ -136,11 +137,15 @@ class RolloutLease(_message.Message):
     trajectory_id: _builtins.str
     """Id of this attempt's trajectory; a retry gets a new one."""
     session_token: _builtins.str
-    """API key for the gateway."""
+    """API key for the gateway, for the agent: it samples and closes, and sets no outcome."""
     lease_s: _builtins.float
     """Seconds until the lease expires unless it is renewed."""
     failures: _builtins.int
     """Number of earlier failed attempts of this rollout."""
+    grader_token: _builtins.str
+    """Token for rewards, for the caller alone: GatewayService.Annotate and CloseSession with the
+    outcome. Never give it to the agent. "" from a scheduler older than this field.
+    """
     @_builtins.property
     def task(self) -> _common_pb2.Task: ...
     def __init__(
@@ -153,10 +158,11 @@ class RolloutLease(_message.Message):
         session_token: _builtins.str = ...,
         lease_s: _builtins.float = ...,
         failures: _builtins.int = ...,
+        grader_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "lease_id", b"lease_id", "lease_s", b"lease_s", "rollout_index", b"rollout_index", "session_token", b"session_token", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "grader_token", b"grader_token", "lease_id", b"lease_id", "lease_s", b"lease_s", "rollout_index", b"rollout_index", "session_token", b"session_token", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from forge.v1 import common_pb2
 from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.pool_client import Pool
+from services.gateway.reward_rules import admitted_reason, admitted_rewards, check_agent_end
 from services.gateway.sessions import Session, Sessions
 
 ASK_TIMEOUT_S = 60.0
@@ -37,6 +38,7 @@ async def close_session(
     sessions: Sessions,
     pool: Pool,
     session: Session,
+    claims: Claims,
     *,
     rewards: Sequence[common_pb2.RewardEvent],
     abandon_reason: str,
@@ -45,11 +47,14 @@ async def close_session(
 ) -> common_pb2.TrajectorySummary:
     """Seals or abandons the trajectory of a session; a sealed trajectory stays unchanged.
 
-    The agent ended `after_agent_s` seconds ago. Calls in flight are aborted. Raises
-    `FailedPrecondition` when fewer than `min_turns` turns are on record, or when the pool refused
-    one of them.
+    `claims` are the caller's. The agent ended `after_agent_s` seconds ago. Calls in flight are
+    aborted. Raises `PermissionDenied` for rewards that are not the caller's to write,
+    `AlreadyExists` for a second outcome, `FailedPrecondition` when fewer than `min_turns` turns are
+    on record, or when the pool refused one of them.
     """
-    check_rewards(rewards)
+    rewards = admitted_rewards(claims, rewards)
+    check_agent_end(claims, after_agent_s)
+    abandon_reason = admitted_reason(claims, abandon_reason)
     await _end_calls(session, _agent_end(after_agent_s))
     facts = await _make_durable(sessions, session, abandon_reason=abandon_reason)
     if not abandon_reason:
@@ -115,17 +120,6 @@ async def _seal(
         abandon_reason=abandon_reason,
         closing_agent_s=facts.closing_agent_s,
     )
-
-
-def check_rewards(rewards: Sequence[common_pb2.RewardEvent]) -> None:
-    """Raises `InvalidArgument` for rewards that would make the pool refuse the seal."""
-    seen: set[str] = set()
-    for reward in rewards:
-        if not reward.event_id or not reward.name:
-            raise InvalidArgument(f"a reward needs event_id and name: {reward!s:.200}")
-        if reward.event_id in seen:
-            raise InvalidArgument(f"event_id {reward.event_id!r} is given to two rewards")
-        seen.add(reward.event_id)
 
 
 def _agent_end(after_agent_s: float) -> Moment:

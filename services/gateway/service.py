@@ -17,7 +17,7 @@ from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from services.gateway.close_session import check_rewards, close_session, facts_of
+from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.conversation.turn_request import TurnRequest
@@ -26,12 +26,19 @@ from services.gateway.http.openai.chat_schema import tools_of
 from services.gateway.http.request_body import checked_stops, top_logprobs_of
 from services.gateway.model.chat_model import Tools
 from services.gateway.pool_client import Pool
+from services.gateway.reward_rules import admitted_rewards
 from services.gateway.sessions import Sessions
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 
 FULL_NAME = "forge.v1.GatewayService"
-SCOPES = "session"
+SCOPES = {
+    "OpenSession": "session|grader",
+    "Chat": "session",
+    "Generate": "session",
+    "Annotate": "session|grader",
+    "CloseSession": "session|grader",
+}
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -113,21 +120,24 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Annotate(
         self, request: gateway_pb2.AnnotateRequest, context: Any
     ) -> gateway_pb2.AnnotateResponse:
-        check_rewards(request.rewards)
-        async with self._sessions.use_session(current_claims()) as session:
+        claims = current_claims()
+        rewards = admitted_rewards(claims, request.rewards)
+        async with self._sessions.use_session(claims) as session:
             if (await facts_of(session)).closed:
                 raise SessionClosed(f"session {session.claims.trajectory_id} is closed")
-            await self._pool.annotate(session.claims, request.rewards)
+            await self._pool.annotate(claims, rewards)
         return gateway_pb2.AnnotateResponse()
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Any
     ) -> gateway_pb2.CloseSessionResponse:
-        async with self._sessions.use_session(current_claims()) as session:
+        claims = current_claims()
+        async with self._sessions.use_session(claims) as session:
             summary = await close_session(
                 self._sessions,
                 self._pool,
                 session,
+                claims,
                 rewards=request.rewards,
                 abandon_reason=request.abandon_reason,
                 min_turns=request.min_turns,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 
+from forge.core.credit.rewards import check_value
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.validation import check_payload
 from forge.core.token_columns import float32_array, int32_array
@@ -152,10 +153,7 @@ def _reward(reward: common_pb2.RewardEvent) -> common_pb2.RewardEvent:
         raise InvalidArgument(f"reward {reward.event_id} has no name")
     if reward.kind not in common_pb2.RewardKind.values() or not reward.kind:
         raise InvalidArgument(f"reward {reward.event_id} has kind {reward.kind}, which is unknown")
-    if not math.isfinite(reward.value):
-        raise InvalidArgument(
-            f"reward {reward.event_id} ({reward.name}) has value {reward.value}, not a finite one"
-        )
+    check_value(reward.name, reward.value)
     if reward.turn_index < -1:
         raise InvalidArgument(
             f"reward {reward.event_id} has turn_index {reward.turn_index}; it must be -1 or a turn"

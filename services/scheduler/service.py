@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from forge.core.errors import Unavailable
@@ -255,14 +256,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             domain=grant.task.domain,
             pool_shard=grant.pool_shard,
             context_tokens=self._config.domain_context_tokens.get(grant.task.domain, 0),
+            agent_rewards=grant.task.agent_rewards,
             expires_unix_s=time.time() + self._config.session_ttl_s,
         )
+        grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())
         return scheduler_pb2.RolloutLease(
             lease_id=grant.trajectory_id,
             task=grant.task,
             rollout_index=grant.rollout_index,
             trajectory_id=grant.trajectory_id,
             session_token=self._keyring.sign(claims),
+            grader_token=self._keyring.sign(grader),
             lease_s=self._config.queue.rollout_lease_s,
             failures=grant.failures,
         )

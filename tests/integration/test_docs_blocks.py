@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,12 +31,12 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
 from forge.v1 import common_pb2
-from tests.support.gateway.stack import START_S, GatewayStack
+from tests.support.gateway.stack import START_S, GatewayStack, recorded
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.suite.doc_blocks import ROOT, Block, blocks
 
 QUICK_START, OPENAI = blocks("README.md")
-RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, GRADE, REWARD, OPERATOR = blocks(
+RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, GRADE, REWARD, HARNESS, OPERATOR = blocks(
     "docs/agents.md"
 )
 GRADED = "--reward-functions trivia=my_rewards:grade"
@@ -49,6 +49,7 @@ class Docs:
     """A stack without a runner: the blocks start that."""
 
     stack: GatewayStack
+    coordinator: Coordinator
     operator: Operator
     folder: Path
     """Holds the page's `my_rewards.py`."""
@@ -145,7 +146,7 @@ async def docs(
     channels = Channels(Security(stack.pool.keyring, subject="test"))
     operator = Operator(coordinator, channels, retry_for_s=START_S)
     await stack.gateway(coordinator)
-    yield Docs(stack=stack, operator=operator, folder=folder)
+    yield Docs(stack=stack, coordinator=coordinator, operator=operator, folder=folder)
     await operator.close()
     stack.stop()
 
@@ -222,6 +223,18 @@ async def test_a_reward_function_is_one_setting(docs: Docs) -> None:
     """The page's function compares the answer with the payload."""
     with docs.running(REWARD.text) as runner:
         assert await docs.score(runner, "trivia", prompt="SAY[[four]]", expected="4") == 0.0
+
+
+async def test_a_harness_grades_by_itself(docs: Docs) -> None:
+    """It samples with one token of the lease and sets the outcome with the other."""
+    stack, name = docs.stack, "harness:0:0"
+    gateway = await stack.gateway(docs.coordinator)
+    lease = SimpleNamespace(session_token=stack.token(name), grader_token=stack.grader_token(name))
+    names: dict[str, Any] = {"lease": lease, "address": gateway.address}
+    filled = HARNESS.text.replace("2 + 2?", "2 + 2? SAY[[4]]")
+    await eval(compiled(Block(language="python", text=filled)), names)
+    (outcome,) = (await recorded(stack, docs.coordinator, name)).rewards
+    assert (outcome.name, outcome.value) == ("solved", 1.0)
 
 
 async def test_an_operator_submits_and_reads_results(

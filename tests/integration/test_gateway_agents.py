@@ -247,15 +247,17 @@ async def test_disconnect_aborts_and_records_what_was_sampled(
 async def test_session_in_the_path_and_close_over_http(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """A program that takes only a base URL is a session too, and may close itself."""
+    """A program that takes only a base URL is a session too, and its grader closes it."""
     trajectory_id = "path:0:0"
-    base = f"http://{gateway.metadata['http']}/s/{stack.token(trajectory_id)}/v1"
+    host = f"http://{gateway.metadata['http']}"
+    base = f"{host}/s/{stack.token(trajectory_id)}/v1"
+    grader = f"{host}/s/{stack.grader_token(trajectory_id)}/v1"
     ask = {"model": "policy", "messages": [user("SAY[[yes]]")]}
     async with aiohttp.ClientSession() as http:
         async with http.post(f"{base}/chat/completions", json=ask) as got:
             assert (await got.json())["choices"][0]["message"]["content"] == "yes"
         close = {"rewards": [{"name": "done", "value": 1.0}]}
-        async with http.post(f"{base}/forge/close", json=close) as got:
+        async with http.post(f"{grader}/forge/close", json=close) as got:
             assert await got.json() == {"turns": 1, "sampled_tokens": 4}
         async with http.post(f"{base}/chat/completions", json=ask) as got:
             assert (got.status, got.headers["x-should-retry"]) == (409, "false")

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from forge.client.retry import retried
-from forge.core.errors import ResourceExhausted, Unavailable
+from forge.core.errors import AlreadyExists, ResourceExhausted, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -26,7 +26,7 @@ from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.pool.account import Ledger, audit, group_of
 from tests.support.pool.load import Writer
 from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
-from tests.support.pool.records import make_group
+from tests.support.pool.records import make_group, make_reward
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
@@ -34,6 +34,7 @@ from tests.support.runtime.waiting import LIMIT_S, until
 pytestmark = pytest.mark.timeout(300)
 
 WRITERS = 3
+OUTCOME = common_pb2.REWARD_KIND_OUTCOME
 
 MakeShard = Callable[..., ReplicatedShard]
 
@@ -135,6 +136,29 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
             writer.cancel()
     await replicas.audit(ledger)
     await Writer(pools, "s0", ledger).check_fence()
+
+
+async def test_second_outcome_is_refused_by_either_copy(shard):
+    """The leader's, and after its death its follower's: the outcome is on both."""
+    replicas = shard()
+    await in_sync(replicas)
+    client = await replicas.client()
+    await client.seal("t:0:0", 0, [make_reward("first", 0.0, kind=OUTCOME)])
+    second = pool_pb2.AppendRewardsRequest(
+        trajectory_id="t:0:0", rewards=[make_reward("second", 1000.0, kind=OUTCOME)]
+    )
+
+    async def append_second() -> None:
+        client = await replicas.client()
+        async with translated():
+            await client.stub.AppendRewards(second, timeout=CALL_S)
+
+    with pytest.raises(AlreadyExists, match=r"has outcome 0 .*'first'"):
+        await append_second()
+    await replicas.kill_leader()
+    replicas.start()
+    with pytest.raises(AlreadyExists, match=r"has outcome 0 .*'first'"):
+        await retried(append_second, retry_for_s=LIMIT_S)
 
 
 async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -98,6 +100,22 @@ async def test_session_token_names_the_trajectory_and_its_shard(forge: Scheduler
     assert (claims.trajectory_id, claims.task_id) == (lease.trajectory_id, "a")
     assert (claims.domain, claims.pool_shard) == ("qa", "s0")
     assert claims.scopes == {"session"}
+    assert not claims.agent_rewards
+
+
+async def test_lease_has_a_grader_token_beside_the_agents(forge: SchedulerCluster) -> None:
+    """Equal but for the scope; the task alone lets its agent report on itself."""
+    forge.start_scheduler()
+    task = make_task("a")
+    task.agent_rewards = True
+    await forge.submit([task])
+    (lease,) = await forge.lease(1)
+    claims = forge.keyring.verify(lease.session_token, now_s=0.0)
+    grader = forge.keyring.verify(lease.grader_token, now_s=0.0)
+    assert claims.agent_rewards
+    changes: Any = {"scopes": frozenset({"grader"}), "token_id": grader.token_id}
+    assert grader == replace(claims, **changes)
+    assert grader.token_id != claims.token_id
 
 
 async def test_rollout_reported_done_but_not_sealed_is_retried(forge: SchedulerCluster) -> None:

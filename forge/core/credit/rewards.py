@@ -1,6 +1,7 @@
 """The composite reward of a trajectory: rewards and returns of its turns.
 
-Owns the formulas `r_t = alpha*process_t + outcome_t`, `G_t = sum_{p>=t} gamma^(p-t) r_p` and the
+Owns the formulas `r_t = alpha*process_t + outcome_t` (plus `agent*agent_t`, what the agent says of
+itself, if that has a weight), `G_t = sum_{p>=t} gamma^(p-t) r_p` and the
 speed part `beta*speed` (MiniMax Forge, arXiv 2605.26494, composite reward). Speed has a formula of
 its own because it differs between any two rollouts: as a part of `r_t` it would set the spread of
 an otherwise flat group. The environment gives the rewards of a task; baselines are in
@@ -19,7 +20,9 @@ from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 
-RewardKind = Literal["outcome", "process", "speed"]
+RewardKind = Literal["outcome", "process", "speed", "agent"]
+MAX_REWARD = 1e6
+"""Largest magnitude of a reward; a larger one is an error of its source."""
 
 _ROUNDING = 1e-9
 """Rounding error of a quotient."""
@@ -41,6 +44,9 @@ class RewardWeights:
 
     alpha: float = 0.2
     """Weight of process rewards."""
+    agent: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Weight of what agents say of themselves (tasks with agent_rewards); 0: not counted. A
+    trajectory's reports add at most this to its return."""
     beta: float = 0.1
     """Weight of speed, added after the advantages are divided by their spread."""
     speed_step: Annotated[float, Meta(ge=1e-3, le=1)] = 0.05
@@ -48,6 +54,15 @@ class RewardWeights:
     completion time, near that time; less is noise of tools and clocks."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Discount per turn of later rewards; 1 credits every turn with the full outcome."""
+
+
+def check_value(name: str, value: float, *, most: float = MAX_REWARD) -> None:
+    """Raises `InvalidArgument` for a reward that is not finite, or beyond -`most` to `most`."""
+    # NaN compares as false.
+    if not abs(value) <= most:
+        raise InvalidArgument(
+            f"reward {name!r} has value {value}; must be finite and from {-most:.0f} to {most:.0f}"
+        )
 
 
 def speed_reward(completion_s: float, baseline_s: float) -> float:
@@ -71,9 +86,21 @@ def turn_rewards(
 ) -> list[float]:
     """Return `r_t` of each of `turns` turns, without speed (`speed_credits`).
 
-    Raises `InvalidArgument` for an infinite value or an unknown turn.
+    Raises `InvalidArgument` for an infinite value, an unknown turn, or a second outcome: two are
+    never added.
     """
-    scale = {"outcome": 1.0, "process": weights.alpha, "speed": 0.0}
+    components = list(components)
+    outcomes = [component.value for component in components if component.kind == "outcome"]
+    if len(outcomes) > 1:
+        raise InvalidArgument(f"the trajectory has {len(outcomes)} outcomes ({outcomes}), not one")
+    reported = math.fsum(abs(each.value) for each in components if each.kind == "agent")
+    scale = {
+        "outcome": 1.0,
+        "process": weights.alpha,
+        "speed": 0.0,
+        # However many reports an agent sends, together they count as one.
+        "agent": weights.agent / max(1.0, reported),
+    }
     rewards_T = [0.0] * turns
     for component in components:
         if not math.isfinite(component.value):

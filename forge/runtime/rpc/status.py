@@ -25,7 +25,7 @@ _BY_CODE: dict[grpc.StatusCode, type[ForgeError]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
     grpc.StatusCode.ABORTED: errors.Conflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,

@@ -1,12 +1,11 @@
-"""`POST /v1/forge/close`: an agent ends its rollout."""
+"""`POST /v1/forge/close`: the agent or the grader of a rollout ends it."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 from aiohttp import web
 
+from forge.core.credit.rewards import RewardKind
 from forge.v1 import common_pb2
 from services.gateway.close_session import close_session
 from services.gateway.http import request_body
@@ -18,7 +17,7 @@ class RewardBody(msgspec.Struct):
 
     name: str
     value: float
-    kind: Literal["outcome", "process", "speed"] = "outcome"
+    kind: RewardKind = "outcome"
     turn_index: int = -1
     event_id: str = ""
 
@@ -34,16 +33,11 @@ class CloseRequest(msgspec.Struct):
 
 def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
     """Returns the reward events of the request."""
-    kinds = {
-        "outcome": common_pb2.REWARD_KIND_OUTCOME,
-        "process": common_pb2.REWARD_KIND_PROCESS,
-        "speed": common_pb2.REWARD_KIND_SPEED,
-    }
     return [
         common_pb2.RewardEvent(
             event_id=reward.event_id or f"{reward.kind}-{reward.name}-{reward.turn_index}",
             name=reward.name,
-            kind=kinds[reward.kind],
+            kind=common_pb2.RewardKind.Value(f"REWARD_KIND_{reward.kind.upper()}"),
             value=reward.value,
             turn_index=reward.turn_index,
         )
@@ -63,13 +57,14 @@ class Control:
 
     async def _close(self, request: web.Request) -> web.Response:
         edge = self._edge
-        claims = edge.claims(request)
+        claims = edge.claims(request, scope="session|grader")
         asked = request_body.decode(await request.read(), CloseRequest)
         async with edge.sessions.use_session(claims) as session:
             summary = await close_session(
                 edge.sessions,
                 edge.pool,
                 session,
+                claims,
                 rewards=rewards_of(asked),
                 abandon_reason=asked.abandon_reason,
                 min_turns=asked.min_turns,

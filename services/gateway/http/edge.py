@@ -47,13 +47,14 @@ class Edge:
     model_names: frozenset[str]
     """Names of the model that requests may use; "*": any name."""
 
-    def claims(self, request: web.Request) -> Claims:
-        """Returns the verified claims of the session token. Raises `Unauthenticated` or
+    def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
+        """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
         `PermissionDenied`."""
         token = request.match_info.get("token") or _bearer(request.headers)
         claims = self.security.verify(token, "GatewayService")
-        if not claims.allows("session"):
-            raise PermissionDenied(f"the token of {claims.subject} is not a session token")
+        if not claims.allows(scope):
+            needed = scope.replace("|", " or ")
+            raise PermissionDenied(f"the token of {claims.subject} is not a {needed} token")
         bind_context(trajectory_id=claims.trajectory_id)
         return claims
 

@@ -22,6 +22,7 @@ from services.pool.data.closed_digests import (
 )
 from services.pool.data.commands import AppendRewards, SealTrajectory
 from services.pool.data.freeing import check_not_freed
+from services.pool.data.one_outcome import check_one_outcome
 from services.pool.data.summaries import (
     count_turns,
     header_of,
@@ -47,6 +48,7 @@ def append_rewards(records: Records, command: AppendRewards) -> None:
     trajectory = trajectory_key(command.trajectory)
     header = header_of(records, trajectory)
     check_not_freed(records, command.trajectory, header)
+    check_one_outcome(records, command.trajectory, command.rewards)
     if header is None:
         header = TrajectoryHeader()
         records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
@@ -101,6 +103,8 @@ def seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySumm
     if header is None or not _same_seal(command, header):
         check_not_freed(records, command.trajectory, header)
     header = header or TrajectoryHeader()
+    if not header.freed:
+        check_one_outcome(records, command.trajectory, command.rewards)
     sealing = command.state == common_pb2.TRAJECTORY_STATE_SEALED
     if sealing:
         _check_credits(command.trajectory, command.rewards, turns=command.turns)

@@ -38,6 +38,7 @@ _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_OUTCOME: "outcome",
     pb.REWARD_KIND_PROCESS: "process",
     pb.REWARD_KIND_SPEED: "speed",
+    pb.REWARD_KIND_AGENT: "agent",
 }
 
 

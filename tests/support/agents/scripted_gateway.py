@@ -21,7 +21,7 @@ import grpc.aio
 from aiohttp import web
 
 from forge.client.messages import from_proto, to_proto
-from forge.core.errors import FailedPrecondition, ForgeError, Unavailable
+from forge.core.errors import FailedPrecondition, ForgeError, PermissionDenied, Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.status import to_status
 from forge.v1 import common_pb2, gateway_pb2
@@ -257,6 +257,8 @@ class _Servicer(GatewayServiceServicer):
     async def CloseSession(self, request: Any, context: Any) -> Any:
         session = await self._session(context)
         with _status(context) as aborted:
+            if request.rewards and _metadata(context).startswith("token-"):
+                raise PermissionDenied("a session token sets no rewards")
             if len(session.requests) < request.min_turns:
                 raise FailedPrecondition(f"only {len(session.requests)} turns are recorded")
         if aborted:
@@ -274,6 +276,11 @@ class _Servicer(GatewayServiceServicer):
 
 
 def _token(context: Any) -> str:
+    """The session's token; the grader's is "grader-<number>" for "token-<number>"."""
+    return _metadata(context).replace("grader-", "token-")
+
+
+def _metadata(context: Any) -> str:
     token: str = dict(context.invocation_metadata())["authorization"]
     return token.removeprefix("Bearer ")
 

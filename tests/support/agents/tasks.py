@@ -127,7 +127,7 @@ def rollout(
 
 
 def lease(number: int = 0, *, lease_s: float = 30.0, **task: Any) -> scheduler_pb2.RolloutLease:
-    """A claim on rollout `number`; its token is "token-<number>"."""
+    """A claim on rollout `number`; its tokens are "token-<number>" and "grader-<number>"."""
     payload = task.pop("payload", {"sum": 4})
     fields = {"domain": "sums", "scaffold": "blackbox", "group_size": 1} | task
     return scheduler_pb2.RolloutLease(
@@ -135,6 +135,7 @@ def lease(number: int = 0, *, lease_s: float = 30.0, **task: Any) -> scheduler_p
         task=common_pb2.Task(task_id=f"t{number}", payload_json=json.dumps(payload), **fields),
         trajectory_id=f"t{number}:0:0",
         session_token=f"token-{number}",
+        grader_token=f"grader-{number}",
         lease_s=lease_s,
     )
 

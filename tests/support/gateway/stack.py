@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forge.client.session import AgentSession
+from forge.core.errors import Unauthenticated
 from forge.core.token_columns import int32_bytes
 from forge.core.trajectory import TokenTree
 from forge.runtime.coordination import Coordinator, Instance
@@ -118,6 +119,10 @@ class GatewayStack:
         }
         return self.pool.keyring.sign(Claims(**(fields | changes)))
 
+    def grader_token(self, trajectory_id: str, **changes: Any) -> str:
+        """The token for the rewards of a trajectory, as the scheduler would sign it."""
+        return self.token(trajectory_id, scopes=frozenset({"grader"}), **changes)
+
     def openai(self, instance: Instance, token: str, *, max_retries: int = 0) -> AsyncOpenAI:
         """The unmodified SDK, told a base URL and a key."""
         return AsyncOpenAI(
@@ -137,8 +142,16 @@ class GatewayStack:
         )
 
     def agent(self, instance: Instance, token: str) -> AgentSession:
-        """The white-box client."""
-        return AgentSession.connect(instance.address, token, owns_rollout=False)
+        """The white-box client of a harness that grades by itself: with the grader token, too."""
+        try:
+            claims = self.pool.keyring.verify(token, now_s=0.0)
+        except Unauthenticated:
+            grader = token
+        else:
+            grader = self.pool.keyring.sign(replace(claims, scopes=frozenset({"grader"})))
+        return AgentSession.connect(
+            instance.address, token, grader_token=grader, owns_rollout=False
+        )
 
     async def pool_client(self, coordinator: Coordinator) -> PoolClient:
         return await PoolClient.connect(self.pool, coordinator)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.core.errors import (
+    AlreadyExists,
     Conflict,
     FailedPrecondition,
     ForgeError,
@@ -134,6 +135,7 @@ class PoolModel:
 
     def _append_rewards(self, command: AppendRewards) -> None:
         trajectory = self._touched(command.trajectory)
+        _check_one_outcome(trajectory, command.rewards)
         if trajectory.state == SEALED:
             _check_credits(command.rewards, len(trajectory.turns))
         self.trajectories[command.trajectory] = trajectory
@@ -155,6 +157,8 @@ class PoolModel:
         trajectory = self.trajectories.get(name)
         if trajectory is None or not self._closed_so(trajectory, command):
             trajectory = self._touched(name)
+        if trajectory.remains is None:
+            _check_one_outcome(trajectory, command.rewards)
         if sealing:
             _check_credits(command.rewards, command.turns)
         if trajectory.state != OPEN:
@@ -389,6 +393,15 @@ def _scanned(group: Group) -> common_pb2.GroupRecord:
     )
     whole.MergeFrom(group.record)
     return whole
+
+
+def _check_one_outcome(trajectory: Trajectory, rewards: tuple[common_pb2.RewardEvent, ...]) -> None:
+    after = {one.event_id: one for one in (*reversed(rewards), *trajectory.rewards.values())}
+    new_outcome = any(
+        one.kind == OUTCOME and name not in trajectory.rewards for name, one in after.items()
+    )
+    if new_outcome and sum(one.kind == OUTCOME for one in after.values()) > 1:
+        raise AlreadyExists("refused")
 
 
 def _check_credits(rewards: Iterable[common_pb2.RewardEvent], turns: int) -> None:

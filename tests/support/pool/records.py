@@ -40,12 +40,19 @@ def make_turn(
 
 
 def make_reward(
-    event_id: str = "outcome", value: float = 1.0, *, turn_index: int = -1
+    event_id: str = "outcome",
+    value: float = 1.0,
+    *,
+    turn_index: int = -1,
+    kind: common_pb2.RewardKind.ValueType | None = None,
 ) -> common_pb2.RewardEvent:
+    """The outcome by default, for any other event a process signal."""
+    outcome = event_id == "outcome"
+    usual = common_pb2.REWARD_KIND_OUTCOME if outcome else common_pb2.REWARD_KIND_PROCESS
     return common_pb2.RewardEvent(
         event_id=event_id,
         name="exact_answer",
-        kind=common_pb2.REWARD_KIND_OUTCOME,
+        kind=usual if kind is None else kind,
         value=value,
         turn_index=turn_index,
     )

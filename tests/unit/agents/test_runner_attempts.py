@@ -102,6 +102,16 @@ async def test_a_rollout_is_sealed_with_its_rewards(bench: Bench) -> None:
     assert common_pb2.REWARD_KIND_SPEED not in kinds.values()
 
 
+async def test_lease_of_an_earlier_scheduler_costs_no_attempt_of_the_task(bench: Bench) -> None:
+    """Without a grader token the gateway refuses the rewards: a fault of the infrastructure."""
+    earlier = lease()
+    earlier.grader_token = ""
+    result = await bench.run(earlier)
+    assert result.kind == pb.FAILURE_KIND_INFRASTRUCTURE
+    assert "a session token sets no rewards" in result.error
+    assert bench.session().state == "abandoned"
+
+
 async def test_the_time_of_scoring_is_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +283,7 @@ async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None
     ("rewards", "said"),
     [
         ([], "domain sums gave 0 outcome rewards"),
-        ([Reward(name="a", kind="outcome", value=math.nan)], "reward a is nan"),
+        ([Reward(name="a", kind="outcome", value=math.nan)], "reward 'a' has value nan"),
         ([Reward(name="a", kind="outcome", value=1.0, turn_index=1)], "credits turn 1 of 1"),
         ([Reward(name=n, kind="outcome", value=1.0) for n in "ab"], "2 outcome rewards"),
     ],

@@ -40,7 +40,7 @@ def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
         ("[1]", "must be a JSON object with an object `payload`"),
         ('{"q": 1}', "must be a JSON object with an object `payload`"),
         ("{", "is not JSON: "),
-        ('{"payload": {}, "dificulty": 1}', "unknown field 'dificulty'; known are difficulty, "),
+        ('{"payload": {}, "dificulty": 1}', "unknown field 'dificulty'; known are agent_rewards, "),
         ('{"payload": {}, "domain": 3}', "domain must be a text, not 3"),
         ('{"payload": {}, "group_size": "4"}', 'group_size must be a whole number, not "4"'),
         ('{"payload": {}, "group_size": true}', "group_size must be a whole number, not true"),

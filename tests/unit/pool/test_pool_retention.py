@@ -63,7 +63,7 @@ def add_group(store: PoolStore, task_id: str = "task", index: int = 0, *, turns:
     put_groups(store, group)
     append(store, *(make_turn(f"{task_id}:0:0", i, prefix=5 * i) for i in range(turns)))
     append(store, make_turn(f"{task_id}:1:0"))
-    seal(store, f"{task_id}:0:0", turns=turns, rewards=[make_reward("a", 0.5), make_reward("b")])
+    seal(store, f"{task_id}:0:0", turns=turns, rewards=[make_reward(value=1.5), make_reward("b")])
 
 
 def train(store: PoolStore, task_id: str = "task", *, step: int = 1) -> None:
@@ -277,7 +277,7 @@ def test_who_comes_late_is_told_and_changes_nothing(store):
         reward(store, make_reward("late"))
     with pytest.raises(FailedPrecondition, match="was freed"):
         reward(store, make_reward("late"), trajectory_id="task:5:0")
-    again = seal(store, turns=2, rewards=[make_reward("a", 0.5), make_reward("late")])
+    again = seal(store, turns=2, rewards=[make_reward(value=1.5), make_reward("late")])
     assert (again.state, again.turns, again.freed) == (before.state, before.turns, True)
     with pytest.raises(FailedPrecondition, match="was freed"):
         seal(store, turns=3)

@@ -51,6 +51,7 @@ rewards = st.builds(
     st.sampled_from(["outcome", "x", "y"]),
     st.sampled_from([0.0, 0.25, -1.5]),
     turn_index=st.sampled_from([-1, -1, 0, 1]),
+    kind=st.sampled_from([None, None, common_pb2.REWARD_KIND_OUTCOME]),
 )
 
 

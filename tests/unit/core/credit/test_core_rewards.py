@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forge.core.credit.rewards import (
     RewardComponent,
     RewardWeights,
+    check_value,
     returns_to_go,
     speed_credits,
     speed_reward,
@@ -106,3 +107,40 @@ def test_returns_discount_what_comes_later() -> None:
 def test_without_discount_the_first_return_is_the_sum(rewards_T: list[float]) -> None:
     """G_0 at gamma 1 is the total reward."""
     assert returns_to_go(rewards_T, gamma=1.0)[0] == pytest.approx(math.fsum(rewards_T), abs=1e-9)
+
+
+def test_two_outcomes_are_never_added() -> None:
+    """Stored by an earlier version, one of them perhaps by the agent itself: none is trusted."""
+    two = [RewardComponent(kind="outcome", value=value, turn_index=-1) for value in (0.0, 1000.0)]
+    with pytest.raises(InvalidArgument, match=r"2 outcomes .*1000"):
+        turn_rewards(two, turns=1, weights=RewardWeights())
+
+
+def test_reports_of_the_agent_count_only_with_a_weight_of_their_own() -> None:
+    """They are no part of process rewards, and together weigh at most one."""
+    reports = [
+        RewardComponent(kind="agent", value=1.0, turn_index=0),
+        RewardComponent(kind="agent", value=-1.0, turn_index=1),
+        RewardComponent(kind="agent", value=0.5, turn_index=1),
+        RewardComponent(kind="outcome", value=1.0, turn_index=-1),
+    ]
+    assert turn_rewards(reports, turns=2, weights=RewardWeights(alpha=1.0)) == [0.0, 1.0]
+    counted = turn_rewards(reports, turns=2, weights=RewardWeights(agent=0.5))
+    assert counted == pytest.approx([0.5 / 2.5, 1.0 - 0.5 * 0.5 / 2.5])
+    assert turn_rewards(reports[2:], turns=2, weights=RewardWeights(agent=0.5)) == [0.0, 1.25]
+
+
+@given(st.lists(st.floats(-1, 1), max_size=20), st.floats(0, 1))
+def test_reports_of_the_agent_never_exceed_their_weight(values: list[float], weight: float) -> None:
+    """However many it sends."""
+    reports = [RewardComponent(kind="agent", value=value, turn_index=0) for value in values]
+    (total,) = turn_rewards(reports, turns=1, weights=RewardWeights(agent=weight))
+    assert abs(total) <= weight * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0001e6])
+def test_absurd_value_is_refused_with_its_name(value: float) -> None:
+    """The largest magnitude is 1e6."""
+    with pytest.raises(InvalidArgument, match=f"'solved' has value {value}".replace("+", r"\+")):
+        check_value("solved", value)
+    check_value("solved", -1e6)

@@ -37,7 +37,7 @@ from tests.support.pool.sweeper import MAX_AGE_S, SETTLED_S, Sweeper, records_of
 def add_orphan(store: PoolStore, task_id: str = "lost") -> None:
     """A sealed trajectory and an open one, of a task that nobody submitted here."""
     append(store, make_turn(f"{task_id}:0:0"), make_turn(f"{task_id}:1:0"))
-    seal(store, f"{task_id}:0:0", rewards=[make_reward("a", 0.5)])
+    seal(store, f"{task_id}:0:0", rewards=[make_reward(value=0.5)])
 
 
 async def test_orphans_are_freed_once_they_are_old(store: PoolStore, sweeper: Sweeper) -> None:

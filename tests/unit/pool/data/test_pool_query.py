@@ -60,8 +60,8 @@ def filled(store: PoolStore) -> PoolStore:
     append(store, make_turn("a:0:0", version=3), make_turn("a:0:0", 1, version=5))
     append(store, make_turn("b:0:0", version=7), make_turn("c:0:0", version=5))
     append(store, make_turn("d:0:0", version=9), make_turn("e:0:0", sampled=[]))
-    seal(store, "a:0:0", turns=2, rewards=[make_reward("o", 1.0)], now_unix_s=10)
-    seal(store, "b:0:0", domain="math", rewards=[make_reward("o", 0.25)], now_unix_s=20)
+    seal(store, "a:0:0", turns=2, rewards=[make_reward()], now_unix_s=10)
+    seal(store, "b:0:0", domain="math", rewards=[make_reward(value=0.25)], now_unix_s=20)
     seal(store, "c:0:0", state=ABANDONED, now_unix_s=30)
     seal(store, "e:0:0", now_unix_s=40)
     return store

@@ -94,6 +94,17 @@ def test_advantages_are_returns_to_go_less_the_group_mean() -> None:
     assert [float32_array(one.advantages).tolist() for one in samples] == [[0.25], [0.75], [-0.25]]
 
 
+def test_reports_of_the_agent_are_not_counted_by_default() -> None:
+    """Equal outcomes stay a flat group, whatever the agents say; a weight makes them differ."""
+    boast = reward(pb.REWARD_KIND_AGENT, 1.0)
+    group = [trajectory([turn(0, [1], [2])], [outcome(1), boast]), one_turn(1)]
+    batch = build_samples([group], RULES)
+    assert (batch.flat_groups, batch.excluded, batch.mean_outcome) == (1, 0, 1.0)
+    weighted = replace(RULES, weights=replace(RULES.weights, agent=0.5))
+    samples = build_samples([group], weighted).samples
+    assert [float32_array(one.advantages)[0] for one in samples] == [0.25, -0.25]
+
+
 def test_a_critic_gets_returns_and_the_factors_of_its_advantages() -> None:
     """Each turn's return-to-go on its tokens; the domain's weight where advantages were."""
     first = trajectory(
@@ -158,6 +169,8 @@ def test_aborted_and_greedy_turns_are_not_trained() -> None:
         trajectory([turn(0, [1], [2])], [reward(pb.REWARD_KIND_OUTCOME, float("nan"))]),
         trajectory([turn(0, [1], [2])], [reward(pb.REWARD_KIND_UNSPECIFIED, 1.0)]),
         trajectory([turn(0, [1], [2], prefix=3)], [outcome(1)]),
+        # Stored by an earlier version: the grader's outcome, and one that the agent set.
+        trajectory([turn(0, [1], [2])], [outcome(0), outcome(1000)]),
         trajectory([], [outcome(1)]),
     ],
 )
