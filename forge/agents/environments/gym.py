@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from forge.agents.environments.base import Message, PlainEpisode, Reward, Transcript
 from forge.agents.environments.payload import required
+from forge.core.errors import FailedPrecondition
 
 MAX_TOKENS: Final = 8
 """An answer has one to three tokens; longer ones are explanations and wrong."""
@@ -81,7 +82,12 @@ class GymEpisode(PlainEpisode):
 @cache
 def _dataset(domain: GymDomain) -> Any:
     """Returns the tasks, by a 32-bit number. Cached: some datasets read a book when created."""
-    from reasoning_gym import create_dataset
+    try:
+        from reasoning_gym import create_dataset
+    except ModuleNotFoundError:
+        raise FailedPrecondition(
+            f"domain {domain.name} needs the package reasoning-gym: pip install 'forge-rl[gym]'"
+        ) from None
 
     return create_dataset(domain.name, seed=0, size=1 << 32, **domain.options)
 

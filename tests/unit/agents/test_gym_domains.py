@@ -9,10 +9,10 @@ from random import Random
 import pytest
 import reasoning_gym
 
-from forge.agents.environments import get_domain
+from forge.agents.environments import get_domain, gym
 from forge.agents.environments.base import Transcript
 from forge.agents.environments.gym import GYM_DOMAINS, MAX_TOKENS, GymDomain
-from forge.core.errors import InvalidArgument
+from forge.core.errors import FailedPrecondition, InvalidArgument
 
 every_domain = pytest.mark.parametrize("domain", GYM_DOMAINS, ids=lambda domain: domain.name)
 
@@ -94,3 +94,13 @@ def test_the_registry_loads_nothing_heavy() -> None:
         "sys.exit('reasoning_gym' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not in the extra `agents`: a package below it needs a C compiler to install."""
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    gym._dataset.cache_clear()
+    with pytest.raises(FailedPrecondition, match=r"gcd .*forge-rl\[gym\]"):
+        get_domain("gcd").generate(Random(1))
