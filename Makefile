@@ -8,7 +8,7 @@ ROUNDS ?= 10
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-wheel coverage lint docs dist protos \
+.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-wheel coverage lint docs dist protos \
 	protos-baseline chaos crash fuzz bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -77,6 +77,9 @@ coverage: setup  ## The default suite with the lines it reaches, in all its proc
 	@$(PY) -m coverage run -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	@$(PY) -m coverage combine --quiet
 	@$(PY) -m coverage report --skip-covered --sort=cover
+
+test-systemd: setup  ## Install, boot and reboot a bare Debian 12 (root; apt: mmdebstrap systemd-container)
+	@$(PY) -m pytest --timeout=3600 tests/systemd
 
 test-wheel: dist  ## Install the wheel in an environment of its own and train with it
 	@$(PY) -m pytest --timeout=3600 tests/wheel

@@ -1,0 +1,142 @@
+"""A bare Debian 12 host in a container of systemd-nspawn: its own systemd, users and network.
+
+Owns the container: it is built, runs commands, boots and reboots. Needs root, `mmdebstrap` and
+`systemd-container`. Not here: what is installed in it (`tests/systemd`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+START_S = 300.0
+STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
+"""Packages of every Debian host; nothing of Forge's needs, and no compiler."""
+NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
+
+
+def missing() -> str:
+    """Return why there can be no such host here; empty if there can."""
+    if os.geteuid() != 0:
+        return "a container needs root"
+    programs = ("mmdebstrap", "systemd-nspawn")
+    absent = [program for program in programs if shutil.which(program) is None]
+    return f"not installed: {', '.join(absent)} (Debian: mmdebstrap systemd-container)" * bool(
+        absent
+    )
+
+
+def make_root(folder: Path) -> None:
+    """Make the file system of a stock Debian 12, from Debian's mirror. Takes a minute."""
+    run = ["mmdebstrap", "--variant=minbase", f"--include={STOCK}", "bookworm", str(folder)]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+
+
+class BareHost:
+    """One host. `root` is its file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._log = root.with_suffix(".log")
+        self._container: subprocess.Popen[bytes] | None = None
+        self._init = 0
+        """Process id of its systemd, seen from outside."""
+
+    def install(self, script: str, *, network: bool) -> None:
+        """Run a shell script as root on the host that is not booted."""
+        (self.root / "install.sh").write_text("set -e\n" + script)
+        outside = [*_pip_settings()] if network else ["--private-network"]
+        where = ["--directory", str(self.root), "--chdir=/root/forge"]
+        done = subprocess.run(
+            [*NSPAWN, *where, *outside, "bash", "/install.sh"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+
+    def boot(self) -> None:
+        """Start its systemd; return when that takes commands."""
+        with self._log.open("ab") as log:
+            self._container = subprocess.Popen(
+                [*NSPAWN, "--boot", "--private-network", "--directory", str(self.root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self._wait_for_systemd(before=0)
+
+    def reboot(self) -> None:
+        """Reboot it as an operator does; return when its new systemd takes commands."""
+        before = self._init
+        self.run("systemctl", "reboot", check=False)
+        self._wait_for_systemd(before=before)
+
+    def stop(self) -> None:
+        """Shut it down."""
+        if self._container is not None:
+            self._container.terminate()
+            try:
+                self._container.wait(60)
+            except subprocess.TimeoutExpired:
+                self._container.kill()
+                self._container.wait()
+
+    def run(self, *words: str, check: bool = True) -> str:
+        """Run a command on the booted host; return its standard output and errors."""
+        done = subprocess.run(
+            ["nsenter", "--target", str(self._init), "--all", "--", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, (words, done.stdout[-4000:])
+        return done.stdout
+
+    def show(self, unit: str, key: str) -> str:
+        """Return a property of a unit."""
+        return self.run("systemctl", "show", "--value", f"--property={key}", unit).strip()
+
+    def journal(self, *words: str) -> str:
+        """Return messages of the journal since the last boot."""
+        return self.run("journalctl", "--boot", "--no-pager", "--output=cat", *words)
+
+    def _wait_for_systemd(self, *, before: int) -> None:
+        deadline_s = time.monotonic() + START_S
+        assert self._container is not None
+        while time.monotonic() < deadline_s:
+            assert self._container.poll() is None, self._log.read_text()[-4000:]
+            for child in psutil.Process(self._container.pid).children():
+                self._init = child.pid
+                state = self.run("systemctl", "is-system-running", check=False).strip()
+                if child.pid != before and state in ("starting", "running", "degraded"):
+                    return
+            # Real time: a machine boots.
+            time.sleep(0.5)
+        raise TimeoutError(self._log.read_text()[-4000:])
+
+
+def _pip_settings() -> Iterator[str]:
+    """Options that give the host the indexes that pip has here, files of them included."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    for scope, key, value in re.findall(r"^(.+?)\.(\S+)='(.*)'$", listed.stdout, re.M):
+        if scope in ("global", "user", "site", ":env:"):
+            yield f"--setenv=PIP_{key.upper().replace('-', '_')}={value}"
+            for word in value.split():
+                path = Path(word.removeprefix("file://"))
+                if path.is_absolute() and path.exists():
+                    yield f"--bind-ro={path}"

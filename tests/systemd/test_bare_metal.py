@@ -1,0 +1,194 @@
+"""Forge on a bare Debian 12 host, by the documented commands: `make test-systemd`.
+
+The commands are those of deploy/README.md, run as they stand there, except that the tiny model
+takes the place of a downloaded one, and CPU that of a GPU. They run on a host without a compiler,
+with its own systemd, which is then rebooted, and its services stopped, killed and started twice.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.systemd.bare_host import BareHost, make_root, missing
+
+ROOT = Path(__file__).parents[2]
+STOCK = ROOT / ".systemd" / "debian12"
+LIMIT_S = 600.0
+FORGE = "/opt/forge/.venv/bin/forge"
+CLUSTER = ("--etcd", "127.0.0.1:2379", "--key-file", "/etc/forge/key")
+USERS = ("pool", "scheduler", "gateway", "inference", "trainer", "agents")
+TASKS = """
+import json, sys
+from random import Random
+from forge.agents.environments import get_domain
+for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+    domain = ("qa", "code", "general", "reasoning")[seed % 4]
+    payload = get_domain(domain).generate(Random(seed))
+    print(json.dumps({"payload": payload, "domain": domain, "group_size": 2}))
+"""
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "possible here")
+
+
+def documented() -> tuple[str, str]:
+    """The commands of deploy/README.md: those that install, and those that start."""
+    block = re.search(r"```sh\n(.*?)```", (ROOT / "deploy" / "README.md").read_text(), re.S)
+    assert block is not None
+    commands = block[1].replace("model fetch smollm2", "model init tiny")
+    commands = commands.replace("ln -s smollm2", "ln -s $(cd /var/lib/forge/models && echo tiny-*)")
+    install, line, start = commands.partition("systemctl daemon-reload\n")
+    assert "model init tiny" in install and "echo tiny-*" in install and line
+    return install, line + start
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHost]:
+    """The host with everything installed, started and not yet rebooted."""
+    if not STOCK.exists():
+        make_root(STOCK)
+    root = tmp_path_factory.mktemp("host") / "debian12"
+    subprocess.run(["cp", "--archive", "--reflink=auto", str(STOCK), str(root)], check=True)
+    (root / "root" / "forge").mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "x", "-C", str(root / "root/forge")], input=archive.stdout, check=True)
+    host = BareHost(root)
+    install, start = documented()
+    host.install(install, network=True)
+    cpu = "FORGE_DEVICE=cpu\nFORGE_DTYPE=float32\n"
+    for name in ("prefill-1", "decode-1", "decode-2", "router-1"):
+        with (root / f"etc/forge/inference@{name}.env").open("a") as env:
+            env.write(cpu)
+    small = "FORGE_QUEUE__CONCURRENCY=16\nFORGE_QUEUE__BATCH_GROUPS=4\n"
+    (root / "etc/forge/scheduler@1.env").write_text(small)
+    (root / "root/tasks.py").write_text(TASKS)
+    host.boot()
+    try:
+        host.run("bash", "-c", start)
+        yield host
+    finally:
+        host.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a whole system does."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, condition
+        # Real time: processes of a booted system.
+        time.sleep(1)
+
+
+def enabled(host: BareHost) -> list[str]:
+    units = host.run("ls", "/etc/systemd/system/forge.target.wants").split()
+    assert len(units) == 10
+    return units
+
+
+def all_active(host: BareHost) -> bool:
+    return all(host.show(unit, "ActiveState") == "active" for unit in enabled(host))
+
+
+def trained(host: BareHost) -> int:
+    """Groups trained, as the scheduler reports them."""
+    shown = re.search(r"^trained: (\d+)", host.run(FORGE, "status", *CLUSTER, check=False), re.M)
+    return int(shown[1]) if shown else 0
+
+
+def submit(host: BareHost, first: int, beyond: int) -> None:
+    """Submit the tasks of these seeds."""
+    file = f"/root/tasks-{first}.jsonl"
+    write = f"/opt/forge/.venv/bin/python /root/tasks.py {first} {beyond} > {file}"
+    host.run("bash", "-c", write)
+    host.run(FORGE, "queue", "submit", file, *CLUSTER)
+
+
+def test_the_documented_commands_start_every_unit(host: BareHost) -> None:
+    """Each runs as the user of its service, and tasks are trained on."""
+    until(lambda: all_active(host))
+    for unit in enabled(host):
+        user = unit.partition("@")[0].removesuffix(".service")
+        owner = host.run("ps", "-o", "user:32=", "-p", host.show(unit, "MainPID")).strip()
+        assert owner == user
+    submit(host, 0, 16)
+    until(lambda: trained(host) == 16)
+
+
+def test_no_service_reads_the_key_or_the_data_of_another(host: BareHost) -> None:
+    """systemd hands each the key as a credential; agents may read neither pool nor checkpoints."""
+    paths = ("/etc/forge/key", "/var/lib/forge/pool-1/", "/var/lib/forge/trainer-1/")
+    for user in USERS:
+        others = [path for path in paths if f"/{user}-1" not in path]
+        for path in others:
+            words = ("runuser", "-u", f"forge-{user}", "--", "ls" if path.endswith("/") else "cat")
+            assert "Permission denied" in host.run(*words, path, check=False), (user, path)
+
+
+def test_warnings_of_the_journal_are_warnings(host: BareHost) -> None:
+    """A line's priority is its level."""
+    assert '"level": "info"' in host.journal("--unit=forge-*", "--priority=info")
+    assert '"level": "info"' not in host.journal("--unit=forge-*", "--priority=warning")
+
+
+def test_a_reboot_starts_everything_again(host: BareHost) -> None:
+    """Nothing trained is lost, and what is submitted then is trained on."""
+    host.reboot()
+    until(lambda: all_active(host))
+    until(lambda: trained(host) == 16)
+    submit(host, 16, 32)
+    until(lambda: trained(host) == 32)
+
+
+def test_a_process_that_hangs_is_started_again(host: BareHost) -> None:
+    """SIGSTOP: no beat reaches the watchdog."""
+    drop_in = "mkdir -p /run/systemd/system/forge-pool@1.service.d; printf '[Service]\\n%s\\n' "
+    drop_in += "WatchdogSec=20 > /run/systemd/system/forge-pool@1.service.d/20-watchdog.conf"
+    host.run("bash", "-c", drop_in)
+    host.run("systemctl", "daemon-reload")
+    host.run("systemctl", "restart", "forge-pool@1")
+    pid = host.show("forge-pool@1", "MainPID")
+    host.run("kill", "-STOP", pid)
+    until(lambda: host.show("forge-pool@1", "MainPID") not in (pid, "0"))
+    until(lambda: all_active(host))
+    assert "watchdog timeout" in host.run("journalctl", "-b", "--unit=forge-pool@1").lower()
+
+
+def test_killed_services_come_back_and_train_on(host: BareHost) -> None:
+    """kill -9 of every unit at once, etcd included."""
+    host.run("systemctl", "kill", "--signal=KILL", *enabled(host))
+    until(lambda: all_active(host))
+    until(lambda: trained(host) == 32)
+    submit(host, 32, 48)
+    until(lambda: trained(host) == 48)
+
+
+def test_a_gateway_on_an_occupied_port_is_not_started_again(host: BareHost) -> None:
+    """It is an error of the settings: the unit fails once, and the line names the port."""
+    host.run("systemctl", "start", "forge-gateway@2", check=False)
+    until(lambda: host.show("forge-gateway@2", "ActiveState") == "failed")
+    assert host.show("forge-gateway@2", "NRestarts") == "0"
+    assert host.show("forge-gateway@2", "ExecMainStatus") == "2"
+    assert "8000" in host.journal("--unit=forge-gateway@2")
+
+
+def test_a_moved_trainer_does_not_start_over(host: BareHost) -> None:
+    """A second trainer stands by; without the checkpoints of the first it then refuses, once."""
+    steps = host.journal("--unit=forge-trainer@1").count('"step_done"')
+    assert steps
+    host.run("systemctl", "start", "forge-trainer@2")
+    until(lambda: '"event": "standby"' in host.journal("--unit=forge-trainer@2"))
+    host.run("systemctl", "stop", "forge-trainer@1")
+    until(lambda: host.show("forge-trainer@2", "ActiveState") == "failed")
+    said = host.journal("--unit=forge-trainer@2")
+    assert "/var/lib/forge/trainer-1" in said and "--start-over=" in said
+    assert '"weights_published"' not in said
+    host.run("systemctl", "start", "forge-trainer@1")
+    submit(host, 48, 56)
+    until(lambda: trained(host) == 56)
