@@ -336,13 +336,16 @@ async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> Non
 
 
 async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
-    """A runner whose key the scheduler refuses ends with 2 and says why."""
+    """A runner with another key believes no entry of the cluster, ends with 2 and says why."""
     key = system.stack.folder / "another-key"
     Keyring.generate(key)
     runner = system.start_runner(REWARDED, f"--key-file={key}")
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert runner.returncode == 2
-    assert errors == "forge runner: the token was not signed by this cluster's key\n"
+    assert errors == (
+        "forge runner: every scheduler instance in cluster 'test-agents-runner' is not signed by a "
+        "token of this cluster: compare key_file with theirs\n"
+    )
 
 
 @pytest.mark.parametrize(

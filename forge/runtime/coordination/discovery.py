@@ -36,7 +36,7 @@ class Discovery:
         self._etcd = etcd
         self._contact = contact
         self._signatures = signatures
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._directory = Directory()
         self._next_change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()
@@ -54,7 +54,10 @@ class Discovery:
         timeout_s: float,
         where: Callable[[Instance], bool] | None = None,
     ) -> tuple[Instance, ...]:
-        """Wait for `count` fitting instances; return all. Raises Unavailable after `timeout_s`."""
+        """Wait for `count` fitting instances; return all.
+
+        Raises Unavailable after `timeout_s`; Unauthenticated if only strangers have entries.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             fitting = self.instances if where is None else tuple(filter(where, self.instances))
@@ -64,6 +67,11 @@ class Discovery:
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self.changed()
             except TimeoutError:
+                if self._refused and not self.instances:
+                    raise Unauthenticated(
+                        f"every {self.kind} instance in cluster {self._etcd.cluster!r} is "
+                        f"{next(iter(self._refused.values()))}: compare key_file with theirs"
+                    ) from None
                 raise Unavailable(
                     f"{len(fitting)} of {count} fitting {self.kind} instances in cluster "
                     f"{self._etcd.cluster!r} after {timeout_s:g} s"
@@ -98,7 +106,7 @@ class Discovery:
             except Unauthenticated as error:
                 if name not in self._refused:
                     log.error("entry_refused", key=name, error=str(error))
-                self._refused.add(name)
+                self._refused[name] = str(error)
             except (ValueError, KeyError, TypeError):
                 log.error("entry_unreadable", key=name, value=entry.value)
         if change.snapshot:
@@ -106,6 +114,7 @@ class Discovery:
         for instance in found.values():
             self._directory.put(instance)
         for name in change.deleted:
+            self._refused.pop(name, None)
             self._directory.remove(name.removeprefix(folder), now_s=now_s, in_doubt=in_doubt)
         self._publish()
         self._known.set()

@@ -138,5 +138,7 @@ def _pip_settings() -> Iterator[str]:
             yield f"--setenv=PIP_{key.upper().replace('-', '_')}={value}"
             for word in value.split():
                 path = Path(word.removeprefix("file://"))
+                # An index refers to files beside it.
+                path = path.parent if word.startswith("file://") else path
                 if path.is_absolute() and path.exists():
                     yield f"--bind-ro={path}"
