@@ -115,7 +115,7 @@ def test_the_documented_commands_start_every_unit(host: BareHost) -> None:
     until(lambda: all_active(host))
     for unit in enabled(host):
         user = unit.partition("@")[0].removesuffix(".service")
-        owner = host.run("ps", "-o", "user:32=", "-p", host.show(unit, "MainPID")).strip()
+        owner = host.run("stat", "--format=%U", f"/proc/{host.show(unit, 'MainPID')}").strip()
         assert owner == user
     submit(host, 0, 16)
     until(lambda: trained(host) == 16)
