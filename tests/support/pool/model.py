@@ -6,16 +6,13 @@ be answered; the properties are what must be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge.core.errors import (
-    AlreadyExists,
     Conflict,
     FailedPrecondition,
     ForgeError,
-    InvalidArgument,
     NotFound,
     StaleFence,
 )
@@ -35,6 +32,7 @@ from services.pool.data.commands import (
 from services.pool.data.freeing import Freed
 from services.pool.data.orphans import ORPHAN_REASON
 from services.pool.storage.change_log import ChangeKind
+from tests.support.pool.model_checks import check_credits, check_one_outcome
 
 OPEN = common_pb2.TRAJECTORY_STATE_OPEN
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -135,9 +133,9 @@ class PoolModel:
 
     def _append_rewards(self, command: AppendRewards) -> None:
         trajectory = self._touched(command.trajectory)
-        _check_one_outcome(trajectory, command.rewards)
+        check_one_outcome(trajectory.rewards, command.rewards)
         if trajectory.state == SEALED:
-            _check_credits(command.rewards, len(trajectory.turns))
+            check_credits(command.rewards, len(trajectory.turns))
         self.trajectories[command.trajectory] = trajectory
         self._reward(command.trajectory, command.rewards, late=trajectory.state != OPEN)
 
@@ -158,9 +156,9 @@ class PoolModel:
         if trajectory is None or not self._closed_so(trajectory, command):
             trajectory = self._touched(name)
         if trajectory.remains is None:
-            _check_one_outcome(trajectory, command.rewards)
+            check_one_outcome(trajectory.rewards, command.rewards)
         if sealing:
-            _check_credits(command.rewards, command.turns)
+            check_credits(command.rewards, command.turns)
         if trajectory.state != OPEN:
             if not self._closed_so(trajectory, command):
                 raise FailedPrecondition("refused")
@@ -171,7 +169,7 @@ class PoolModel:
             if sorted(trajectory.turns) != list(range(command.turns)):
                 raise FailedPrecondition("refused")
             sequence_lengths([turn.head for _, turn in sorted(trajectory.turns.items())])
-            _check_credits(trajectory.rewards.values(), command.turns)
+            check_credits(trajectory.rewards.values(), command.turns)
         trajectory.state, trajectory.domain = command.state, command.domain
         trajectory.reason, trajectory.closed_unix_s = command.reason, command.sealed_unix_s
         self.trajectories[name] = trajectory
@@ -393,17 +391,3 @@ def _scanned(group: Group) -> common_pb2.GroupRecord:
     )
     whole.MergeFrom(group.record)
     return whole
-
-
-def _check_one_outcome(trajectory: Trajectory, rewards: tuple[common_pb2.RewardEvent, ...]) -> None:
-    after = {one.event_id: one for one in (*reversed(rewards), *trajectory.rewards.values())}
-    new_outcome = any(
-        one.kind == OUTCOME and name not in trajectory.rewards for name, one in after.items()
-    )
-    if new_outcome and sum(one.kind == OUTCOME for one in after.values()) > 1:
-        raise AlreadyExists("refused")
-
-
-def _check_credits(rewards: Iterable[common_pb2.RewardEvent], turns: int) -> None:
-    if any(event.turn_index >= turns for event in rewards):
-        raise InvalidArgument("refused")
