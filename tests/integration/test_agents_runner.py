@@ -343,8 +343,8 @@ async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert runner.returncode == 2
     assert errors == (
-        "forge runner: every scheduler instance in cluster 'test-agents-runner' is not signed by a "
-        "token of this cluster: compare key_file with theirs\n"
+        "forge runner: no scheduler instance in cluster 'test-agents-runner' has a valid entry "
+        "(not signed by a token of this cluster): compare key_file with theirs\n"
     )
 
 

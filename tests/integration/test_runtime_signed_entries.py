@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import Unavailable
+from forge.core.errors import Unauthenticated
 from forge.runtime.bearer import Bearer
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels, Remote
@@ -82,7 +82,7 @@ async def test_a_fake_instance_harvests_no_token(
     careless = await connect(etcd, cluster, None)
     try:
         await theirs.register("trainer", "trainer-0", address)
-        with pytest.raises(Unavailable, match="0 of 1 fitting trainer"):
+        with pytest.raises(Unauthenticated, match=r"no trainer instance .* has a valid entry"):
             await ask(ours)
         assert harvest.tokens == []
         assert await ours.all_instances() == ()

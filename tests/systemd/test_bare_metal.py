@@ -154,7 +154,7 @@ def test_a_process_that_hangs_is_started_again(host: BareHost) -> None:
     host.run("systemctl", "daemon-reload")
     host.run("systemctl", "restart", "forge-pool@1")
     pid = host.show("forge-pool@1", "MainPID")
-    host.run("kill", "-STOP", pid)
+    host.run("systemctl", "kill", "--signal=STOP", "--kill-whom=main", "forge-pool@1")
     until(lambda: host.show("forge-pool@1", "MainPID") not in (pid, "0"))
     until(lambda: all_active(host))
     assert "watchdog timeout" in host.run("journalctl", "-b", "--unit=forge-pool@1").lower()

@@ -68,9 +68,10 @@ class Discovery:
                     await self.changed()
             except TimeoutError:
                 if self._refused and not self.instances:
+                    reason = next(iter(self._refused.values()))
                     raise Unauthenticated(
-                        f"every {self.kind} instance in cluster {self._etcd.cluster!r} is "
-                        f"{next(iter(self._refused.values()))}: compare key_file with theirs"
+                        f"no {self.kind} instance in cluster {self._etcd.cluster!r} has a valid "
+                        f"entry ({reason}): compare key_file with theirs"
                     ) from None
                 raise Unavailable(
                     f"{len(fitting)} of {count} fitting {self.kind} instances in cluster "

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 START_S = 300.0
+REBOOT = 133
+"""Exit code of systemd-nspawn for a host that reboots."""
 STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
 """Packages of every Debian host; nothing of Forge's needs, and no compiler."""
 NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
@@ -74,13 +76,15 @@ class BareHost:
                 stdout=log,
                 stderr=log,
             )
-        self._wait_for_systemd(before=0)
+        self._wait_for_systemd()
 
     def reboot(self) -> None:
         """Reboot it as an operator does; return when its new systemd takes commands."""
-        before = self._init
+        assert self._container is not None
         self.run("systemctl", "reboot", check=False)
-        self._wait_for_systemd(before=before)
+        # nspawn ends so, and leaves the start to its supervisor.
+        assert self._container.wait(START_S) == REBOOT
+        self.boot()
 
     def stop(self) -> None:
         """Shut it down."""
@@ -113,7 +117,7 @@ class BareHost:
         """Return messages of the journal since the last boot."""
         return self.run("journalctl", "--boot", "--no-pager", "--output=cat", *words)
 
-    def _wait_for_systemd(self, *, before: int) -> None:
+    def _wait_for_systemd(self) -> None:
         deadline_s = time.monotonic() + START_S
         assert self._container is not None
         while time.monotonic() < deadline_s:
@@ -121,7 +125,7 @@ class BareHost:
             for child in psutil.Process(self._container.pid).children():
                 self._init = child.pid
                 state = self.run("systemctl", "is-system-running", check=False).strip()
-                if child.pid != before and state in ("starting", "running", "degraded"):
+                if state in ("starting", "running", "degraded"):
                     return
             # Real time: a machine boots.
             time.sleep(0.5)
