@@ -100,7 +100,7 @@ class _ForgeStack:
         self.pool.start(*LEASE)
         self._undo.callback(self.pool.kill)
         self._process("benchmarks.support.mock_upstream", "--http-port", self._port)
-        self._gateway = self._process("services.gateway", "--idle-s", "3600")
+        self._gateway = self._process("services.gateway", "--sessions.idle-s", "3600")
         port = str(free_port())
         floor = self._process("benchmarks.support.gateway_floor", "--http-port", port)
         url = _url(f"http://127.0.0.1:{port}")

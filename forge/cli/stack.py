@@ -248,7 +248,7 @@ def _flags(settings: Mapping[str, str]) -> list[str]:
 def _lasting_ports() -> dict[str, str]:
     """Returns ports that a gateway keeps over restarts, because agents only have its base URL."""
     grpc_port, http_port = free_ports(2)
-    return {"port": str(grpc_port), "http_port": str(http_port)}
+    return {"port": str(grpc_port), "http.port": str(http_port)}
 
 
 def _quiet_environment() -> dict[str, str]:

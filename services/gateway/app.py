@@ -48,10 +48,10 @@ class GatewayApp:
         model = await asyncio.to_thread(
             ChatModel.load,
             config.model_path,
-            name=config.model_name,
+            name=config.model.name,
             context_tokens=config.context_tokens,
-            tool_format=config.tool_format,
-            reasoning_format=config.reasoning_format,
+            tool_format=config.model.tool_format,
+            reasoning_format=config.model.reasoning_format,
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         pool = Pool(pools, timeout_s=config.pool_timeout_s)
@@ -62,8 +62,8 @@ class GatewayApp:
             model,
             sessions,
             self._streams,
-            sample_timeout_s=config.sample_timeout_s,
-            retry_for_s=config.retry_for_s,
+            sample_timeout_s=config.calls.sample_timeout_s,
+            retry_for_s=config.calls.retry_for_s,
         )
         self._context.server.add_service(
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
@@ -73,7 +73,7 @@ class GatewayApp:
         )
         await self._listen(config, turns, sessions, pool)
         settle()
-        self._sweeper = asyncio.create_task(self._sweep(config.idle_s))
+        self._sweeper = asyncio.create_task(self._sweep(config.sessions.idle_s))
         log.info(
             "model_loaded",
             model=model.name,
@@ -99,7 +99,7 @@ class GatewayApp:
         def settings(writer: ActorRef, set_size: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(
                 model=model,
-                max_calls=config.max_calls_per_session,
+                max_calls=config.calls.max_calls_per_session,
                 fetch=pool.fetch,
                 stored=pool.stored,
                 writer=writer,
@@ -110,11 +110,11 @@ class GatewayApp:
         return Sessions(
             self._actors,
             limits=SessionLimits(
-                sessions=config.max_sessions,
-                session_bytes=int(config.max_session_mib * (1 << 20)),
-                calls=config.max_calls,
-                idle_s=config.idle_s,
-                backlog_bytes=int(config.max_backlog_mib * (1 << 20)),
+                sessions=config.sessions.max_sessions,
+                session_bytes=int(config.sessions.max_session_mib * (1 << 20)),
+                calls=config.calls.max_calls,
+                idle_s=config.sessions.idle_s,
+                backlog_bytes=int(config.sessions.max_backlog_mib * (1 << 20)),
             ),
             settings=settings,
             open_stream=lambda shard: partial(pool.open_append_stream, shard),
@@ -129,10 +129,10 @@ class GatewayApp:
             sessions=sessions,
             pool=pool,
             security=self._context.security,
-            model_names=frozenset({turns.model.name, *config.model_aliases}),
+            model_names=frozenset({turns.model.name, *config.model.aliases}),
         )
-        self._http = HttpServer(edge, max_body_bytes=int(config.max_body_mib * (1 << 20)))
-        port = await self._http.start(config.host, config.http_port, _tls(config))
+        self._http = HttpServer(edge, max_body_bytes=int(config.http.max_body_mib * (1 << 20)))
+        port = await self._http.start(config.host, config.http.port, _tls(config))
         self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
 
     async def _sweep(self, idle_s: float) -> None:

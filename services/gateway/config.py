@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
@@ -11,17 +11,13 @@ from forge.runtime.config import Port, ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig(ServiceConfig):
-    """Serves agents: OpenAI's and Anthropic's protocols over HTTP, and gRPC."""
+class ModelSettings:
+    """The model as agents see it."""
 
-    model_path: str = ""
-    """Model directory: tokenizer.json, chat template, generation_config.json."""
-    model_name: str = ""
+    name: str = ""
     """Name of the model for agents; empty: the name of its directory."""
-    model_aliases: tuple[str, ...] = ("policy",)
+    aliases: tuple[str, ...] = ("policy",)
     """Other names that requests may use; '*': any name."""
-    context_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Longest context, prompt and answer; 0: the value in the model's config.json."""
     tool_format: str = "auto"
     """Format of the model's tool calls: hermes, qwen3_coder, glm, minimax_m2, kimi_k2, deepseek_v3,
     deepseek_v31, mistral, mistral_v11, llama3_json, pythonic, react, plain (none), or a package's;
@@ -30,14 +26,36 @@ class GatewayConfig(ServiceConfig):
     """Format of the model's reasoning: think, think_close (only the end tag is written),
     mistral_think, none, a package's, or two tags with a space between; auto: detected from the chat
     template."""
-    http_port: Port = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """The HTTP listener."""
+
+    port: Port = 0
     """HTTP port; 0 takes a free one."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSettings:
+    """Model calls in flight."""
+
     max_calls: Annotated[int, Meta(ge=1)] = 4096
     """Model calls in flight, over all sessions."""
     max_calls_per_session: Annotated[int, Meta(ge=1)] = 64
     """Model calls in flight in one session."""
+    sample_timeout_s: Annotated[float, Meta(ge=1)] = 1800.0
+    """Longest time to sample one answer."""
+    retry_for_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Time for which a call waits for a router and retries on others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionsSettings:
+    """Sessions in memory."""
+
     max_sessions: Annotated[int, Meta(ge=1)] = 100_000
     """Sessions in memory."""
     max_session_mib: Annotated[float, Meta(ge=1)] = 1024.0
@@ -46,9 +64,19 @@ class GatewayConfig(ServiceConfig):
     """Idle time after which a session leaves memory; its next call reads it from the pool."""
     max_backlog_mib: Annotated[float, Meta(ge=1)] = 256.0
     """Size of the turns that are not yet durable, per pool shard, above which calls are refused."""
-    sample_timeout_s: Annotated[float, Meta(ge=1)] = 1800.0
-    """Longest time to sample one answer."""
-    retry_for_s: Annotated[float, Meta(ge=0)] = 30.0
-    """Time for which a call waits for a router and retries on others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
+    """Serves agents: OpenAI's and Anthropic's protocols over HTTP, and gRPC."""
+
+    model_path: str = ""
+    """Model directory: tokenizer.json, chat template, generation_config.json."""
+    context_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Longest context, prompt and answer; 0: the value in the model's config.json."""
     pool_timeout_s: Annotated[float, Meta(ge=0.1)] = 30.0
     """Deadline of one call to the pool."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
+    calls: CallSettings = field(default_factory=CallSettings)
+    sessions: SessionsSettings = field(default_factory=SessionsSettings)

@@ -282,8 +282,8 @@ async def test_stopping_gateway_finishes_its_calls(
 async def test_overload_is_refused_with_a_hint(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """Beyond max_calls a call gets 429 and Retry-After, and the SDK's own retry succeeds."""
-    stack.start_gateway("one-call", "--max-calls", "1")
+    """Beyond calls.max_calls a call gets 429 and Retry-After, and the SDK's own retry succeeds."""
+    stack.start_gateway("one-call", "--calls.max-calls", "1")
     gateway = await stack.gateway(coordinator, "one-call")
     slow = await stack.openai(gateway, stack.token("busy:0:0")).chat.completions.create(
         model="policy", messages=[user("PACE[[60]] SAY[[zz]]")], stream=True
@@ -302,14 +302,14 @@ async def test_overload_is_refused_with_a_hint(
 @pytest.fixture(scope="module")
 def small(stack: GatewayStack) -> str:
     """A gateway for short bodies and one session in memory."""
-    stack.start_gateway("small", "--max-body-mib", "0.01", "--max-sessions", "1")
+    stack.start_gateway("small", "--http.max-body-mib", "0.01", "--sessions.max-sessions", "1")
     return "small"
 
 
 async def test_oversized_body_is_refused(
     stack: GatewayStack, coordinator: Coordinator, small: str
 ) -> None:
-    """A body beyond max_body_mib is cut off with an error object, before it costs memory."""
+    """A body beyond http.max_body_mib is cut off with an error object, before it costs memory."""
     gateway = await stack.gateway(coordinator, small)
     with pytest.raises(APIStatusError, match="too large") as caught:
         await ask(stack.openai(gateway, stack.token("big:0:0")), [user("x" * 20_000)])

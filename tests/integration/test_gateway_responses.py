@@ -30,7 +30,7 @@ TWO_CALLS = f"<think>\nhm\n</think>\n\nI look.\n{CALL.format('a')}\n{CALL.format
 @pytest.fixture(scope="module")
 def stack(stack: GatewayStack) -> GatewayStack:
     """With a second gateway, which has room for one session."""
-    stack.start_gateway("gateway-1", "--max-sessions", "1")
+    stack.start_gateway("gateway-1", "--sessions.max-sessions", "1")
     return stack
 
 

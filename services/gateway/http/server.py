@@ -56,8 +56,8 @@ class HttpServer:
             await site.start()
         except OSError as error:
             raise ConfigError(
-                f"http_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
-                "choose another with --http-port, or 0 for any free one"
+                f"http.port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
+                "choose another with --http.port, or 0 for any free one"
             ) from None
         bound: int = self._runner.addresses[0][1]
         return bound

@@ -64,7 +64,7 @@ class GatewayStack:
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
-        argv = [*self._with_model(name), "--retry-for-s", str(START_S), *settings]
+        argv = [*self._with_model(name), "--calls.retry-for-s", str(START_S), *settings]
         self.processes[name] = start_service("services.gateway", *argv)
 
     def start_scheduler(self, name: str, *settings: str) -> ServiceProcess:
