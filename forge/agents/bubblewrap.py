@@ -26,7 +26,7 @@ from typing import Final
 
 from forge.core.errors import FailedPrecondition
 
-NOBODY: Final = 65534
+UNPRIVILEGED_ID: Final = 65534
 """User and group of every program."""
 
 _ALLOW: Final = 0x7FFF0000
@@ -105,9 +105,16 @@ def _namespaces() -> tuple[str, ...]:
     )
     words += ("--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL")
     if os.getuid():
-        return (*words, "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY))
-    # A user namespace of root would map nobody to root. The program gives root up by itself, before
-    # it reads a line of the model.
+        return (
+            *words,
+            "--unshare-user",
+            "--uid",
+            str(UNPRIVILEGED_ID),
+            "--gid",
+            str(UNPRIVILEGED_ID),
+        )
+    # In a user namespace made by root, the unprivileged user would be root outside of it. Therefore
+    # the sandbox starts as root, and its prelude drops root before it reads the model's program.
     return (*words, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 
 

@@ -166,7 +166,7 @@ class Sandbox:
 
     async def _start(self) -> Process:
         limits, wrapper = self._limits, self._wrapper
-        user = bubblewrap.NOBODY if wrapper else 0
+        user = bubblewrap.UNPRIVILEGED_ID if wrapper else 0
         numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, user)
         with wrapper.filter_file() if wrapper else nullcontext(-1) as system_calls:
             return await asyncio.create_subprocess_exec(

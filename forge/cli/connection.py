@@ -12,7 +12,8 @@ from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument, 
 from forge.runtime.bearer import Bearer
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
-from forge.runtime.security import Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Keyring
 
 CONNECT_S = 3.0
 

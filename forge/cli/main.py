@@ -136,7 +136,7 @@ def key(
     path: Annotated[Path, typer.Argument(help="File of the key; an existing key is kept.")],
 ) -> None:
     """Make a cluster key. It signs every credential; all hosts of a cluster need the same key."""
-    from forge.runtime.security import Keyring
+    from forge.runtime.tokens import Keyring
 
     try:
         Keyring.generate(path)

@@ -23,7 +23,7 @@ from forge.core.errors import ForgeError, InvalidArgument
 from forge.runtime.bearer import bearer_of
 from forge.v1 import common_pb2, pool_pb2
 
-_AGO = re.compile(r"([0-9.]+)([smhd])")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -122,18 +122,26 @@ def _state(name: str) -> common_pb2.TrajectoryState.ValueType:
 
 def moment(option: str, text: str, *, now_unix_s: float) -> float | None:
     """Returns the Unix time of "2h" (ago) or of an ISO date, by default local; None for ""."""
-    if not text:
-        return None
-    ago = _AGO.fullmatch(text)
+    if not text or _DURATION.fullmatch(text):
+        ago_s = duration_s(option, text)
+        return None if ago_s is None else now_unix_s - ago_s
     try:
-        if ago is not None:
-            return now_unix_s - float(ago[1]) * _UNIT_S[ago[2]]
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise InvalidArgument(
             f"--{option} {text!r} must be a time ago like 90s, 15m, 2h or 7d, or a date like "
             "2026-01-31T12:00"
         ) from None
+
+
+def duration_s(option: str, text: str) -> float | None:
+    """Returns the seconds of "90s", "15m", "2h" or "7d"; None for "". Raises `InvalidArgument`."""
+    if not text:
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise InvalidArgument(f"--{option} {text!r} must be a time like 90s, 15m, 2h or 7d")
+    return float(match[1]) * _UNIT_S[match[2]]
 
 
 _RESOLVED: dict[Any, type[SystemOptions | FilterOptions]] = {

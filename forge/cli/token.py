@@ -5,8 +5,6 @@ Owns the arguments and the output; `forge.runtime.issued_tokens` owns the record
 
 from __future__ import annotations
 
-import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +13,7 @@ import typer
 
 from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
-from forge.cli.options import with_options
+from forge.cli.options import duration_s, with_options
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -26,8 +24,6 @@ token_app = typer.Typer(
     rich_markup_mode="rich",
     help="Issue, list and revoke the tokens of people and runners, where the cluster's key is.",
 )
-_LIFE = re.compile(r"([0-9]+)([mhd])")
-_UNIT_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @token_app.command()
@@ -49,10 +45,14 @@ def issue(
     """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
     from forge.runtime.issued_tokens import claims_for
     from forge.runtime.issued_tokens import issue as issue_token
+    from forge.runtime.private_file import write_private_file
 
     async def main() -> None:
         claims = claims_for(
-            role, subject, life_s=_life_s(life), audience=frozenset(audience or ()) or None
+            role,
+            subject,
+            life_s=duration_s("life", life),
+            audience=frozenset(audience or ()) or None,
         )
         keyring = at.keyring()
         async with at.open() as (coordinator, _):
@@ -60,7 +60,10 @@ def issue(
         if out is None:
             say(token)
         else:
-            _write(out, token)
+            try:
+                write_private_file(out, token + "\n")
+            except OSError as error:
+                raise InvalidArgument(f"--out {str(out)!r}: {error.strerror}") from None
             say(f"{claims.token_id}: {out}")
 
     finish(main, "Interrupted.")
@@ -98,24 +101,6 @@ def revoke(
         console.print(_line(token_id, record), markup=False, soft_wrap=True)
 
     finish(main, "Interrupted.")
-
-
-def _life_s(text: str) -> float | None:
-    if not text:
-        return None
-    match = _LIFE.fullmatch(text)
-    if match is None:
-        raise InvalidArgument(f"--life {text!r} must be a time like 30m, 12h or 7d")
-    return int(match[1]) * _UNIT_S[match[2]]
-
-
-def _write(path: Path, token: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise InvalidArgument(f"--out {str(path)!r}: {error.strerror}") from None
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
 
 
 def _line(token_id: str, record: Record) -> str:

@@ -32,7 +32,8 @@ from forge.client.task_files import write_tasks
 from forge.core.errors import FailedPrecondition, ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
-from forge.runtime.security import Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Keyring
 
 READY_TIMEOUT_S = 180.0
 OPERATE_RETRY_S = 120.0

@@ -16,8 +16,9 @@ import msgspec
 
 from forge.core.errors import InvalidArgument, StaleFence
 from forge.runtime.coordination import Coordinator, Versioned
-from forge.runtime.security import Claims, Keyring, Security, new_token_id
+from forge.runtime.security import Security
 from forge.runtime.telemetry import log
+from forge.runtime.tokens import Claims, Keyring, new_token_id
 
 KEY = "tokens"
 MAX_LIFE_S = 366 * 86_400.0

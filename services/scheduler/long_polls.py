@@ -65,10 +65,10 @@ class LongPolls(Generic[Request, Answer]):
                 unserved.append((request, future))
         self._waiting.extendleft(reversed(unserved))
 
-    def dismiss(self, whom: Callable[[Request], bool], *, answer: Answer) -> None:
+    def dismiss(self, selected: Callable[[Request], bool], *, answer: Answer) -> None:
         """Answer the selected calls with `answer`."""
         for request, future in self._waiting:
-            if whom(request) and not future.done():
+            if selected(request) and not future.done():
                 future.set_result(answer)
 
     def close(self, error: Exception) -> None:

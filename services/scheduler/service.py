@@ -15,7 +15,7 @@ from typing import Any
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Discovery
 from forge.runtime.rpc.status import to_status, trailing_metadata
-from forge.runtime.security import Claims, Keyring, new_token_id
+from forge.runtime.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig

@@ -23,7 +23,8 @@ import grpc.aio
 from forge import v1
 from forge.core.errors import NotFound
 from forge.runtime.rpc import RpcServer, current_claims
-from forge.runtime.security import Claims, Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Claims, Keyring
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.service import SCOPES as GATEWAY

@@ -13,7 +13,8 @@ import pytest
 
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
-from forge.runtime.security import Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Keyring
 from tests.support.runtime.etcd import EtcdServer
 
 ADDRESS = "a-host-with-a-long-name.in.some.rack.example:65535"

@@ -13,7 +13,8 @@ from forge.core.errors import Unauthenticated
 from forge.runtime.bearer import Bearer
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels, Remote
-from forge.runtime.security import Claims, Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Claims, Keyring
 from forge.v1 import trainer_pb2
 from forge.v1.trainer_pb2_grpc import TrainerServiceStub
 from tests.support.runtime.etcd import EtcdServer

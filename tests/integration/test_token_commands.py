@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from forge.runtime.issued_tokens import read_revocations, records, revoke
-from forge.runtime.security import Keyring, Security
+from forge.runtime.security import Security
+from forge.runtime.tokens import Keyring
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import start_service
 from tests.support.runtime.waiting import until
@@ -107,7 +108,7 @@ async def test_tokens_are_issued_and_revoked_only_with_the_key(system: System) -
         assert (code, errors) == (2, f"forge: {said}: the key of the cluster")
     for mistake, said in (
         (("issue", "root", "--subject", "x"), "role 'root' must be one of viewer, operator"),
-        (("issue", "admin", "--subject", "x", "--life", "1y"), "must be a time like 30m, 12h"),
+        (("issue", "admin", "--subject", "x", "--life", "1y"), "must be a time like 90s, 15m"),
         (("issue", "admin", "--subject", "x", "--life", "999d"), "at most 366 days"),
         (("revoke", "v1.a.b"), "takes the id of a token"),
     ):

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from forge.runtime.security import Security, audience_of
+from forge.runtime.security import Security
+from forge.runtime.tokens import audience_of
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""

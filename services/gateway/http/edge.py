@@ -14,8 +14,9 @@ import msgspec
 from aiohttp import web
 
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
-from forge.runtime.security import Claims, Security
+from forge.runtime.security import Security
 from forge.runtime.telemetry import bind_context
+from forge.runtime.tokens import Claims
 from services.gateway.errors import UnknownModel
 from services.gateway.http.errors import public_error
 from services.gateway.pool_client import Pool

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.bearer import Bearer
 from forge.runtime.config import ServiceConfig
-from forge.runtime.security import Claims, Keyring, Security, narrow
+from forge.runtime.security import Security
 from forge.runtime.tls import is_loopback
+from forge.runtime.tokens import Claims, Keyring, narrow
 
 KEY = b"k" * 32
 SESSION = Claims(

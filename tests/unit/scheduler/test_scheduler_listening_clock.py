@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import Unauthenticated
-from forge.runtime.security import Keyring
+from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
