@@ -33,9 +33,18 @@ from services.pool.service import SCOPES as POOL
 from services.scheduler.service import SCOPES as SCHEDULER
 from services.trainer.service import SCOPES as TRAINER
 
-GOOD = ("session", "other session", "runner", "viewer", "operator", "admin", "service")
+GOOD = (
+    *("session", "other session", "grader", "other grader"),
+    *("runner", "viewer", "operator", "admin", "service"),
+)
 BAD = ("none", "garbage", "another key", "expired", "revoked", "another audience")
 SESSIONS = {"session", "other session"}
+GRADERS = {*SESSIONS, "grader", "other grader"}
+TRAJECTORIES = {"session": "t:0:0", "grader": "t:0:0"} | {
+    "other session": "u:0:0",
+    "other grader": "u:0:0",
+}
+"""Trajectory in the claims of a credential."""
 SERVICE = {"service"}
 ADMIN = {"admin", "service"}
 OPERATOR = {"operator", "admin", "service"}
@@ -70,11 +79,11 @@ MATRIX = {
     "PoolService/GetPoolStats": VIEWER,
     "PoolReplicaService/Follow": SERVICE,
     "PoolReplicaService/FetchRecords": SERVICE,
-    "GatewayService/OpenSession": SESSIONS,
+    "GatewayService/OpenSession": GRADERS,
     "GatewayService/Chat": SESSIONS,
     "GatewayService/Generate": SESSIONS,
-    "GatewayService/Annotate": SESSIONS,
-    "GatewayService/CloseSession": SESSIONS,
+    "GatewayService/Annotate": GRADERS,
+    "GatewayService/CloseSession": GRADERS,
     "InferenceService/Sample": SERVICE,
     "InferenceService/SampleStream": SERVICE,
     "InferenceService/GetInferenceStatus": VIEWER,
@@ -96,7 +105,7 @@ MATRIX = {
     "POST /v1/messages/count_tokens": SESSIONS,
     "GET /v1/models": SESSIONS,
     "GET /v1/models/{model}": SESSIONS,
-    "POST /v1/forge/close": SESSIONS,
+    "POST /v1/forge/close": GRADERS,
 }
 """Accepted credentials of each call; routes below /s/{token} are the same with the token in the
 path. A session reaches its own trajectory alone, by the claims of its token."""
@@ -125,12 +134,12 @@ DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 def token_of(credential: str, audience: str) -> str:
     """The token of a credential for a call to `audience`; the bad ones would have every scope."""
-    every = frozenset({"service", "session"})
+    every = frozenset({"service", "session", "grader"})
     claims = Claims(
         subject=credential,
         scopes=every if credential in BAD else frozenset({credential.split()[-1]}),
         token_id=credential,
-        trajectory_id={"session": "t:0:0", "other session": "u:0:0"}.get(credential, ""),
+        trajectory_id=TRAJECTORIES.get(credential, ""),
         audience=frozenset({"OtherService" if credential == "another audience" else audience}),
         expires_unix_s=1.0 if credential == "expired" else time.time() + 3600,
     )
@@ -223,9 +232,8 @@ async def test_every_rpc_accepts_the_credentials_of_its_row() -> None:
                     code = await code_of(channel, f"/{name}/{method.name}", method, token)
                     if code not in DENIED:
                         accepted.add(credential)
-                        expected = {"session": ["t:0:0"], "other session": ["u:0:0"]}
                         if name != "forge.v1.ClockService":
-                            assert stub.trajectories == expected.get(credential, [""])
+                            assert stub.trajectories == [TRAJECTORIES.get(credential, "")]
                     else:
                         assert stub.trajectories == []
     await server.stop(grace_s=0.0)
@@ -268,7 +276,7 @@ async def test_every_route_accepts_the_credentials_of_its_row() -> None:
 
 def rendered() -> str:
     """The matrix as a table of SECURITY.md."""
-    columns = ("none", "session", "runner", "viewer", "operator", "admin", "service")
+    columns = ("none", "session", "grader", "runner", "viewer", "operator", "admin", "service")
     lines = ["| call | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for call, accepted in MATRIX.items():
         cells = ["yes" if column in accepted else "" for column in columns]
