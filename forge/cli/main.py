@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from forge.cli.certs import certs_app
 from forge.cli.command_exit import console, fail, finish, say
 from forge.cli.connection import of_run
 from forge.cli.options import SystemOptions, with_options
@@ -30,6 +31,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
 app.add_typer(token_app, name="token")
+app.add_typer(certs_app, name="certs")
 
 
 def _print_version(wanted: bool) -> None:
