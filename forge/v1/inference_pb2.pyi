@@ -347,9 +347,12 @@ class PrefillRequest(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_ids: _builtins.bytes
     hold_s: _builtins.float
+    session_id: _builtins.str
+    """Session of the request, for logs."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -359,10 +362,11 @@ class PrefillRequest(_message.Message):
         prompt_ids: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         hold_s: _builtins.float = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,6 +411,7 @@ class FetchKvRequest(_message.Message):
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The decode instance already has the tokens before this one."""
@@ -414,6 +419,8 @@ class FetchKvRequest(_message.Message):
     """Release the cache after it is sent completely, without a ReleaseKv."""
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
+    session_id: _builtins.str
+    """Session of the request, for logs."""
     def __init__(
         self,
         *,
@@ -421,10 +428,11 @@ class FetchKvRequest(_message.Message):
         from_token: _builtins.int = ...,
         release: _builtins.bool = ...,
         slices: _builtins.bool = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,15 +514,19 @@ class ReleaseKvRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    session_id: _builtins.str
+    """Session of the request, for logs."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,11 +557,14 @@ class DecodeRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_ids: _builtins.bytes
     stream: _builtins.bool
     prefill_address: _builtins.str
     """host:port of the instance with the KV cache."""
+    session_id: _builtins.str
+    """Session of the request, for logs."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -565,10 +580,11 @@ class DecodeRequest(_message.Message):
         stream: _builtins.bool = ...,
         prefill_address: _builtins.str = ...,
         first: _common_pb2.SampledTokens | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,16 +1,20 @@
 """Server interceptor: credentials, errors, metrics and access log of every call.
 
 Wraps each method once, at its first call: a call takes about 0.35 ms, and the interceptor must not
-add to it. Calls that succeed within a second are logged at debug level, others at info.
+add to it. Failed calls are logged at info. So are slow ones: over a second and over a tenth of the
+caller's deadline, without the `wait_s` of a long poll. Other calls, and streams that succeed or are
+cancelled, are logged at debug. Each line has the trajectory of the call, if there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +36,8 @@ _SECONDS = histogram(
 _IN_FLIGHT = gauge("forge_rpc_in_flight", "Calls being served, by method.", ["method"])
 
 _SLOW_S = 1.0
+_SLOW_SHARE = 0.1
+"""Part of the caller's deadline."""
 _claims: ContextVar[Claims] = ContextVar("forge_claims", default=ANONYMOUS)
 
 
@@ -67,7 +73,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if handler is not None and service in self._scopes:
                 scopes = self._scopes[service]
                 scope = scopes if isinstance(scopes, str) else scopes.get(method, "service")
-                handler = _wrap(handler, _Method(path, scope, self._security))
+                streams = handler.request_streaming or handler.response_streaming
+                method_served = _Method(path, scope, self._security, streams=streams)
+                handler = _wrap(handler, method_served)
                 self._wrapped[path] = handler
         return handler
 
@@ -75,13 +83,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Method:
     """Path, scope and metrics of one method."""
 
-    def __init__(self, path: str, scope: str, security: Security) -> None:
+    def __init__(self, path: str, scope: str, security: Security, *, streams: bool) -> None:
         self.path = path
         self.scope = scope
         self.audience = audience_of(path)
         self.security = security
         self.seconds = _SECONDS.labels(path)
         self.in_flight = _IN_FLIGHT.labels(path)
+        self.streams = streams
         self.ok = _CALLS.labels(path, "OK")
 
     def claims_of(self, context: Any) -> Claims:
@@ -118,13 +127,13 @@ def _wrap(handler: Any, method: _Method) -> Any:
     async def answer(request: Any, context: Any) -> Any:
         async with _Call(method, context) as call:
             call.authorize()
-            _check_intact(request)
+            call.read(request)
             return encode(await inner(request, context))
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         async with _Call(method, context) as call:
             call.authorize()
-            _check_intact(request)
+            call.read(request)
             async for response in inner(request, context):
                 yield encode(response)
 
@@ -139,7 +148,7 @@ def _wrap(handler: Any, method: _Method) -> Any:
 
 
 def _decoder(decode: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[bytes], Any]:
-    """Wrap `decode`: its error reaches the handler of a stream, or `_check_intact`. An exception
+    """Wrap `decode`: its error reaches the handler of a stream, or `_Call.read`. An exception
     before the handler would end as UNKNOWN and not be counted."""
 
     def decoded(data: bytes) -> Any:
@@ -178,27 +187,41 @@ def _encoder(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
     return encoded
 
 
-def _check_intact(request: Any) -> None:
-    if isinstance(request, InvalidArgument):
-        raise request
+@functools.cache
+def _trajectory_field(descriptor: Any) -> str:
+    """Return the field with the trajectory of a request, or ""; None: the request is no message."""
+    fields = () if descriptor is None else descriptor.fields_by_name
+    return next((name for name in ("trajectory_id", "session_id") if name in fields), "")
 
 
 class _Call:
     """One call, from arrival to answer."""
 
-    __slots__ = ("_claims", "_context", "_method", "_started_s")
+    __slots__ = ("_claims", "_context", "_method", "_slow_s", "_started_s")
 
     def __init__(self, method: _Method, context: Any) -> None:
         self._method = method
         self._context = context
         self._claims = ANONYMOUS
         self._started_s = time.perf_counter()
+        self._slow_s = inf if method.streams else _SLOW_S
 
     def authorize(self) -> None:
         self._claims = self._method.claims_of(self._context)
         _claims.set(self._claims)
         if self._claims.trajectory_id:
             bind_context(trajectory_id=self._claims.trajectory_id)
+
+    def read(self, request: Any) -> None:
+        """Take from the request what its log line needs. Raises InvalidArgument, see `_decoder`."""
+        if isinstance(request, InvalidArgument):
+            raise request
+        field = _trajectory_field(getattr(request, "DESCRIPTOR", None))
+        if field and (trajectory_id := getattr(request, field)):
+            bind_context(trajectory_id=trajectory_id)
+        left_s = self._context.time_remaining()
+        wait_s = getattr(request, "wait_s", 0.0)
+        self._slow_s = wait_s + max(self._slow_s, _SLOW_SHARE * ((left_s or 0.0) - wait_s))
 
     async def __aenter__(self) -> _Call:
         self._method.in_flight.inc()
@@ -227,13 +250,14 @@ class _Call:
         method.seconds.observe(elapsed_s)
         if error is None:
             method.ok.inc()
-            write = log.debug if elapsed_s < _SLOW_S else log.info
+            write = log.debug if elapsed_s < self._slow_s else log.info
             write("rpc", method=method.path, code="OK", s=elapsed_s, subject=self._claims.subject)
             return
         code = self._code(error)
         _CALLS.labels(method.path, code).inc()
         broken = isinstance(error, Exception) and code in ("INTERNAL", "DATA_LOSS")
-        (log.error if broken else log.info)(
+        left = method.streams and code == "CANCELLED"
+        (log.error if broken else log.debug if left else log.info)(
             "rpc",
             method=method.path,
             code=code,

@@ -70,6 +70,7 @@ class Run:
         config: InferenceConfig,
     ) -> None:
         """`prompt`: what the request was read to."""
+        self._session_id = request.session_id
         self._sampling = request.sampling
         self._stream = request.stream
         self._prompt = prompt
@@ -167,6 +168,7 @@ class Run:
                 sampled_tokens=self._tokens,
             ),
             hold_s=self._config.router.hold_s,
+            session_id=self._session_id,
         )
         address, read = await self._prefill(request)
         self._take(read.first)
@@ -183,6 +185,7 @@ class Run:
                 stream=self._stream,
                 prefill_address=address,
                 first=read.first,
+                session_id=self._session_id,
             )
         )
         fetched = False
@@ -199,7 +202,7 @@ class Run:
 
     async def _release_kv(self, address: str, request_id: str) -> None:
         """Free a held prompt; on failure prefill drops it after `hold_s`."""
-        release = pb.ReleaseKvRequest(request_id=request_id)
+        release = pb.ReleaseKvRequest(request_id=request_id, session_id=self._session_id)
         with suppress(grpc.aio.AioRpcError):
             await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
 

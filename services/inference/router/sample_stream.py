@@ -16,7 +16,7 @@ import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
-from forge.runtime.telemetry import log
+from forge.runtime.telemetry import bind_context, log
 from forge.v1 import inference_pb2 as pb
 from services.inference.router.metrics import STREAM_CALLS
 
@@ -151,6 +151,7 @@ class _Stream:
             task.add_done_callback(lambda _: self._more.set())
 
     async def _run(self, begin: pb.SampleBegin) -> None:
+        bind_context(trajectory_id=begin.request.session_id)
         try:
             async with asyncio.timeout(begin.timeout_s) as deadline:
                 await self._answer(begin)

@@ -72,7 +72,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
-        fetch = self._fetch_from(request.prefill_address, request.request_id)
+        fetch = self._fetch_from(request)
         pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
         async with aclosing(pieces):
             async for piece in pieces:
@@ -83,13 +83,19 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     decode_s=piece.decode_s,
                 )
 
-    def _fetch_from(self, address: str, request_id: str) -> FetchKv:
+    def _fetch_from(self, request: pb.DecodeRequest) -> FetchKv:
+        address = request.prefill_address
+
         async def fetch(from_token: int) -> KvSpan:
             stub = rpc.PrefillServiceStub(self._channels.get(address))
             assembler = codec.SpanAssembler()
             call: Any = stub.FetchKv(
                 pb.FetchKvRequest(
-                    request_id=request_id, from_token=from_token, release=True, slices=True
+                    request_id=request.request_id,
+                    from_token=from_token,
+                    release=True,
+                    slices=True,
+                    session_id=request.session_id,
                 )
             )
             try:
