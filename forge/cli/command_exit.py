@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -25,6 +24,8 @@ def say(text: str) -> None:
 
 def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
     """Runs an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+    import asyncio
+
     from forge.runtime.telemetry import log_to_people
 
     log_to_people()

@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
 from forge.runtime.bearer import Bearer
-from forge.runtime.coordination import Coordinator
-from forge.runtime.rpc import Channels
-from forge.runtime.security import Security
 from forge.runtime.tokens import Keyring
+
+if TYPE_CHECKING:
+    from forge.runtime.coordination import Coordinator
+    from forge.runtime.rpc import Channels
 
 CONNECT_S = 3.0
 
@@ -41,6 +43,11 @@ class Connection:
     async def open(self) -> AsyncIterator[tuple[Coordinator, Channels]]:
         """Connects for the length of a block. Raises `Unavailable` when etcd does not answer,
         `ConfigError` for an invalid key."""
+        # Late imports: `--help` needs neither gRPC nor the etcd client.
+        from forge.runtime.coordination import Coordinator
+        from forge.runtime.rpc import Channels
+        from forge.runtime.security import Security
+
         security = Security(
             self.bearer or self.keyring(),
             subject="operator",

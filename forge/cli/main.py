@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +35,8 @@ app.add_typer(certs_app, name="certs")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         console.print(metadata.version("forge-rl"))
         raise typer.Exit
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,9 @@ from forge.cli.connection import Connection, newest_run, of_run
 from forge.cli.run_options import Root
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.runtime.bearer import bearer_of
-from forge.v1 import common_pb2, pool_pb2
+
+if TYPE_CHECKING:
+    from forge.v1 import common_pb2, pool_pb2
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -99,6 +101,8 @@ class FilterOptions:
 
     def resolved(self) -> pool_pb2.TrajectoryFilter:
         """Returns the filter. Raises `InvalidArgument`."""
+        from forge.v1 import pool_pb2
+
         now_unix_s = time.time()
         return pool_pb2.TrajectoryFilter(
             domain=self.domain,
@@ -114,6 +118,8 @@ class FilterOptions:
 
 
 def _state(name: str) -> common_pb2.TrajectoryState.ValueType:
+    from forge.v1 import common_pb2
+
     names = {"": "UNSPECIFIED", "open": "OPEN", "sealed": "SEALED", "abandoned": "ABANDONED"}
     if name not in names:
         raise InvalidArgument(f"--state {name!r} must be open, sealed or abandoned")
@@ -144,21 +150,15 @@ def duration_s(option: str, text: str) -> float | None:
     return float(match[1]) * _UNIT_S[match[2]]
 
 
-_RESOLVED: dict[Any, type[SystemOptions | FilterOptions]] = {
-    Connection: SystemOptions,
-    pool_pb2.TrajectoryFilter: FilterOptions,
-}
-"""Types that a command takes in place of their options."""
-
-
 def with_options(
     command: Callable[..., None], *, omit: Collection[str] = ()
 ) -> Callable[..., None]:
     """Decorates a command: the fields of a dataclass replace the parameter of its type, as options;
-    so do the options of `_RESOLVED`. `omit`: fields that are no options of this command."""
+    those of `SystemOptions` a `Connection`. `omit`: fields that are no options of this command."""
     declared = inspect.signature(command, eval_str=True).parameters
     types: dict[str, Any] = {
-        name: _RESOLVED.get(one.annotation, one.annotation) for name, one in declared.items()
+        name: SystemOptions if one.annotation is Connection else one.annotation
+        for name, one in declared.items()
     }
     options = {
         name: [
@@ -174,7 +174,7 @@ def with_options(
         try:
             for name, fields in options.items():
                 made: Any = types[name](**{field.name: given.pop(field.name) for field in fields})
-                given[name] = made.resolved() if declared[name].annotation in _RESOLVED else made
+                given[name] = made.resolved() if declared[name].annotation is Connection else made
         except ForgeError as error:
             fail(error)
         command(**given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,8 @@ import typer
 
 from forge.cli.command_exit import fail, finish
 from forge.cli.connection import Connection
-from forge.cli.options import SystemOptions, with_options
+from forge.cli.options import FilterOptions, SystemOptions, with_options
 from forge.core.errors import ForgeError
-from forge.v1 import common_pb2, pool_pb2
 
 pool_app = typer.Typer(
     no_args_is_help=True,
@@ -144,7 +144,7 @@ def compact(system: SystemOptions, directory: Directory) -> None:
 @with_options
 def query(
     at: Connection,
-    wanted: pool_pb2.TrajectoryFilter,
+    wanted: FilterOptions,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number; 0: all.")] = 50,
     json: Json = False,
 ) -> None:
@@ -155,7 +155,7 @@ def query(
     from forge.cli.pool_reading import list_trajectories
 
     finish(
-        lambda: list_trajectories(at, wanted, limit=limit, as_json=json),
+        lambda: list_trajectories(at, wanted.resolved(), limit=limit, as_json=json),
         "Interrupted.",
     )
 
@@ -164,7 +164,7 @@ def query(
 @with_options
 def tail(
     at: Connection,
-    wanted: pool_pb2.TrajectoryFilter,
+    wanted: FilterOptions,
     cursor: Annotated[
         list[str] | None,
         typer.Option(help="Continue after it; one per shard, as printed at the end of a tail."),
@@ -183,7 +183,7 @@ def tail(
 
     finish(
         lambda: follow_trajectories(
-            at, wanted, cursors=cursor or [], from_start=from_start, as_json=json
+            at, wanted.resolved(), cursors=cursor or [], from_start=from_start, as_json=json
         ),
         "",
     )
@@ -193,7 +193,7 @@ def tail(
 @with_options
 def export(
     at: Connection,
-    wanted: pool_pb2.TrajectoryFilter,
+    wanted: FilterOptions,
     file: Annotated[Path, typer.Argument(help="New file: NAME.parquet or NAME.jsonl.")],
 ) -> None:
     """Write trajectories with their tokens, log-probs, versions and rewards to a file.
@@ -206,10 +206,9 @@ def export(
     """
     from forge.cli.pool_reading import export_trajectories
 
-    if not wanted.state:
-        wanted.state = common_pb2.TRAJECTORY_STATE_SEALED
+    chosen = replace(wanted, state=wanted.state or "sealed")
     finish(
-        lambda: export_trajectories(at, wanted, file),
+        lambda: export_trajectories(at, chosen.resolved(), file),
         f"Interrupted; {file} is not written.",
     )
 

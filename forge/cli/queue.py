@@ -5,7 +5,6 @@ Owns the arguments and the output; the scheduler owns the effect.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,10 +14,10 @@ from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.cli.submission import Submission
 from forge.cli.trouble import troubles
-from forge.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
     from forge.core.tasks.dataset_cursor import DatasetCursor
+    from forge.v1 import scheduler_pb2
 
 queue_app = typer.Typer(
     no_args_is_help=True,
@@ -33,14 +32,14 @@ _POLL_S = 1.0
 @with_options
 def pause(at: Connection) -> None:
     """Lease no further rollout and no further batch. Leased ones continue to their end."""
-    finish(lambda: _set(at, scheduler_pb2.ACTIVITY_PAUSED), "Interrupted.")
+    finish(lambda: _set(at, "ACTIVITY_PAUSED"), "Interrupted.")
 
 
 @queue_app.command()
 @with_options
 def resume(at: Connection) -> None:
     """Continue after a pause or a drain."""
-    finish(lambda: _set(at, scheduler_pb2.ACTIVITY_RUNNING), "Interrupted.")
+    finish(lambda: _set(at, "ACTIVITY_RUNNING"), "Interrupted.")
 
 
 @queue_app.command()
@@ -50,7 +49,7 @@ def drain(
     wait: Annotated[bool, typer.Option(help="Return when no group runs.")] = False,
 ) -> None:
     """Start no further group. Running groups end, and complete groups are trained."""
-    finish(lambda: _set(at, scheduler_pb2.ACTIVITY_DRAINING, wait=wait), "Still draining.")
+    finish(lambda: _set(at, "ACTIVITY_DRAINING", wait=wait), "Still draining.")
 
 
 @queue_app.command()
@@ -84,17 +83,18 @@ async def _submit(at: Connection, submission: Submission) -> None:
         console.print(f"all of {submission.name} is in the queue")
 
 
-async def _set(
-    at: Connection, activity: scheduler_pb2.Activity.ValueType | None, *, wait: bool = False
-) -> None:
+async def _set(at: Connection, activity: str | None, *, wait: bool = False) -> None:
     """Sets the activity, unless it is None, and prints the state. Raises ForgeError."""
-    # A late import: other commands start faster without the client.
+    # Late imports: other commands start faster without the client.
+    import asyncio
+
     from forge.client.operator import Operator
+    from forge.v1 import scheduler_pb2
 
     async with at.open() as (coordinator, channels):
         operator = Operator(coordinator, channels)
         if activity is not None:
-            await operator.set_activity(activity)
+            await operator.set_activity(scheduler_pb2.Activity.Value(activity))
         status = await operator.scheduler_status()
         # A new leader first waits for the leases of runners.
         while wait and (status.running_groups or status.taking_over):
@@ -107,6 +107,8 @@ async def _set(
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:
     """Returns the state of the queue in one line."""
+    from forge.v1 import scheduler_pb2
+
     activity = scheduler_pb2.Activity.Name(status.activity).removeprefix("ACTIVITY_").lower()
     complete = status.complete_in_window + status.complete_outside_window
     return (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.v1 import common_pb2
+if TYPE_CHECKING:
+    from forge.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Submission:
     @property
     def defaults(self) -> common_pb2.Task:
         """Values of fields that a line omits."""
+        from forge.v1 import common_pb2
+
         return common_pb2.Task(
             domain=self.domain, scaffold=self.scaffold, group_size=self.group_size
         )

@@ -5,7 +5,10 @@ Owns the wording around the scheduler's texts.
 
 from __future__ import annotations
 
-from forge.v1 import scheduler_pb2
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge.v1 import scheduler_pb2
 
 
 def troubles(status: scheduler_pb2.GetSchedulerStatusResponse | None) -> dict[str, str]:

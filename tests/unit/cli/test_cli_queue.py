@@ -45,6 +45,6 @@ async def test_drain_waits_for_what_a_new_leader_does_not_know_yet(
 
     monkeypatch.setattr(operator, "Operator", Operator)
     monkeypatch.setattr(queue, "_POLL_S", 0.0)
-    await queue._set(Connection(), DRAINING, wait=True)
+    await queue._set(Connection(), "ACTIVITY_DRAINING", wait=True)
     assert not looks
     assert "7 trained" in capsys.readouterr().out
