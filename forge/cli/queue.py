@@ -69,6 +69,36 @@ def submit(at: Connection, submission: Submission) -> None:
     finish(lambda: _submit(at, submission), "Interrupted. Run the same command again to continue.")
 
 
+@queue_app.command()
+@with_options
+def drop(
+    at: Connection,
+    reason: Annotated[str, typer.Option(help="Stored with each group.")],
+    task_ids: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...")] = None,
+    domain: Annotated[
+        str, typer.Option(help="Instead of tasks: every pending group of the domain.")
+    ] = "",
+    scaffold: Annotated[str, typer.Option(help="Only the domain's tasks of this scaffold.")] = "",
+) -> None:
+    """Tombstone pending groups, for example of tasks that no runner can do. They are not trained.
+
+    Groups in a batch and settled groups stay as they are.
+
+    [dim]forge queue drop --domain web --reason "the runner for web is gone"[/dim]
+    """
+
+    async def drop_groups() -> None:
+        from forge.client.operator import Operator
+
+        async with at.open() as (coordinator, channels):
+            dropped = await Operator(coordinator, channels).drop_groups(
+                task_ids or (), domain=domain, scaffold=scaffold, reason=reason
+            )
+            say(f"{dropped} groups dropped")
+
+    finish(drop_groups, "Interrupted. Run the same command again to complete it.")
+
+
 async def _submit(at: Connection, submission: Submission) -> None:
     """Raises ForgeError."""
     from forge.cli.submitting import Submitter

@@ -113,6 +113,16 @@ class Operator:
         request = scheduler_pb2.SetActivityRequest(activity=activity)
         await self._ask_scheduler("SetActivity", request, timeout_s=5.0)
 
+    async def drop_groups(
+        self, task_ids: Iterable[str] = (), *, domain: str = "", scaffold: str = "", reason: str
+    ) -> int:
+        """Tombstones pending groups, by task id or of a domain; returns their number."""
+        request = scheduler_pb2.DropGroupsRequest(
+            task_ids=task_ids, domain=domain, scaffold=scaffold, reason=reason
+        )
+        response = await self._ask_scheduler("DropGroups", request, timeout_s=60.0)
+        return int(response.dropped)
+
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
         """Models and load of inference."""
         request = inference_pb2.GetInferenceStatusRequest()

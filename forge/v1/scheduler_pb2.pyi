@@ -651,6 +651,56 @@ class SetActivityResponse(_message.Message):
 Global___SetActivityResponse: _TypeAlias = SetActivityResponse  # noqa: Y015
 
 @_typing.final
+class DropGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    SCAFFOLD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    """Instead of task ids: every pending group of the domain, and of the scaffold if it is set."""
+    scaffold: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        domain: _builtins.str = ...,
+        scaffold: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "reason", b"reason", "scaffold", b"scaffold", "task_ids", b"task_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGroupsRequest: _TypeAlias = DropGroupsRequest  # noqa: Y015
+
+@_typing.final
+class DropGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """Groups that this call tombstoned."""
+    def __init__(
+        self,
+        *,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGroupsResponse: _TypeAlias = DropGroupsResponse  # noqa: Y015
+
+@_typing.final
 class GetSchedulerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

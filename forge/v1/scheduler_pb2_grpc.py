@@ -84,6 +84,11 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
                 _registered_method=True)
+        self.DropGroups = channel.unary_unary(
+                '/forge.v1.SchedulerService/DropGroups',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.FromString,
+                _registered_method=True)
         self.GetSchedulerStatus = channel.unary_unary(
                 '/forge.v1.SchedulerService/GetSchedulerStatus',
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.SerializeToString,
@@ -181,6 +186,17 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropGroups(self, request, context):
+        """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
+        returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
+        are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
+        NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
+        pool shard is unreachable. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSchedulerStatus(self, request, context):
         """Returns the state of the queue and the window, and the counts of groups.
         """
@@ -247,6 +263,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.SetActivity,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.SerializeToString,
+            ),
+            'DropGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropGroups,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.SerializeToString,
             ),
             'GetSchedulerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSchedulerStatus,
@@ -529,6 +550,33 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/SetActivity',
             forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/DropGroups',
+            forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,6 +72,13 @@ class SchedulerServiceStub:
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
     Idempotent.
     """
+    DropGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]
+    """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
+    returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
+    are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
+    NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
+    pool shard is unreachable. Safe to retry.
+    """
     GetSchedulerStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]
     """Returns the state of the queue and the window, and the counts of groups."""
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
@@ -117,6 +124,13 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     SetActivity: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]  # type: ignore[assignment]
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
     Idempotent.
+    """
+    DropGroups: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]  # type: ignore[assignment]
+    """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
+    returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
+    are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
+    NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
+    pool shard is unreachable. Safe to retry.
     """
     GetSchedulerStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]  # type: ignore[assignment]
     """Returns the state of the queue and the window, and the counts of groups."""
@@ -220,6 +234,19 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.SetActivityResponse, _abc.Awaitable[_scheduler_pb2.SetActivityResponse]]:
         """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
         Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def DropGroups(
+        self,
+        request: _scheduler_pb2.DropGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.DropGroupsResponse, _abc.Awaitable[_scheduler_pb2.DropGroupsResponse]]:
+        """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
+        returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
+        are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
+        NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
+        pool shard is unreachable. Safe to retry.
         """
 
     @_abc_1.abstractmethod

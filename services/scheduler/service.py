@@ -28,6 +28,7 @@ FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
     "SubmitTasks": "operator",
     "SetActivity": "operator",
+    "DropGroups": "operator",
     "GetSchedulerStatus": "viewer",
     "ListGroups": "operator",
     "LeaseRollouts": "runner",
@@ -206,6 +207,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         ask = m.SetActivity(activity=validation.check_activity(request.activity))
         await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.SetActivityResponse()
+
+    async def DropGroups(
+        self, request: scheduler_pb2.DropGroupsRequest, context: Any
+    ) -> scheduler_pb2.DropGroupsResponse:
+        """Tombstone pending groups; durable on return."""
+        leader = await self._lead(context)
+        checked = validation.check_drop(request)
+        ask = m.DropGroups(
+            task_ids=tuple(dict.fromkeys(checked.task_ids)),
+            domain=checked.domain,
+            scaffold=checked.scaffold,
+            reason=checked.reason,
+        )
+        dropped = await leader.commits.ask(ask, timeout_s=WRITE_S)
+        return scheduler_pb2.DropGroupsResponse(dropped=dropped)
 
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any

@@ -115,6 +115,19 @@ def check_abilities(request: scheduler_pb2.LeaseRolloutsRequest) -> Abilities:
     return Abilities(domains=frozenset(request.domains), scaffolds=frozenset(request.scaffolds))
 
 
+def check_drop(request: scheduler_pb2.DropGroupsRequest) -> scheduler_pb2.DropGroupsRequest:
+    """Task ids or a domain, and a reason."""
+    if not 1 <= len(request.reason.encode()) <= MAX_TAG_BYTES:
+        raise InvalidArgument(
+            f"reason {request.reason[:40]!r} must have 1 to {MAX_TAG_BYTES} bytes"
+        )
+    if bool(request.task_ids) == bool(request.domain or request.scaffold):
+        raise InvalidArgument("set either task_ids, or a domain and perhaps a scaffold")
+    if request.scaffold and not request.domain:
+        raise InvalidArgument(f"scaffold {request.scaffold!r} needs a domain")
+    return request
+
+
 def check_id(field: str, value: str) -> str:
     """A `runner_id`, `trainer_id` or `batch_id`."""
     if not 1 <= len(value) <= 200:

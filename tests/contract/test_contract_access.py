@@ -54,6 +54,7 @@ ALL = {*GOOD, *BAD}
 MATRIX = {
     "SchedulerService/SubmitTasks": OPERATOR,
     "SchedulerService/SetActivity": OPERATOR,
+    "SchedulerService/DropGroups": OPERATOR,
     "SchedulerService/ListGroups": OPERATOR,
     "SchedulerService/GetSchedulerStatus": VIEWER,
     "SchedulerService/LeaseRollouts": RUNNER,

@@ -79,3 +79,53 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     assert ids_of(await forge.take()) == ["a"]
     await operator.types("resume")
     assert [lease.task.task_id for lease in await forge.lease(2)] == ["b", "c"]
+
+
+async def test_tasks_that_no_runner_can_do_are_dropped_by_hand(
+    forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """They hold the head of the window until an operator drops them: queued, running or complete.
+    The pool has the reason, a repetition drops nothing, and a group in a batch stays."""
+    operator = Operator(etcd, cluster, tmp_path / "key")
+    leader = forge.start_scheduler(queue={"window": "2"})
+    await forge.submit(
+        [
+            make_task("web-1", domain="web"),
+            make_task("web-2", domain="web"),
+            make_task("batched"),
+            make_task("running"),
+            make_task("next"),
+        ]
+    )
+    leases = await forge.lease(2, domains=["code"])
+    assert [lease.task.task_id for lease in leases] == ["batched", "running"]
+    for lease in leases[:1]:
+        await forge.seal(lease)
+    await forge.finish(leases[:1])
+    assert (await forge.take(wait_s=0.0)).batch_id == "", "the head is a task without a runner"
+
+    with_domain = ("drop", "--domain", "web", "--reason", "no runner has its code")
+    assert await operator.types(*with_domain) == "2 groups dropped\n"
+    assert await operator.types(*with_domain) == "0 groups dropped\n"
+    assert ids_of(await forge.take(groups=1)) == ["batched"]
+    assert await operator.types("drop", "batched", "running", "--reason", "not wanted") == (
+        "1 groups dropped\n"
+    )
+    assert await forge.renew(leases[1:]) == [leases[1].lease_id]
+    for words in (["drop", "unknown", "--reason", "x"], ["drop", "--reason", "x"]):
+        refused = await operator.start(*words)
+        await refused.communicate()
+        assert refused.returncode == 2
+
+    await forge.kill(leader)
+    forge.start_scheduler(queue={"window": "2"})
+    reasons = {one.group.task.task_id: one.group.reason for one in await forge.groups()}
+    assert reasons == {
+        "web-1": "no runner has its code",
+        "web-2": "no runner has its code",
+        "batched": "",
+        "running": "not wanted",
+        "next": "",
+    }
+    status = await forge.status()
+    assert (status.tombstoned, status.pending) == (3, 2)

@@ -92,6 +92,10 @@ class GroupLedger:
         except KeyError:
             raise NotFound(f"task_id {task_id!r} is not in the queue") from None
 
+    def of_domain(self, domain: str) -> list[Group]:
+        """Groups in memory of a domain."""
+        return [group for group in self._groups.values() if group.spec.domain == domain]
+
     @property
     def forgotten_shards(self) -> frozenset[str]:
         """Pool shards with settled groups that are not in memory."""

@@ -52,6 +52,8 @@ class Phase(enum.Enum):
         """Whether its rollouts may still be sampled."""
         self.consumed = value in ("trained", "tombstoned", "evaluated")
         """Whether the head of the window may pass it."""
+        self.droppable = value in ("queued", "running", "complete")
+        """Whether an operator may drop it."""
 
 
 class RolloutPhase(enum.Enum):

@@ -8,6 +8,7 @@ infrastructure cost only time (`forge.core.queue.failures`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forge.core.errors import NotFound
@@ -179,6 +180,12 @@ class Rollouts:
         else:
             self._try_again(slot, now_s + pause_s)
         return True
+
+    def drop(self, task_ids: Iterable[str], *, reason: str) -> None:
+        """Tombstone groups, except those that are settled or in a batch by now."""
+        for group in map(self._ledger.group, task_ids):
+            if group.phase.droppable:
+                self._give_up(group, reason)
 
     def lapse(self, trajectory_id: str, *, now_s: float) -> FailureKind | None:
         """A lease expired without a sealed trajectory: its runner is silent, or the attempt reached

@@ -36,7 +36,7 @@ class CommitActor(Actor):
         """The head in the term record."""
 
     async def receive(self, message: Any) -> Any:
-        """Handles CommitBatch, ReleaseBatch, Rewind, NoteHead and SetActivity."""
+        """Handles CommitBatch, ReleaseBatch, DropGroups, Rewind, NoteHead and SetActivity."""
         match message:
             case m.CommitBatch():
                 return await self._commit(message)
@@ -52,6 +52,8 @@ class CommitActor(Actor):
                     await self._record.amend(head=head)
                     self._noted_head = head
                 return None
+            case m.DropGroups():
+                return await self._drop(message)
             case m.SetActivity(activity=activity):
                 await self._record.amend(activity=activity)
                 log.info("activity_set", activity=activity.value)
@@ -91,6 +93,18 @@ class CommitActor(Actor):
             await self._shards.set_states(changes)
         apply = m.ApplyRelease(batch_id=request.batch_id, reasons=reasons)
         await self._queue.ask(apply, timeout_s=ASK_S)
+
+    async def _drop(self, request: m.DropGroups) -> int:
+        groups: dict[str, list[str]] = await self._queue.ask(request, timeout_s=ASK_S)
+        state = common_pb2.GROUP_STATE_TOMBSTONED
+        tombstone = partial(Change, state=state, reason=request.reason)
+        await self._shards.set_states(_changes(groups, tombstone))
+        task_ids = tuple(chain.from_iterable(groups.values()))
+        await self._queue.ask(
+            m.DropGroups(task_ids=task_ids, reason=request.reason, stored=True), timeout_s=ASK_S
+        )
+        log.info("groups_dropped", groups=len(task_ids), reason=request.reason)
+        return len(task_ids)
 
     async def _recall(self, step: int) -> None:
         """Read groups that were trained after a step and are not in memory back into the queue."""

@@ -154,6 +154,10 @@ class QueueActor(Actor):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
                 state.queue.batches.release(batch_id, reasons)
+            case m.DropGroups(stored=False):
+                return state.prepare_drop(message)
+            case m.DropGroups(task_ids=ids, reason=reason):
+                state.queue.rollouts.drop(ids, reason=reason)
             case m.FindForgotten(step=step):
                 return state.shards_to_recall(step)
             case m.RecallGroups(groups=groups, step=step):

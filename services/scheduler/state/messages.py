@@ -353,6 +353,19 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DropGroups:
+    """Tombstones groups: to commits, answered by their number; to the queue, by their task ids and
+    pool shards, and with `stored`, once the pool has their states."""
+
+    task_ids: Sequence[str] = ()
+    domain: str = ""
+    """Without task ids: every pending group of the domain, and of `scaffold` unless it is empty."""
+    scaffold: str = ""
+    reason: str
+    stored: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetActivity:
     """Pause, drain or resume: stored in the term record, then applied by the queue."""
 

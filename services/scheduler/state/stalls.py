@@ -234,7 +234,8 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
         kinds = ", ".join(f"{kind.domain} (scaffold {kind.scaffold})" for kind in facts.unserved)
         text = (
             f"tasks wait whose domain or scaffold no runner has: {kinds}. Start a runner with the "
-            "settings `domains`, `reward_functions` or `scaffolds` that name it."
+            "settings `domains`, `reward_functions` or `scaffolds` that name it, or drop them: "
+            "forge queue drop --domain DOMAIN --reason TEXT"
         )
         yield Stall("no_able_runner", text)
 

@@ -25,6 +25,7 @@ from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.messages import (
     BatchView,
+    DropGroups,
     FindNew,
     Grant,
     GroupView,
@@ -331,6 +332,16 @@ class TermState:
             void_before=self.queue.batches.void_before,
             groups=self.by_shard(undone),
             head=min([self.queue.window.lowest_pending, *indices]),
+        )
+
+    def prepare_drop(self, ask: DropGroups) -> dict[str, list[str]]:
+        """Task ids of the pending groups that are in no batch, by pool shard. Raises NotFound."""
+        ledger = self.queue.ledger
+        named = map(ledger.group, ask.task_ids) if ask.task_ids else ledger.of_domain(ask.domain)
+        return self.by_shard(
+            group.spec.task_id
+            for group in named
+            if group.phase.droppable and ask.scaffold in ("", group.spec.scaffold)
         )
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
