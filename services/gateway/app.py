@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -38,6 +39,7 @@ class GatewayApp:
         # A session that crashes again and again must not take the process along: it is left
         # dead, and read back from the pool when it is called next.
         self._actors = ActorSystem("gateway-sessions")
+        self._threads: ThreadPoolExecutor | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -94,8 +96,12 @@ class GatewayApp:
             await self._http.stop()
             await self._streams.close_streams()
         await self._actors.stop()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
+        self._threads = threads = ThreadPoolExecutor(config.calls.encode_threads, "encode")
+
         def settings(writer: ActorRef, set_size: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(
                 model=model,
@@ -105,6 +111,7 @@ class GatewayApp:
                 writer=writer,
                 set_size=set_size,
                 clock=time.monotonic,
+                threads=threads,
             )
 
         return Sessions(

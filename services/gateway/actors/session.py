@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 from prometheus_client import Counter
 
 from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
@@ -47,7 +49,8 @@ from services.gateway.metrics import (
 from services.gateway.model.chat_model import ChatModel
 
 LARGE_TEXT_CHARS = 32_768
-"""Longer texts are encoded on a thread, because they take several milliseconds."""
+"""Longer texts are encoded on a thread, because they take several milliseconds; a session encodes
+one at a time, so the threads serve sessions in turn."""
 WRITER_TIMEOUT_S = 10.0
 """Deadline of a request to the shard writer, which answers without I/O."""
 
@@ -172,6 +175,8 @@ class SessionSettings:
     """Receives the approximate memory of a trajectory, in bytes."""
     clock: Callable[[], float]
     """Monotonic seconds."""
+    threads: Executor
+    """Encodes long texts."""
 
 
 class SessionActor(Actor):
@@ -304,20 +309,26 @@ class SessionActor(Actor):
         model = self._settings.model
         encode = model.encode_first if draft.how == "first" else model.encode
         if len(draft.text) > LARGE_TEXT_CHARS:
-            tail = await asyncio.to_thread(encode, draft.text)
+            least = len(draft.ids) // TOKEN_BYTES + model.least_tokens(draft.text)
+            self._require_room(least, "at least ")
+            loop = asyncio.get_running_loop()
+            tail = await loop.run_in_executor(self._settings.threads, encode, draft.text)
         else:
             tail = encode(draft.text) if draft.text else b""
         return Prompt(ids=draft.ids + tail, draft=draft)
 
-    def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
+    def _require_room(self, tokens: int, bound: str = "") -> None:
         model_tokens = self._settings.model.context_tokens
         limit = self._claims.context_limit(model_tokens)
-        if prompt.tokens >= limit:
+        if tokens >= limit:
             owner = "the model's" if limit == model_tokens else f"domain {self._claims.domain}'s"
             raise ContextTooLong(
                 f"{owner} context is {limit} tokens, answer included; "
-                f"the messages take {prompt.tokens}"
+                f"the messages take {bound}{tokens}"
             )
+
+    def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
+        self._require_room(prompt.tokens)
         assert self._conversation is not None, "rebuilt before the first message"
         begun = self._agent_time.began(call.request.arrived, turns=self._conversation.turns)
         self._calls[call.call_id] = _Call(abort=call.abort, begun=begun)

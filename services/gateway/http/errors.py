@@ -89,7 +89,9 @@ def openai_error(failure: Failure) -> dict[str, Any]:
 def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
     """Returns the body of an error in Anthropic's format."""
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error")
-    error = {"type": kind, "message": failure.message}
+    # Clients find this error by these words.
+    prefix = "prompt is too long: " if failure.code == _CODES[ContextTooLong] else ""
+    error = {"type": kind, "message": prefix + failure.message}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -38,6 +38,7 @@ from forge.core.formats import (
 )
 from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
 from services.gateway.model.encoding_cache import EncodingCache
+from services.gateway.model.token_bound import longest_token_bytes
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 
@@ -78,6 +79,7 @@ class ChatModel:
         self._backend = tokenizer.backend_tokenizer
         self.encode_first = EncodingCache(self.encode, max_bytes=FIRST_PROMPT_BYTES)
         """Cached `encode` for first prompts, which are equal for all rollouts of a group."""
+        self._longest_token_bytes = longest_token_bytes(self._backend)
         self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
         self._text_arguments = self._takes_text_only()
@@ -162,6 +164,12 @@ class ChatModel:
         # A batch of one: only the batch call skips the offsets, which saves a quarter of the time.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return int32_bytes(encoded.ids)
+
+    def least_tokens(self, text: str) -> int:
+        """Returns a lower bound of the tokens of a text without encoding it; 0: none is known."""
+        if not self._longest_token_bytes:
+            return 0
+        return -(-len(text.encode(errors="surrogatepass")) // self._longest_token_bytes)
 
     def decode(self, ids: bytes | Sequence[int]) -> str:
         """Returns the text of ids, without special tokens except the tags of the output format."""

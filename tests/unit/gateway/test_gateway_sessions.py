@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +110,7 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
             writer=writer,
             set_size=grown,
             clock=lambda: 0.0,
+            threads=ThreadPoolExecutor(1),
         )
 
     def made(*, sessions: int = 100, session_bytes: int = 1 << 30) -> Sessions:

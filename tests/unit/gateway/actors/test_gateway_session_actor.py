@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class World:
     landing: bool = False
     """Whether what waits is stored and acknowledged while the pool is asked."""
     now_s: float = 100.0
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     async def fetch(self, _: Claims) -> common_pb2.Trajectory | None:
         if self.away:
@@ -99,6 +101,7 @@ class World:
             writer=self,
             set_size=self.grown,
             clock=lambda: self.now_s,
+            threads=self.threads,
         )
 
 

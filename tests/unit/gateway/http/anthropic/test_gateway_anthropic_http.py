@@ -12,6 +12,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
 from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
+from services.gateway.errors import ContextTooLong
 from services.gateway.http.anthropic import messages
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
@@ -51,6 +52,7 @@ def sdk(url: str, *, max_retries: int = 0) -> AsyncAnthropic:
         (Unavailable("away"), anthropic.ServiceUnavailableError, "overloaded_error", "1"),
         (DataLoss("broken"), anthropic.InternalServerError, "api_error", None),
         (KeyError("a bug"), anthropic.InternalServerError, "api_error", None),
+        (ContextTooLong("9 > 8"), anthropic.BadRequestError, "invalid_request_error", None),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -70,6 +72,18 @@ async def test_errors_before_the_answer_have_their_status(
     assert caught.value.type == kind
     assert caught.value.response.headers.get("retry-after") == retry_after
     assert caught.value.request_id
+
+
+async def test_a_long_prompt_is_named_as_anthropic_names_it(url: str, turns: ScriptedTurns) -> None:
+    """Clients that compact their history look for these words."""
+    turns.script = [ContextTooLong("9 > 8")]
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        await sdk(url).messages.create(**ASK)
+    assert caught.value.body == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "prompt is too long: 9 > 8"},
+        "request_id": caught.value.request_id,
+    }
 
 
 async def test_what_may_succeed_later_is_repeated_by_the_sdk(

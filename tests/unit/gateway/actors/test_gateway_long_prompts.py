@@ -1,0 +1,153 @@
+"""Long prompts: what a session tokenizes, and in what order sessions share the threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.conversation.messages import Message
+from forge.core.token_columns import TOKEN_BYTES
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from services.gateway.actors.session import (
+    LARGE_TEXT_CHARS,
+    BeginCall,
+    CountPrompt,
+    SessionActor,
+    SessionSettings,
+)
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.conversation import Prompt
+from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.errors import ContextTooLong
+from tests.support.gateway.chat_templates import make_model
+
+TIMEOUT_S = 60.0
+MIB = 1 << 20
+
+
+class Texts:
+    """A tokenizer that counts its texts, and waits at long ones while the gate is closed."""
+
+    def __init__(self, context_tokens: int) -> None:
+        self._model = make_model("chatml", context_tokens=context_tokens)
+        self.long: list[str] = []
+        """The first letter of the message of each long text."""
+        self.began = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def encode(self, text: str) -> bytes:
+        if len(text) > LARGE_TEXT_CHARS:
+            self.long.append(text.split("user\n")[1][0])
+            self.began.set()
+            assert self.gate.wait(TIMEOUT_S)
+            return bytes(TOKEN_BYTES)
+        return self._model.encode(text)
+
+    encode_first = encode
+
+
+async def none_stored(_: Claims) -> Any:
+    return None
+
+
+@pytest_asyncio.fixture
+async def actors() -> AsyncIterator[ActorSystem]:
+    system = ActorSystem("test")
+    yield system
+    await system.stop()
+
+
+async def session(actors: ActorSystem, texts: Texts, name: str) -> ActorRef:
+    claims = Claims(subject=name, scopes=frozenset({"session"}), trajectory_id=name)
+    writer: Any = SimpleNamespace(ask=lambda *_, **__: none_waiting())
+    settings = SessionSettings(
+        model=texts,  # type: ignore[arg-type]
+        max_calls=9,
+        fetch=none_stored,
+        stored=none_stored,
+        writer=writer,
+        set_size=lambda *_: None,
+        clock=lambda: 0.0,
+        threads=ONE_THREAD,
+    )
+    return await actors.spawn(lambda: SessionActor(claims, settings), name=name)
+
+
+async def none_waiting() -> list[common_pb2.Turn]:
+    return []
+
+
+ONE_THREAD = ThreadPoolExecutor(1)
+
+
+def request(text: str) -> TurnRequest:
+    return TurnRequest(
+        messages=[Message(role="user", content=text)],
+        sampling=common_pb2.SamplingParams(),
+        arrived=Moment(at_s=0.0, unix_s=0.0),
+    )
+
+
+def begin(text: str) -> BeginCall:
+    return BeginCall(call_id=text[:9], abort=lambda: None, request=request(text), opening="")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+async def test_a_prompt_beyond_every_context_is_not_tokenized(
+    actors: ActorSystem, counts: bool
+) -> None:
+    """10 MiB for a model of 512 tokens are refused by their size, before the tokenizer runs."""
+    texts = Texts(context_tokens=512)
+    actor = await session(actors, texts, "t:0:0")
+    message: Any = begin("a" * 10 * MIB)
+    if counts:
+        message = CountPrompt(request=message.request, opening="")
+    with pytest.raises(ContextTooLong, match=r"context is 512 tokens.*take at least \d{6}"):
+        await actor.ask(message, timeout_s=TIMEOUT_S)
+    assert not texts.long
+
+
+async def test_short_prompts_pass_while_a_long_one_is_tokenized(actors: ActorSystem) -> None:
+    """Sessions with short prompts begin their calls while the only thread is busy."""
+    texts = Texts(context_tokens=MIB)
+    long, short = [await session(actors, texts, name) for name in ("t:0:0", "t:0:1")]
+    texts.gate.clear()
+    busy = asyncio.create_task(long.ask(begin("a" * MIB), timeout_s=TIMEOUT_S))
+    try:
+        await asyncio.to_thread(texts.began.wait, TIMEOUT_S)
+        prompt: Prompt = await short.ask(begin("b"), timeout_s=TIMEOUT_S)
+        assert prompt.tokens and not busy.done()
+    finally:
+        texts.gate.set()
+    await busy
+
+
+async def test_sessions_take_turns_on_the_threads(actors: ActorSystem) -> None:
+    """Three long prompts of a session, then one of another: the other is second."""
+    texts = Texts(context_tokens=MIB)
+    first, second = [await session(actors, texts, name) for name in ("t:0:0", "t:0:1")]
+    texts.gate.clear()
+    asked = [first.ask(begin("a" * MIB), timeout_s=TIMEOUT_S) for _ in range(3)]
+    calls = [asyncio.create_task(one) for one in asked]
+    try:
+        await asyncio.to_thread(texts.began.wait, TIMEOUT_S)
+        calls.append(asyncio.create_task(second.ask(begin("b" * MIB), timeout_s=TIMEOUT_S)))
+        while not ONE_THREAD._work_queue.qsize():
+            await asyncio.sleep(0)
+    finally:
+        texts.gate.set()
+    await asyncio.gather(*calls)
+    assert texts.long == ["a", "b", "a", "a"]
