@@ -15,7 +15,7 @@ import pytest_asyncio
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from forge.runtime.security import Claims
+from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.session import (
     LARGE_TEXT_CHARS,
