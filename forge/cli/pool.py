@@ -24,7 +24,8 @@ pool_app = typer.Typer(
     rich_markup_mode="rich",
     help="Read the data pool and maintain its files.\n\n"
     "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] read a "
-    "running pool; default: the newest run under .forge. [bold]check[/bold], [bold]backup[/bold], "
+    "running pool, [bold]erase[/bold] deletes from it; default: the newest run under .forge. "
+    "[bold]check[/bold], [bold]backup[/bold], "
     "[bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work on the directory of "
     "one shard (data_dir; in a run pool/0), on its host.",
 )
@@ -138,6 +139,37 @@ def compact(system: SystemOptions, directory: Directory) -> None:
         lambda: compact_shard(system, shard, directory),
         f"Interrupted; {directory} did not change.",
     )
+
+
+@pool_app.command()
+@with_options
+def erase(
+    system: SystemOptions,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Task id; may be repeated.")
+    ] = None,
+    user: Annotated[str, typer.Option(help="All tasks of this user.")] = "",
+    tag: Annotated[str, typer.Option(help="All tasks with this tag.")] = "",
+    backup: Annotated[
+        Path | None, typer.Option(help="Erase in this directory of `forge pool backup` instead.")
+    ] = None,
+) -> None:
+    """Erase every trajectory of tasks, in all replicas, for good.
+
+    Prompts, answers, rewards, payloads, tags and users go, also from free pages: each file is
+    rewritten. An absent replica erases when it returns; the exit code is then 1. Task ids, counts
+    and digests stay. Erase in each kept backup, and delete exports yourself.
+
+    [dim]forge pool erase --user alice[/dim]
+    """
+    wanted = pool_pb2.EraseTrajectoriesRequest(task_ids=task or (), user=user, tag=tag)
+    if backup is not None:
+        options = [f"--task={one}" for one in wanted.task_ids]
+        _tool("erase", backup, *options, f"--user={user}", f"--tag={tag}")
+
+    from forge.cli.pool_reading import erase_trajectories
+
+    finish(lambda: erase_trajectories(system, wanted), "Interrupted; repeat the command.")
 
 
 @pool_app.command()

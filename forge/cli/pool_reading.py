@@ -33,6 +33,8 @@ from forge.v1 import common_pb2, pool_pb2
 
 DAMAGED = 1
 """Exit code of an export that lacks damaged trajectories."""
+PENDING = 1
+"""Exit code of an erasure that a replica has still to finish."""
 
 _CHANGES = {
     pool_pb2.TRAJECTORY_CHANGE_CLOSED: "closed",
@@ -152,6 +154,25 @@ async def compact_shard(system: SystemOptions, shard: str, directory: Path) -> N
             async for last in responses:
                 bar.update(task, completed=last.copied_bytes, total=last.total_bytes)
     say(f"{directory}: {decimal(last.before_bytes)} before, {decimal(last.after_bytes)} after")
+
+
+async def erase_trajectories(
+    system: SystemOptions, wanted: pool_pb2.EraseTrajectoriesRequest
+) -> None:
+    """Erases on every shard; exits with 1 if a file may still have erased bytes."""
+    pending = False
+    async with _reader(system.resolved()) as reader:
+        async for shard in reader.erase(wanted):
+            say(
+                f"{shard.pool_shard}: {shard.groups} groups, {shard.trajectories} trajectories, "
+                f"{shard.turns} turns, {shard.rewards} rewards erased"
+            )
+            for replica in shard.replicas:
+                pending = pending or bool(replica.pending)
+                state = f"pending: {replica.pending}" if replica.pending else "purged"
+                say(f"  {replica.data_dir or 'the other replica'}: {state}")
+    if pending:
+        raise typer.Exit(PENDING)
 
 
 async def show_stats(at: Connection, *, as_json: bool) -> None:

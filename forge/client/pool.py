@@ -162,6 +162,16 @@ class PoolReader:
             async for response in stub.CompactShard(request, timeout=COMPACT_S):
                 yield response
 
+    async def erase(
+        self, request: pool_pb2.EraseTrajectoriesRequest
+    ) -> AsyncIterator[pool_pb2.EraseTrajectoriesResponse]:
+        """Erases on every registered shard, one after another."""
+        for shard in await self.shards():
+            response: pool_pb2.EraseTrajectoriesResponse = await self._call(
+                shard, "EraseTrajectories", request, timeout_s=COMPACT_S
+            )
+            yield response
+
     async def _tail(
         self,
         shard: str,
@@ -208,11 +218,13 @@ class PoolReader:
         _, stub = await self._pool.pick(where=lambda one: _serves(one, shard), timeout_s=FIND_S)
         return stub
 
-    async def _call(self, shard: str, method: str, request: Any) -> Any:
+    async def _call(
+        self, shard: str, method: str, request: Any, *, timeout_s: float = CALL_S
+    ) -> Any:
         return await self._pool.call(
             method,
             request,
-            timeout_s=CALL_S,
+            timeout_s=timeout_s,
             retry_for_s=self._retry_for_s,
             where=lambda one: _serves(one, shard),
         )

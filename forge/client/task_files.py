@@ -1,8 +1,8 @@
 """Tasks in a JSON Lines file, for `forge queue submit` and the trainer's evaluation.
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
-defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`. The reader
-sets ids, tags and purpose.
+defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`. The
+reader sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "payload": ((dict,), "an object"),
     "priority": ((int,), "a whole number"),
     "scaffold": ((str,), "a text"),
+    "user": ((str,), "a text"),
 }
 """Fields of a line, each with its JSON types and their name."""
 
@@ -62,6 +63,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
                 "difficulty": task.difficulty,
                 "priority": task.priority,
                 "agent_rewards": task.agent_rewards,
+                "user": task.user,
             }
         )
         for task in tasks

@@ -528,6 +528,7 @@ class Task(_message.Message):
     DIFFICULTY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     AGENT_REWARDS_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -554,6 +555,10 @@ class Task(_message.Message):
     """The agent may say how it did: rewards of its session token are stored with kind AGENT. Unset:
     gateways refuse them.
     """
+    user: _builtins.str
+    """The person or customer whose data this is, for erasure by `forge pool erase --user`. At most 200
+    bytes; "": none.
+    """
     def __init__(
         self,
         *,
@@ -567,10 +572,11 @@ class Task(_message.Message):
         difficulty: _builtins.float = ...,
         priority: _builtins.int = ...,
         agent_rewards: _builtins.bool = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

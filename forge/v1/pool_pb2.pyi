@@ -1117,3 +1117,97 @@ class CompactShardResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompactShardResponse: _TypeAlias = CompactShardResponse  # noqa: Y015
+
+@_typing.final
+class EraseTrajectoriesRequest(_message.Message):
+    """Exactly one field is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    user: _builtins.str
+    """All groups of this user."""
+    tag: _builtins.str
+    """All groups with this tag."""
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 10,000. The trajectories of these tasks, also without a group on this shard."""
+
+    def __init__(
+        self,
+        *,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        user: _builtins.str = ...,
+        tag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag", "task_ids", b"task_ids", "user", b"user"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseTrajectoriesRequest: _TypeAlias = EraseTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class EraseTrajectoriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Replica(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DATA_DIR_FIELD_NUMBER: _builtins.int
+        PENDING_FIELD_NUMBER: _builtins.int
+        data_dir: _builtins.str
+        """Data directory; "" for a replica that does not answer."""
+        pending: _builtins.str
+        """Why its file may still have erased bytes in free pages: it removes them later by itself. "" if
+        they are removed.
+        """
+        def __init__(
+            self,
+            *,
+            data_dir: _builtins.str = ...,
+            pending: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["data_dir", b"data_dir", "pending", b"pending"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POOL_SHARD_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    pool_shard: _builtins.str
+    groups: _builtins.int
+    """Erased by this call; 0 for records that were erased before."""
+    trajectories: _builtins.int
+    turns: _builtins.int
+    rewards: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___EraseTrajectoriesResponse.Replica]:
+        """The files of this shard."""
+
+    def __init__(
+        self,
+        *,
+        pool_shard: _builtins.str = ...,
+        groups: _builtins.int = ...,
+        trajectories: _builtins.int = ...,
+        turns: _builtins.int = ...,
+        rewards: _builtins.int = ...,
+        replicas: _abc.Iterable[Global___EraseTrajectoriesResponse.Replica] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "pool_shard", b"pool_shard", "replicas", b"replicas", "rewards", b"rewards", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseTrajectoriesResponse: _TypeAlias = EraseTrajectoriesResponse  # noqa: Y015

@@ -99,6 +99,11 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.CompactShardRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.CompactShardResponse.FromString,
                 _registered_method=True)
+        self.EraseTrajectories = channel.unary_unary(
+                '/forge.v1.PoolService/EraseTrajectories',
+                request_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer(object):
@@ -251,6 +256,20 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EraseTrajectories(self, request, context):
+        """Deletes every trajectory of the selected groups of this shard, and of the groups themselves
+        payload, tag and user: first the records, in every replica, then their bytes in the free pages of
+        each file, which is rewritten (as CompactShard). A replica that is absent does both when it
+        returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
+        settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
+        effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
+        and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
+        set. Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -318,6 +337,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.CompactShard,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.CompactShardRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.CompactShardResponse.SerializeToString,
+            ),
+            'EraseTrajectories': grpc.unary_unary_rpc_method_handler(
+                    servicer.EraseTrajectories,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -671,6 +695,33 @@ class PoolService(object):
             '/forge.v1.PoolService/CompactShard',
             forge_dot_v1_dot_pool__pb2.CompactShardRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.CompactShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EraseTrajectories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/EraseTrajectories',
+            forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

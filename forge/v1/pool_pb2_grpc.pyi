@@ -128,6 +128,16 @@ class PoolServiceStub:
     copy, and when writes arrive faster than they can be copied; UNAVAILABLE when the instance
     drains. Safe to retry, from the beginning.
     """
+    EraseTrajectories: _grpc.UnaryUnaryMultiCallable[_pool_pb2.EraseTrajectoriesRequest, _pool_pb2.EraseTrajectoriesResponse]
+    """Deletes every trajectory of the selected groups of this shard, and of the groups themselves
+    payload, tag and user: first the records, in every replica, then their bytes in the free pages of
+    each file, which is rewritten (as CompactShard). A replica that is absent does both when it
+    returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
+    settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
+    effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
+    and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
+    set. Idempotent; safe to retry.
+    """
 
 @_typing.type_check_only
 class PoolServiceAsyncStub(PoolServiceStub):
@@ -224,6 +234,16 @@ class PoolServiceAsyncStub(PoolServiceStub):
     and when its directory is not `data_dir`; RESOURCE_EXHAUSTED when the disk has no space for the
     copy, and when writes arrive faster than they can be copied; UNAVAILABLE when the instance
     drains. Safe to retry, from the beginning.
+    """
+    EraseTrajectories: _aio.UnaryUnaryMultiCallable[_pool_pb2.EraseTrajectoriesRequest, _pool_pb2.EraseTrajectoriesResponse]  # type: ignore[assignment]
+    """Deletes every trajectory of the selected groups of this shard, and of the groups themselves
+    payload, tag and user: first the records, in every replica, then their bytes in the free pages of
+    each file, which is rewritten (as CompactShard). A replica that is absent does both when it
+    returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
+    settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
+    effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
+    and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
+    set. Idempotent; safe to retry.
     """
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -396,6 +416,22 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         and when its directory is not `data_dir`; RESOURCE_EXHAUSTED when the disk has no space for the
         copy, and when writes arrive faster than they can be copied; UNAVAILABLE when the instance
         drains. Safe to retry, from the beginning.
+        """
+
+    @_abc_1.abstractmethod
+    def EraseTrajectories(
+        self,
+        request: _pool_pb2.EraseTrajectoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.EraseTrajectoriesResponse, _abc.Awaitable[_pool_pb2.EraseTrajectoriesResponse]]:
+        """Deletes every trajectory of the selected groups of this shard, and of the groups themselves
+        payload, tag and user: first the records, in every replica, then their bytes in the free pages of
+        each file, which is rewritten (as CompactShard). A replica that is absent does both when it
+        returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
+        settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
+        effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
+        and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
+        set. Idempotent; safe to retry.
         """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

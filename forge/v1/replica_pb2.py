@@ -25,37 +25,41 @@ _sym_db = _symbol_database.Default()
 from forge.v1 import common_pb2 as forge_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/replica.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"`\n\x13\x46\x65tchRecordsRequest\x12\x12\n\npool_shard\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\t\x12$\n\x07records\x18\x03 \x03(\x0b\x32\x13.forge.v1.RecordKey\"8\n\x14\x46\x65tchRecordsResponse\x12 \n\x07records\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"`\n\rFollowRequest\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x17.forge.v1.FollowerStateH\x00\x12\x1a\n\x10\x64urable_position\x18\x02 \x01(\x04H\x00\x42\t\n\x07message\"\x93\x02\n\rFollowerState\x12\x12\n\npool_shard\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x17\n\x0f\x61greed_position\x18\x04 \x01(\x04\x12$\n\x07touched\x18\x05 \x03(\x0b\x32\x13.forge.v1.RecordKey\x12\x16\n\x0eschema_version\x18\x06 \x01(\r\x12&\n\x06\x63opied\x18\x07 \x01(\x0b\x32\x16.forge.v1.CopyProgress\x12\x13\n\x0b\x61greed_term\x18\x08 \x01(\x04\x12\x0f\n\x07no_room\x18\t \x01(\t\x12\x13\n\x0bnewest_term\x18\n \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x0b \x01(\t\",\n\x04Term\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_position\x18\x02 \x01(\x04\"Z\n\x0c\x43opyProgress\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12!\n\x04last\x18\x02 \x01(\x0b\x32\x13.forge.v1.RecordKey\x12\x19\n\x11\x63omplete_position\x18\x03 \x01(\x04\"/\n\x0e\x46ollowResponse\x12\x1d\n\x04step\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"\xcd\x01\n\nFollowStep\x12&\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x15.forge.v1.FollowBeginH\x00\x12\'\n\x04\x63opy\x18\x02 \x01(\x0b\x32\x17.forge.v1.RecordChangesH\x00\x12)\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x17.forge.v1.RecordChangesH\x00\x12\x1c\n\x12\x63\x61ught_up_position\x18\x04 \x01(\x04H\x00\x12\x1d\n\x05terms\x18\x05 \x03(\x0b\x32\x0e.forge.v1.TermB\x06\n\x04step\"L\n\x0b\x46ollowBegin\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_scratch\x18\x02 \x01(\x08\x12\x16\n\x0e\x63ontinues_copy\x18\x03 \x01(\x08\"r\n\rRecordChanges\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\'\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x16.forge.v1.RecordChange\x12&\n\x06\x63opied\x18\x03 \x01(\x0b\x32\x16.forge.v1.CopyProgress\"\'\n\tRecordKey\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"B\n\x0cRecordChange\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.forge.v1.RecordKey\x12\r\n\x05value\x18\x02 \x01(\x0c\x32\xa6\x01\n\x12PoolReplicaService\x12?\n\x06\x46ollow\x12\x17.forge.v1.FollowRequest\x1a\x18.forge.v1.FollowResponse(\x01\x30\x01\x12O\n\x0c\x46\x65tchRecords\x12\x1d.forge.v1.FetchRecordsRequest\x1a\x1e.forge.v1.FetchRecordsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/replica.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x14\n\x12PurgeErasedRequest\"8\n\x13PurgeErasedResponse\x12\x10\n\x08\x64\x61ta_dir\x18\x01 \x01(\t\x12\x0f\n\x07pending\x18\x02 \x01(\t\"`\n\x13\x46\x65tchRecordsRequest\x12\x12\n\npool_shard\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\t\x12$\n\x07records\x18\x03 \x03(\x0b\x32\x13.forge.v1.RecordKey\"8\n\x14\x46\x65tchRecordsResponse\x12 \n\x07records\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"`\n\rFollowRequest\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x17.forge.v1.FollowerStateH\x00\x12\x1a\n\x10\x64urable_position\x18\x02 \x01(\x04H\x00\x42\t\n\x07message\"\x93\x02\n\rFollowerState\x12\x12\n\npool_shard\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x17\n\x0f\x61greed_position\x18\x04 \x01(\x04\x12$\n\x07touched\x18\x05 \x03(\x0b\x32\x13.forge.v1.RecordKey\x12\x16\n\x0eschema_version\x18\x06 \x01(\r\x12&\n\x06\x63opied\x18\x07 \x01(\x0b\x32\x16.forge.v1.CopyProgress\x12\x13\n\x0b\x61greed_term\x18\x08 \x01(\x04\x12\x0f\n\x07no_room\x18\t \x01(\t\x12\x13\n\x0bnewest_term\x18\n \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x0b \x01(\t\",\n\x04Term\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_position\x18\x02 \x01(\x04\"Z\n\x0c\x43opyProgress\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12!\n\x04last\x18\x02 \x01(\x0b\x32\x13.forge.v1.RecordKey\x12\x19\n\x11\x63omplete_position\x18\x03 \x01(\x04\"/\n\x0e\x46ollowResponse\x12\x1d\n\x04step\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"\xcd\x01\n\nFollowStep\x12&\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x15.forge.v1.FollowBeginH\x00\x12\'\n\x04\x63opy\x18\x02 \x01(\x0b\x32\x17.forge.v1.RecordChangesH\x00\x12)\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x17.forge.v1.RecordChangesH\x00\x12\x1c\n\x12\x63\x61ught_up_position\x18\x04 \x01(\x04H\x00\x12\x1d\n\x05terms\x18\x05 \x03(\x0b\x32\x0e.forge.v1.TermB\x06\n\x04step\"L\n\x0b\x46ollowBegin\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_scratch\x18\x02 \x01(\x08\x12\x16\n\x0e\x63ontinues_copy\x18\x03 \x01(\x08\"r\n\rRecordChanges\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\'\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x16.forge.v1.RecordChange\x12&\n\x06\x63opied\x18\x03 \x01(\x0b\x32\x16.forge.v1.CopyProgress\"\'\n\tRecordKey\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"B\n\x0cRecordChange\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.forge.v1.RecordKey\x12\r\n\x05value\x18\x02 \x01(\x0c\x32\xf2\x01\n\x12PoolReplicaService\x12?\n\x06\x46ollow\x12\x17.forge.v1.FollowRequest\x1a\x18.forge.v1.FollowResponse(\x01\x30\x01\x12O\n\x0c\x46\x65tchRecords\x12\x1d.forge.v1.FetchRecordsRequest\x1a\x1e.forge.v1.FetchRecordsResponse0\x01\x12J\n\x0bPurgeErased\x12\x1c.forge.v1.PurgeErasedRequest\x1a\x1d.forge.v1.PurgeErasedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forge.v1.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FETCHRECORDSREQUEST']._serialized_start=59
-  _globals['_FETCHRECORDSREQUEST']._serialized_end=155
-  _globals['_FETCHRECORDSRESPONSE']._serialized_start=157
-  _globals['_FETCHRECORDSRESPONSE']._serialized_end=213
-  _globals['_FOLLOWREQUEST']._serialized_start=215
-  _globals['_FOLLOWREQUEST']._serialized_end=311
-  _globals['_FOLLOWERSTATE']._serialized_start=314
-  _globals['_FOLLOWERSTATE']._serialized_end=589
-  _globals['_TERM']._serialized_start=591
-  _globals['_TERM']._serialized_end=635
-  _globals['_COPYPROGRESS']._serialized_start=637
-  _globals['_COPYPROGRESS']._serialized_end=727
-  _globals['_FOLLOWRESPONSE']._serialized_start=729
-  _globals['_FOLLOWRESPONSE']._serialized_end=776
-  _globals['_FOLLOWSTEP']._serialized_start=779
-  _globals['_FOLLOWSTEP']._serialized_end=984
-  _globals['_FOLLOWBEGIN']._serialized_start=986
-  _globals['_FOLLOWBEGIN']._serialized_end=1062
-  _globals['_RECORDCHANGES']._serialized_start=1064
-  _globals['_RECORDCHANGES']._serialized_end=1178
-  _globals['_RECORDKEY']._serialized_start=1180
-  _globals['_RECORDKEY']._serialized_end=1219
-  _globals['_RECORDCHANGE']._serialized_start=1221
-  _globals['_RECORDCHANGE']._serialized_end=1287
-  _globals['_POOLREPLICASERVICE']._serialized_start=1290
-  _globals['_POOLREPLICASERVICE']._serialized_end=1456
+  _globals['_PURGEERASEDREQUEST']._serialized_start=59
+  _globals['_PURGEERASEDREQUEST']._serialized_end=79
+  _globals['_PURGEERASEDRESPONSE']._serialized_start=81
+  _globals['_PURGEERASEDRESPONSE']._serialized_end=137
+  _globals['_FETCHRECORDSREQUEST']._serialized_start=139
+  _globals['_FETCHRECORDSREQUEST']._serialized_end=235
+  _globals['_FETCHRECORDSRESPONSE']._serialized_start=237
+  _globals['_FETCHRECORDSRESPONSE']._serialized_end=293
+  _globals['_FOLLOWREQUEST']._serialized_start=295
+  _globals['_FOLLOWREQUEST']._serialized_end=391
+  _globals['_FOLLOWERSTATE']._serialized_start=394
+  _globals['_FOLLOWERSTATE']._serialized_end=669
+  _globals['_TERM']._serialized_start=671
+  _globals['_TERM']._serialized_end=715
+  _globals['_COPYPROGRESS']._serialized_start=717
+  _globals['_COPYPROGRESS']._serialized_end=807
+  _globals['_FOLLOWRESPONSE']._serialized_start=809
+  _globals['_FOLLOWRESPONSE']._serialized_end=856
+  _globals['_FOLLOWSTEP']._serialized_start=859
+  _globals['_FOLLOWSTEP']._serialized_end=1064
+  _globals['_FOLLOWBEGIN']._serialized_start=1066
+  _globals['_FOLLOWBEGIN']._serialized_end=1142
+  _globals['_RECORDCHANGES']._serialized_start=1144
+  _globals['_RECORDCHANGES']._serialized_end=1258
+  _globals['_RECORDKEY']._serialized_start=1260
+  _globals['_RECORDKEY']._serialized_end=1299
+  _globals['_RECORDCHANGE']._serialized_start=1301
+  _globals['_RECORDCHANGE']._serialized_end=1367
+  _globals['_POOLREPLICASERVICE']._serialized_start=1370
+  _globals['_POOLREPLICASERVICE']._serialized_end=1612
 # @@protoc_insertion_point(module_scope)

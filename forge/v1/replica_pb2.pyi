@@ -22,6 +22,44 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class PurgeErasedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeErasedRequest: _TypeAlias = PurgeErasedRequest  # noqa: Y015
+
+@_typing.final
+class PurgeErasedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_DIR_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    data_dir: _builtins.str
+    pending: _builtins.str
+    """As in EraseTrajectoriesResponse."""
+    def __init__(
+        self,
+        *,
+        data_dir: _builtins.str = ...,
+        pending: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_dir", b"data_dir", "pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeErasedResponse: _TypeAlias = PurgeErasedResponse  # noqa: Y015
+
+@_typing.final
 class FetchRecordsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

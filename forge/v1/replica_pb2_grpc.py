@@ -44,6 +44,11 @@ class PoolReplicaServiceStub(object):
                 request_serializer=forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.FromString,
                 _registered_method=True)
+        self.PurgeErased = channel.unary_unary(
+                '/forge.v1.PoolReplicaService/PurgeErased',
+                request_serializer=forge_dot_v1_dot_replica__pb2.PurgeErasedRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_replica__pb2.PurgeErasedResponse.FromString,
+                _registered_method=True)
 
 
 class PoolReplicaServiceServicer(object):
@@ -75,6 +80,14 @@ class PoolReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PurgeErased(self, request, context):
+        """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
+        the reason if it could not; the instance then tries again by itself. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +100,11 @@ def add_PoolReplicaServiceServicer_to_server(servicer, server):
                     servicer.FetchRecords,
                     request_deserializer=forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.SerializeToString,
+            ),
+            'PurgeErased': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeErased,
+                    request_deserializer=forge_dot_v1_dot_replica__pb2.PurgeErasedRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_replica__pb2.PurgeErasedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -143,6 +161,33 @@ class PoolReplicaService(object):
             '/forge.v1.PoolReplicaService/FetchRecords',
             forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.SerializeToString,
             forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeErased(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolReplicaService/PurgeErased',
+            forge_dot_v1_dot_replica__pb2.PurgeErasedRequest.SerializeToString,
+            forge_dot_v1_dot_replica__pb2.PurgeErasedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,10 @@ class PoolReplicaServiceStub:
     another shard, an unknown table, and a record that belongs to one replica. FAILED_PRECONDITION
     when the caller's data has another lineage. Safe to retry.
     """
+    PurgeErased: _grpc.UnaryUnaryMultiCallable[_replica_pb2.PurgeErasedRequest, _replica_pb2.PurgeErasedResponse]
+    """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
+    the reason if it could not; the instance then tries again by itself. Safe to retry.
+    """
 
 @_typing.type_check_only
 class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
@@ -72,6 +76,10 @@ class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
     UNAVAILABLE while a follower catches up, and when a leader may be deposed. INVALID_ARGUMENT for
     another shard, an unknown table, and a record that belongs to one replica. FAILED_PRECONDITION
     when the caller's data has another lineage. Safe to retry.
+    """
+    PurgeErased: _aio.UnaryUnaryMultiCallable[_replica_pb2.PurgeErasedRequest, _replica_pb2.PurgeErasedResponse]  # type: ignore[assignment]
+    """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
+    the reason if it could not; the instance then tries again by itself. Safe to retry.
     """
 
 class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -103,6 +111,16 @@ class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE while a follower catches up, and when a leader may be deposed. INVALID_ARGUMENT for
         another shard, an unknown table, and a record that belongs to one replica. FAILED_PRECONDITION
         when the caller's data has another lineage. Safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def PurgeErased(
+        self,
+        request: _replica_pb2.PurgeErasedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.PurgeErasedResponse, _abc.Awaitable[_replica_pb2.PurgeErasedResponse]]:
+        """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
+        the reason if it could not; the instance then tries again by itself. Safe to retry.
         """
 
 def add_PoolReplicaServiceServicer_to_server(servicer: PoolReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

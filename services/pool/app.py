@@ -13,7 +13,9 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig
+from services.pool.erasure import Erasure, FileOf
 from services.pool.maintenance.compaction import Compactor
+from services.pool.maintenance.purge import Purger
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
@@ -37,7 +39,7 @@ class PoolApp:
         self._context = context
         self._opened = AsyncExitStack()
         self._servicer: PoolServicer | None = None
-        self._retention: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._replica: Replica | None = None
         self._held: Registration | None = None
         """The name of a shard that is served without replicas."""
@@ -70,7 +72,7 @@ class PoolApp:
                 config,
                 on_conflict=lambda error: self._context.fail("shard", error),
             )
-            self._serve(store, writer, readers)
+            self._serve(store, writer, readers, self._purger(store, readers))
             self._retain(store, writer, readers)
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
 
@@ -83,21 +85,44 @@ class PoolApp:
             on_lead=lambda: self._retain(store, leaders_writer, readers),
         )
         leaders_writer = LeadersWriter(replica, writer)
-        self._serve(store, leaders_writer, LeadersReaders(replica, readers))
+        purger = self._purger(store, readers)
+        leaders_readers = LeadersReaders(replica, readers)
+        self._serve(
+            store, leaders_writer, leaders_readers, purger, purge_follower=replica.purge_follower
+        )
         self._context.server.add_service(
             replica_pb2_grpc.add_PoolReplicaServiceServicer_to_server,
-            PoolReplicaServicer(replica),
+            PoolReplicaServicer(replica, store, purger),
             full_name=REPLICA_FULL_NAME,
         )
         self._replica = replica
         await replica.start()
 
-    def _serve(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> None:
-        config: PoolConfig = self._context.config
+    def _purger(self, store: PoolStore, readers: Readers) -> Purger:
         compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         self._opened.push_async_callback(compactor.stop)
+        purger = Purger(store, readers, compactor)
+        self._tasks.append(asyncio.create_task(purger.run(), name="purge"))
+        return purger
+
+    def _serve(
+        self,
+        store: PoolStore,
+        writer: WriterRef,
+        readers: ReaderRef,
+        purger: Purger,
+        *,
+        purge_follower: FileOf | None = None,
+    ) -> None:
+        config: PoolConfig = self._context.config
+        erasure = Erasure(store, writer, readers, purger, purge_follower=purge_follower)
         self._servicer = PoolServicer(
-            store, writer, readers, compactor, max_turn_bytes=config.max_turn_bytes
+            store,
+            writer,
+            readers,
+            purger.compactor,
+            erasure,
+            max_turn_bytes=config.max_turn_bytes,
         )
         self._context.server.add_service(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,
@@ -125,13 +150,14 @@ class PoolApp:
             policy=RetentionPolicy(keep_age_s=config.keep_age_s, keep_bytes=config.keep_bytes),
             coverage=TrainersCoverage(trainers),
         )
-        self._retention = asyncio.create_task(retention.run(), name="retention")
+        self._tasks.append(asyncio.create_task(retention.run(), name="retention"))
 
     async def stop(self) -> None:
         """Stops background tasks, closes the store, then gives up the shard's name."""
-        if self._retention is not None:
-            self._retention.cancel()
-            await asyncio.wait({self._retention})
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self._replica is not None:
             await self._replica.stop()
         await self._opened.aclose()

@@ -22,7 +22,9 @@ from services.pool.data.commands import Command, SealTrajectory, SetGroupStates
 from services.pool.data.group_scan import Scan
 from services.pool.data.query import query
 from services.pool.data.stats import Tally
+from services.pool.erasure import Erasure, purged
 from services.pool.maintenance.compaction import Compactor
+from services.pool.maintenance.purge import Purger
 from services.pool.readers import ReaderRef
 from services.pool.replication.replica import Replica
 from services.pool.storage.records import DamagedRecord
@@ -33,11 +35,12 @@ from services.pool.streams.tail import Tails
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Only services write; trajectories leave the cluster by an administrator alone.
+    # Only services write; an administrator alone reads whole trajectories, and erases them.
     "ScanGroups": "operator",
     "LookUpGroups": "operator",
     "GetSummaries": "operator",
     "FetchTrajectories": "admin",
+    "EraseTrajectories": "admin",
     "QueryTrajectories": "operator",
     "TailTrajectories": "operator",
     "GetPoolStats": "viewer",
@@ -54,11 +57,13 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         writer: WriterRef,
         readers: ReaderRef,
         compactor: Compactor,
+        erasure: Erasure,
         *,
         max_turn_bytes: int,
     ) -> None:
         self._store = store
         self._compactor = compactor
+        self._erasure = erasure
         self._writer = writer
         self._readers = readers
         self._max_turn_bytes = max_turn_bytes
@@ -189,6 +194,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             async for response in responses:
                 yield response
 
+    async def EraseTrajectories(
+        self, request: pool_pb2.EraseTrajectoriesRequest, context: Any
+    ) -> pool_pb2.EraseTrajectoriesResponse:
+        """Erases trajectories by task, user or tag."""
+        return await self._erasure.run(request)
+
     def drain(self) -> None:
         """Ends the open streams."""
         self._draining = True
@@ -254,8 +265,10 @@ def _pieces(
 class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
     """The RPCs between the replicas of a shard, as replica.proto specifies them."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, store: PoolStore, purger: Purger) -> None:
         self._replica = replica
+        self._store = store
+        self._purger = purger
 
     async def Follow(
         self, request_iterator: AsyncIterator[replica_pb2.FollowRequest], context: Any
@@ -278,3 +291,10 @@ class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
         """Returns intact records for the repair of another copy."""
         for chunk in split(await self._replica.records(request)):
             yield replica_pb2.FetchRecordsResponse(records=chunk)
+
+    async def PurgeErased(
+        self, request: replica_pb2.PurgeErasedRequest, context: Any
+    ) -> replica_pb2.PurgeErasedResponse:
+        """Rewrites the file of this copy after an erasure."""
+        file = await purged(self._store, self._purger)
+        return replica_pb2.PurgeErasedResponse(data_dir=file.data_dir, pending=file.pending)

@@ -21,6 +21,7 @@ from services.pool.data.commands import (
     AppendRewards,
     AppendTurns,
     Command,
+    EraseTasks,
     FollowLeader,
     FreeGroups,
     MarkOrphans,
@@ -29,6 +30,7 @@ from services.pool.data.commands import (
     SealTrajectory,
     SetGroupStates,
 )
+from services.pool.data.erasing import erase
 from services.pool.data.freeing import free
 from services.pool.data.group_scan import (
     PAGE_BYTES,
@@ -309,6 +311,8 @@ def _apply(command: Command, records: Records) -> Any:
                 return free(records, command)
             case MarkOrphans():
                 return mark(records, command)
+            case EraseTasks():
+                return erase(records, command)
             case FollowLeader(steps=steps):
                 return follow(records, steps)
             case RepairUnit():

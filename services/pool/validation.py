@@ -27,7 +27,7 @@ from services.pool.storage.keys import MAX_EVENT_ID_BYTES
 from services.pool.storage.records import TurnHead
 
 MAX_LOOKED_UP = 10_000
-"""Ids in one LookUpGroups call."""
+"""Ids in one LookUpGroups or EraseTrajectories call."""
 _SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDONED)
 
 
@@ -194,6 +194,18 @@ def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
     count = len(request.task_ids) + len(request.batch_ids)
     if count > MAX_LOOKED_UP:
         raise InvalidArgument(f"{count} ids are looked up; at most {MAX_LOOKED_UP} are at a time")
+
+
+def check_erase(request: pool_pb2.EraseTrajectoriesRequest) -> None:
+    """Raises for a request without exactly one selection, and for too many or wrong ids."""
+    if sum(map(bool, (request.task_ids, request.user, request.tag))) != 1:
+        raise InvalidArgument("task_ids, user, tag: exactly one must be set")
+    if len(request.task_ids) > MAX_LOOKED_UP:
+        raise InvalidArgument(
+            f"task_ids has {len(request.task_ids)} ids; at most {MAX_LOOKED_UP} are at a time"
+        )
+    for task_id in request.task_ids:
+        check_task_id(task_id)
 
 
 def set_group_states(

@@ -11,6 +11,7 @@ from typing import Protocol
 from forge.core.errors import InvalidArgument
 
 MAX_PAYLOAD_BYTES = 1 << 20
+MAX_USER_BYTES = 200
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -23,6 +24,7 @@ class TaskFields(Protocol):
     group_size: int
     difficulty: float
     payload_json: str
+    user: str
 
 
 def check_task_fields(task: TaskFields) -> None:
@@ -34,6 +36,8 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
+    if len(task.user.encode()) > MAX_USER_BYTES:
+        raise InvalidArgument(f"user {task.user[:40]!r}... has more than {MAX_USER_BYTES} bytes")
     check_payload(task.payload_json)
 
 

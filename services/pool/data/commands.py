@@ -104,6 +104,18 @@ class MarkOrphans:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EraseTasks:
+    """Answered by `erasing.Erased`."""
+
+    task_ids: tuple[str, ...]
+    max_records: int
+    """Turns and rewards that may be deleted in one transaction."""
+    max_bytes: int = 8 << 20
+    """Bytes of each that may be deleted."""
+    now_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FollowLeader:
     """Steps from a leader, in order. Answered by the position reached, 0 while copying."""
 
@@ -130,6 +142,7 @@ Command = (
     | SetGroupStates
     | FreeGroups
     | MarkOrphans
+    | EraseTasks
     | FollowLeader
     | RepairUnit
 )

@@ -26,6 +26,7 @@ from services.pool.data.commands import FreeGroups
 from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
+from services.pool.storage.erasures import is_erased
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
 from services.pool.storage.group_records import group_record, group_state, intact_state
 from services.pool.storage.keys import group_key, task_prefix
@@ -244,6 +245,8 @@ def _drop_payload(records: Records, task_id: str) -> int:
 
 
 def _fate(records: Records, task_id: str) -> str:
+    if is_erased(records, task_id):
+        return "an operator erased its group"
     state = intact_state(records, task_id)
     if state is not None and state.state == common_pb2.GROUP_STATE_TRAINED:
         return f"a checkpoint covers step {state.step}, which trained its group"

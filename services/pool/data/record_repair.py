@@ -25,8 +25,9 @@ from services.pool.data.closed_digests import (
 )
 from services.pool.data.commands import RepairUnit
 from services.pool.data.summaries import header_of
+from services.pool.storage.erasures import erased_group, is_erased
 from services.pool.storage.journal import replica_state
-from services.pool.storage.keys import queue_key
+from services.pool.storage.keys import name_of_trajectory_key, queue_key
 from services.pool.storage.record_copies import (
     CopiedRecords,
     intact_values,
@@ -68,6 +69,9 @@ def repair_unit(
     current = 0 < since <= copy.position
     put = partial(ours.put_sealed, replicated=replicated)
     match table:
+        case Table.TRAJECTORIES if _of_erased_task(ours, key):
+            for record, _ in list(stored_values(ours, unit)):
+                put(*record, None)
         case Table.TRAJECTORIES:
             _repair_trajectory(ours, key, copy, put)
         case Table.GROUPS:
@@ -84,9 +88,19 @@ def repair_unit(
                 _restore(ours, unit, copy, put)
 
 
+def _of_erased_task(records: Records, trajectory: bytes) -> bool:
+    return is_erased(records, name_of_trajectory_key(trajectory).task_id)
+
+
 def _restore(ours: Records, record: Key, copy: CopiedRecords, put: _Put) -> None:
     if record in copy.values and not _opens(ours, record):
-        put(*record, copy.values[record])
+        table, key = record
+        value = copy.values[record]
+        if table is Table.GROUPS and is_erased(ours, key.decode()):
+            # The copy may be older than the erasure.
+            group = common_pb2.GroupRecord.FromString(bytes(open_value(table, key, value)))
+            value = seal_value(key, erased_group(group).SerializeToString())
+        put(*record, value)
 
 
 def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, put: _Put) -> None:

@@ -12,6 +12,7 @@ from forge.core.errors import FailedPrecondition, NotFound, StaleFence
 from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
 from services.pool.data.freeing import forget_orphan, is_freed, put_state
+from services.pool.storage.erasures import is_erased
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves, enter_new
 from services.pool.storage.group_records import intact_state
 from services.pool.storage.keys import group_key, queue_key
@@ -57,8 +58,9 @@ def set_group_states(records: Records, command: SetGroupStates) -> None:
 def _is_new_state(
     records: Records, task_id: str, state: common_pb2.GroupRecord, *, past_damage: bool
 ) -> bool:
-    """False for the state that a freed group has. Raises `FailedPrecondition` for another, and
-    `DamagedRecord` for a group that cannot be read, unless `past_damage`."""
+    """False for the state that a freed group has, and for an erased group. Raises
+    `FailedPrecondition` for another state of a freed group, and `DamagedRecord` for a group that
+    cannot be read, unless `past_damage`."""
     key = group_key(task_id)
     if not records.has(Table.GROUPS, key):
         raise NotFound(f"group {task_id} is not on this shard")
@@ -74,6 +76,8 @@ def _is_new_state(
         return True
     if not stored.freed_unix_s:
         return True
+    if is_erased(records, task_id):
+        return False
     if (stored.state, stored.batch_id, stored.step) != (state.state, state.batch_id, state.step):
         was = common_pb2.GroupState.Name(stored.state).removeprefix("GROUP_STATE_").lower()
         raise FailedPrecondition(

@@ -18,7 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge.cli.connection import Connection
 from forge.core.errors import ForgeError
+from forge.v1 import pool_pb2
 from services.pool.maintenance import backup
+from services.pool.maintenance.backup_erasure import erase_in
 from services.pool.maintenance.integrity import Damage
 from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         ("restore", _restore, ["backup", "directory"]),
         ("adopt", _adopt, ["directory"]),
         ("compact", _compact, ["directory"]),
+        ("erase", _erase, ["directory"]),
     ):
         command = commands.add_parser(name)
         for argument in names:
@@ -52,6 +55,12 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("--repair", metavar="COPY")
             for option in _CONNECTION:
                 command.add_argument(option, default="")
+        if name == "backup":
+            command.add_argument("--purge", action="store_true")
+        if name == "erase":
+            command.add_argument("--task", action="append")
+            command.add_argument("--user")
+            command.add_argument("--tag")
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)
@@ -85,7 +94,7 @@ def _copy(options: argparse.Namespace) -> OpenCopy:
 
 def _backup(options: argparse.Namespace) -> int:
     with _bar("copying") as progress:
-        size_bytes = backup.backup(options.directory, options.target, progress)
+        size_bytes = backup.backup(options.directory, options.target, progress, purge=options.purge)
     _say(f"{options.target}: {decimal(size_bytes)}; verify it with `forge pool check`")
     return 0
 
@@ -116,6 +125,19 @@ def _compact(options: argparse.Namespace) -> int:
         _say(backup.shard_name(options.directory))
         return SERVED
     _say(f"{options.directory}: {decimal(before)} before, {decimal(after)} after")
+    return 0
+
+
+def _erase(options: argparse.Namespace) -> int:
+    request = pool_pb2.EraseTrajectoriesRequest(
+        task_ids=options.task, user=options.user, tag=options.tag
+    )
+    with _bar("erasing") as progress:
+        erased = erase_in(options.directory, request, progress)
+    _say(
+        f"{options.directory}: {erased.groups} groups, {erased.trajectories} trajectories, "
+        f"{erased.turns} turns, {erased.rewards} rewards erased"
+    )
     return 0
 
 

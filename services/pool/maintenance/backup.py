@@ -1,9 +1,9 @@
 """Copies of a shard's files: checked, made, restored, compacted.
 
-Owns the tools that run outside the serving process. A copy is LMDB's own, of one snapshot, without
-free pages. Another process on the same host makes it: the service spends no thread and no memory,
-its map may grow meanwhile, and access to the files is the only credential. No file has its final
-name before it is complete.
+Owns the tools that run outside the serving process. A copy is of one snapshot, without free pages.
+Another process on the same host makes it: the service spends no thread and no memory, its map may
+grow meanwhile, and access to the files is the only credential. No file has its final name before it
+is complete.
 """
 
 from __future__ import annotations
@@ -139,14 +139,15 @@ def _open(directory: Path) -> lmdb.Environment:
     return environment
 
 
-def backup(source: Path, target: Path, progress: Progress) -> int:
+def backup(source: Path, target: Path, progress: Progress, *, purge: bool = False) -> int:
     """Copies the shard in `source`, live or not, into a new directory; the bytes of the copy.
+    `purge`: without any byte of deleted records.
 
     Raises `FailedPrecondition` if `target` exists, `ConfigError` if it cannot be written,
     `ResourceExhausted` if it does not fit.
     """
     with _opened(source) as environment, _new_directory(target) as copy:
-        _copy(environment, copy, progress)
+        (_copy_records if purge else _copy)(environment, copy, progress)
         return (copy / DATA).stat().st_size
 
 
@@ -178,8 +179,9 @@ def adopt(directory: Path) -> str:
     return name
 
 
-def compact(directory: Path, progress: Progress) -> tuple[int, int]:
-    """Rewrites the shard in `directory` without its free pages; bytes before and after.
+def compact(directory: Path, progress: Progress, *, purge: bool = False) -> tuple[int, int]:
+    """Rewrites the shard in `directory` without its free pages; bytes before and after. `purge` as
+    for `backup`.
 
     Raises `InUse` while it is served, `FailedPrecondition` while another process reads it.
     """
@@ -190,7 +192,7 @@ def compact(directory: Path, progress: Progress) -> tuple[int, int]:
         drop_compacted(directory)
         before = (directory / DATA).stat().st_size
         with _opened(directory) as environment, _new_directory(copy) as unfinished_copy:
-            _copy(environment, unfinished_copy, progress)
+            (_copy_records if purge else _copy)(environment, unfinished_copy, progress)
             _compare(environment, unfinished_copy)
         after = (copy / DATA).stat().st_size
         with data_locked(directory):
@@ -284,6 +286,35 @@ def _copy(environment: lmdb.Environment, into: Path, progress: Progress) -> None
         raise failures[0]
     with (into / DATA).open("rb+") as copied:
         os.fsync(copied.fileno())
+    progress(total, total)
+
+
+def _copy_records(environment: lmdb.Environment, into: Path, progress: Progress) -> None:
+    """Copies record by record. LMDB's own copy has complete pages, and the unused end of a page may
+    have bytes of deleted records."""
+    total = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    names = [table.value.encode() for table in Table]
+    tables = [environment.open_db(name, create=False) for name in names]
+    copy = lmdb.open(str(into), map_size=total + AHEAD_BYTES, max_dbs=len(Table), sync=False)
+    done = 0
+    try:
+        with environment.begin(buffers=True) as transaction:
+            for name, table in zip(names, tables, strict=True):
+                copied = copy.open_db(name)
+                cursor = transaction.cursor(db=table)
+                found = cursor.first()
+                while found:
+                    end = done + COPY_BYTES
+                    with copy.begin(write=True) as writing:
+                        while found and done < end:
+                            key, value = cursor.item()
+                            writing.put(key, value, db=copied, append=True)
+                            done += len(key) + len(value)
+                            found = cursor.next()
+                    progress(min(done, total), total)
+        copy.sync(True)
+    finally:
+        copy.close()
     progress(total, total)
 
 

@@ -1,6 +1,6 @@
 """Compaction of a served shard: its file is rewritten without free pages.
 
-Another process makes LMDB's own copy (see `backup`). Meanwhile the keys of changed records are
+Another process makes the copy (see `backup`). Meanwhile the keys of changed records are
 logged; their present values go into the copy round by round, until writers wait for the last few
 and the exchange no longer than for a commit. Until then the shard is unchanged: any failure, or a
 kill, costs the copy alone.
@@ -54,11 +54,15 @@ class Compactor:
         self._reserve_bytes = reserve_bytes
         self._directory = environment.directory
         self._copy_directory = compacted(environment.directory)
+        self._purge = False
         self._task: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
 
-    async def run(self, data_dir: str) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
+    async def run(
+        self, data_dir: str, *, purge: bool = False
+    ) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
         """Compacts the shard and yields its progress; gives up when the generator is closed.
+        `purge`: the new file has no byte of deleted records.
 
         Raises `FailedPrecondition` while another compaction runs, while a process keeps reading the
         file, or if it is not in `data_dir`; `ResourceExhausted` if the copy has no room, or cannot
@@ -73,6 +77,7 @@ class Compactor:
             )
         before_bytes, total_bytes = self._sizes()
         self._stopped.clear()
+        self._purge = purge
         task = self._task = asyncio.create_task(self._compact(), name="compaction")
         try:
             while not task.done():
@@ -139,6 +144,7 @@ class Compactor:
 
     async def _copy(self) -> None:
         command = [sys.executable, "-m", "services.pool.maintenance", "backup"]
+        command += ["--purge"] if self._purge else []
         process = await asyncio.create_subprocess_exec(
             *dying_with_parent([*command, str(self._directory), str(self._copy_directory)]),
             stdin=asyncio.subprocess.DEVNULL,

@@ -21,8 +21,9 @@ from typing import Any, TypeVar, cast
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Leadership
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import log
-from forge.v1 import replica_pb2, replica_pb2_grpc
+from forge.v1 import pool_pb2, replica_pb2, replica_pb2_grpc
 from services.pool.actors.writer import WriterRef
 from services.pool.config import PoolConfig
 from services.pool.data.commands import FollowLeader
@@ -43,6 +44,7 @@ from services.pool.store import PoolStore
 
 _COMMIT_S = 60.0
 _READ_S = 30.0
+_PURGE_S = 6 * 3600.0
 
 
 T = TypeVar("T")
@@ -119,6 +121,19 @@ class Replica:
         readers = self._readers if self._leader is None else LeadersReaders(self, self._readers)
         look = partial(answer, request=request)
         return await readers.run(partial(self._store.read, look))
+
+    async def purge_follower(self) -> pool_pb2.EraseTrajectoriesResponse.Replica:
+        """The follower's file after a purge; a follower that is absent purges when it returns."""
+        try:
+            address = await self.leader.follower_with((await self._read(replica_state)).position)
+            stub: Any = replica_pb2_grpc.PoolReplicaServiceStub(self._context.channels.get(address))
+            async with translated():
+                done = await stub.PurgeErased(replica_pb2.PurgeErasedRequest(), timeout=_PURGE_S)
+        except ForgeError as error:
+            return pool_pb2.EraseTrajectoriesResponse.Replica(pending=str(error))
+        return pool_pb2.EraseTrajectoriesResponse.Replica(
+            data_dir=done.data_dir, pending=done.pending
+        )
 
     @contextmanager
     def answering(self) -> Iterator[None]:

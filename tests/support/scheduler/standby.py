@@ -40,7 +40,7 @@ class StoreScans:
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
         store = self.stores[shard]
-        servicer = PoolServicer(store, None, AtOnce(), None, max_turn_bytes=1)
+        servicer = PoolServicer(store, None, AtOnce(), None, None, max_turn_bytes=1)
         request = pool_pb2.ScanGroupsRequest(
             since=since, settled_limit=settled_limit, count_settled=count_settled
         )

@@ -44,13 +44,13 @@ def flip(store: PoolStore, table: Table, task_id: str) -> None:
 async def set_over_grpc(
     store: PoolStore, *changes: pool_pb2.SetGroupStatesRequest.Change, fence: int = 1
 ) -> None:
-    servicer = PoolServicer(store, Direct(store), None, None, max_turn_bytes=1)
+    servicer = PoolServicer(store, Direct(store), None, None, None, max_turn_bytes=1)
     request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=fence)
     await servicer.SetGroupStates(request, Call())
 
 
 async def seal_over_grpc(store: PoolStore, trajectory_id: str, *, turns: int) -> None:
-    servicer = PoolServicer(store, Direct(store), None, None, max_turn_bytes=1)
+    servicer = PoolServicer(store, Direct(store), None, None, None, max_turn_bytes=1)
     request = pool_pb2.SealTrajectoryRequest(
         trajectory_id=trajectory_id,
         domain="code",

@@ -113,7 +113,7 @@ def test_what_a_follower_takes_is_noted(node):
 
 async def scan(store: PoolStore, **request: Any) -> list[pool_pb2.ScanGroupsResponse]:
     readers = Readers(1)
-    servicer = PoolServicer(store, None, readers, None, max_turn_bytes=1)
+    servicer = PoolServicer(store, None, readers, None, None, max_turn_bytes=1)
     try:
         asked = pool_pb2.ScanGroupsRequest(**request)
         return [response async for response in servicer.ScanGroups(asked, None)]

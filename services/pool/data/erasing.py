@@ -1,0 +1,200 @@
+"""Erasure of tasks: no stored record keeps a prompt, an answer, a reward, a tag or a user of them.
+
+    turns, rewards, trajectories   go
+    groups                         stay, without payload, tag and user
+    states, queue                  stay; a group that is not settled becomes TOMBSTONED
+    meta                           gets a tombstone per task, so that no repair restores a record
+
+The first transaction marks task and trajectories, so that they are neither read nor appended to;
+the last one deletes the trajectories and clears the group. Each deletes a bounded number of
+records. `storage.erasures` owns the tombstones, `maintenance.purge` the bytes in free pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2
+from services.pool.data.commands import EraseTasks
+from services.pool.data.freeing import put_state
+from services.pool.data.orphans import ORPHAN_REASON
+from services.pool.storage.change_log import delete_changes
+from services.pool.storage.erasures import erased_group, is_erased, put_erasure
+from services.pool.storage.group_index import (
+    SETTLED_STATES,
+    GroupMoves,
+    after_late_seal,
+    before_late_seal,
+    stored_groups,
+    tag_prefix,
+)
+from services.pool.storage.group_records import group_record, intact_state
+from services.pool.storage.keys import group_key, queue_key, task_prefix
+from services.pool.storage.records import (
+    Records,
+    TrajectoryHeader,
+    decode_header,
+    encode_header,
+    open_value,
+)
+from services.pool.storage.settled_index import remove_settled
+from services.pool.storage.tables import Table
+
+REASON = "erased"
+"""Reason of a tombstoned group after its erasure."""
+_CONTENT = (Table.TURNS, Table.REWARDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Erased:
+    """The result of one transaction."""
+
+    groups: int = 0
+    trajectories: int = 0
+    turns: int = 0
+    rewards: int = 0
+    unfinished: bool = False
+    """More records than one transaction may delete."""
+
+    def plus(self, other: Erased) -> Erased:
+        """The sums; `unfinished` of `other`."""
+        return Erased(
+            groups=self.groups + other.groups,
+            trajectories=self.trajectories + other.trajectories,
+            turns=self.turns + other.turns,
+            rewards=self.rewards + other.rewards,
+            unfinished=other.unfinished,
+        )
+
+
+def tasks_with(records: Records, *, user: str, tag: str) -> list[str]:
+    """Tasks of stored groups with this user or this tag; a damaged group has neither."""
+    return [
+        group.task.task_id
+        for group, _ in stored_groups(records)
+        if (user and group.task.user == user) or (tag and group.task.tag == tag)
+    ]
+
+
+def erase(records: Records, command: EraseTasks) -> Erased:
+    """Erases tasks of `command`, up to its limits. Unknown and erased tasks count 0."""
+    total = Erased()
+    for task_id in command.task_ids:
+        if not _has_bytes(records, task_id):
+            continue
+        _mark(records, task_id, now_unix_s=command.now_unix_s)
+        for table in _CONTENT:
+            count, _ = records.delete_prefix(
+                table,
+                task_prefix(task_id),
+                limit=command.max_records - total.turns - total.rewards,
+                limit_bytes=command.max_bytes,
+            )
+            total = total.plus(
+                Erased(turns=count) if table is Table.TURNS else Erased(rewards=count)
+            )
+        if any(_has_records(records, table, task_id) for table in _CONTENT):
+            return total.plus(Erased(unfinished=True))
+        total = total.plus(_finish(records, task_id))
+    return total
+
+
+def _has_records(records: Records, table: Table, task_id: str) -> bool:
+    return next(records.scan_sealed(table, prefix=task_prefix(task_id)), None) is not None
+
+
+def _has_bytes(records: Records, task_id: str) -> bool:
+    """True if a task is stored and not completely erased."""
+    if any(_has_records(records, table, task_id) for table in (*_CONTENT, Table.TRAJECTORIES)):
+        return True
+    if not records.has(Table.GROUPS, group_key(task_id)):
+        return False
+    group = _intact_group(records, task_id)
+    return not is_erased(records, task_id) or group is None or group != erased_group(group)
+
+
+def _intact_group(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
+    try:
+        return group_record(records, task_id)
+    except DataLoss:
+        return None
+
+
+def _mark(records: Records, task_id: str, *, now_unix_s: float) -> None:
+    """Refuses reads and writes of a task from this transaction on."""
+    put_erasure(records, task_id)
+    prefix = task_prefix(task_id)
+    for key, value in list(records.scan_sealed(Table.TRAJECTORIES, prefix=prefix)):
+        try:
+            header = decode_header(open_value(Table.TRAJECTORIES, key, value))
+        except (DataLoss, msgspec.MsgspecError):
+            header = TrajectoryHeader()
+        delete_changes(records, header)
+        closed = common_pb2.TRAJECTORY_STATE_ABANDONED if header.is_open else header.state
+        freed = msgspec.structs.replace(
+            header,
+            state=closed,
+            freed=True,
+            reason="",
+            outcome=None,
+            closed_change=0,
+            rewarded_change=0,
+        )
+        if freed != header:
+            records.put(Table.TRAJECTORIES, key, encode_header(freed))
+    before = intact_state(records, task_id)
+    if before is None or not before.freed_unix_s:
+        _put_erased_state(records, task_id, before, now_unix_s=now_unix_s)
+
+
+def _put_erased_state(
+    records: Records, task_id: str, before: common_pb2.GroupRecord | None, *, now_unix_s: float
+) -> None:
+    after = common_pb2.GroupRecord(freed_unix_s=now_unix_s)
+    if before is not None and before.state in SETTLED_STATES:
+        after.MergeFrom(before)
+        after.freed_unix_s = now_unix_s
+    else:
+        after.state = common_pb2.GROUP_STATE_TOMBSTONED
+    if records.has(Table.GROUPS, group_key(task_id)):
+        if after.state == common_pb2.GROUP_STATE_TOMBSTONED:
+            after.reason = REASON
+        moves = GroupMoves(records)
+        put_state(records, task_id, after, moves, now_unix_s=now_unix_s)
+        moves.store()
+        return
+    # The mark of an orphan: a state without a group.
+    remove_settled(records, task_id, before)
+    after.reason = ORPHAN_REASON
+    after.settled_unix_s = after.settled_unix_s or now_unix_s
+    records.put(Table.STATES, group_key(task_id), after.SerializeToString())
+
+
+def _finish(records: Records, task_id: str) -> Erased:
+    """Deletes the trajectories of a task and clears its group."""
+    settled = before_late_seal(records, task_id, past_damage=True)
+    prefix = task_prefix(task_id)
+    keys = [key for key, _ in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix)]
+    for key in keys:
+        records.delete(Table.TRAJECTORIES, key)
+    after_late_seal(records, settled)
+    remove_settled(records, task_id, intact_state(records, task_id))
+    key = group_key(task_id)
+    if not records.has(Table.GROUPS, key):
+        return Erased(trajectories=len(keys))
+    group = _intact_group(records, task_id)
+    if group is None:
+        # A damaged record may have the payload; the queue has its place.
+        stored = (group for group, _ in stored_groups(records) if group.task.task_id == task_id)
+        group = next(stored, None)
+    # LMDB joins pages that have become empty when a record goes, not when one gets smaller.
+    records.delete(Table.GROUPS, key)
+    if group is not None:
+        task = group.task
+        place = queue_key(task.purpose, group.queue_index, task_id)
+        records.delete(Table.TAGS, tag_prefix(task.tag) + place)
+        records.put(Table.GROUPS, key, erased_group(group).SerializeToString())
+    return Erased(groups=1, trajectories=len(keys))

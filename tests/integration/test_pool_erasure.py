@@ -1,0 +1,142 @@
+"""`forge pool erase` against both replicas of a shard and against a backup: no byte stays."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from forge.runtime.security import Keyring
+from forge.v1 import pool_pb2
+from tests.support.pool.process import PoolClient
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
+
+pytestmark = pytest.mark.timeout(300)
+
+MARKER = "marker-of-alice"
+
+
+@pytest_asyncio.fixture
+async def shard(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[ReplicatedShard]:
+    """A replicated shard that also serves with one replica."""
+    Keyring.generate(tmp_path / "key")
+    made = ReplicatedShard(
+        tmp_path,
+        etcd=etcd,
+        coordinator=coordinator,
+        cluster=cluster,
+        shard="s0",
+        key_file=tmp_path / "key",
+        settings=("--min-copies", "1", "--retention", "keep"),
+    )
+    made.put_before_start(make_group("first"))
+    made.start()
+    keeper = asyncio.create_task(made.keep_running())
+    yield made
+    keeper.cancel()
+    await asyncio.gather(keeper, return_exceptions=True)
+    made.stop()
+
+
+async def fill(client: PoolClient) -> None:
+    """Groups of two users; the texts of the first one have the marker."""
+    for index, (user, text) in enumerate((("alice", MARKER), ("bob", "text-of-bob")), start=1):
+        group = make_group(f"of-{user}", index, payload_json=f'{{"prompt": "{text}"}}')
+        group.task.user, group.task.tag = user, f"tag-{user}"
+        await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[group], fence=1))
+        sizes = (10, 3000, 300_000)
+        turns = [
+            make_turn(f"of-{user}:0:0", number, parent=-1, messages_json=text * (size // 10))
+            for number, size in enumerate(sizes)
+        ]
+        assert all(not answer.status_code for answer in await client.append(turns))
+        await client.seal(f"of-{user}:0:0", len(turns), [make_reward()])
+
+
+async def forge_pool(*words: str) -> tuple[int, str]:
+    """Exit code and output of `forge pool <words>`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "forge.cli.main", "pool", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+def files_with(marker: str, directory: Path) -> list[str]:
+    """Files below a directory that contain the marker, as raw bytes."""
+    return [
+        path.name
+        for path in directory.rglob("*")
+        if path.is_file() and marker.encode() in path.read_bytes()
+    ]
+
+
+async def test_erasure_reaches_files_of_both_replicas_and_backups(
+    shard: ReplicatedShard,
+    etcd: EtcdServer,
+    cluster: str,
+    tmp_path: Path,
+) -> None:
+    """The absent replica has the prompt when the command ends, which says so; it erases when it
+    comes back. The same erasure again finds nothing. Late turns are refused."""
+
+    async def two_copies() -> bool:
+        return (await shard.leader())[1].metadata.get("copies") == "2"
+
+    await until(two_copies)
+    at = ("--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key"))
+    leader, _ = await shard.leader()
+    (follower,) = [process for process in shard.processes if process is not leader]
+    client = await shard.client()
+    await fill(client)
+    backup = tmp_path / "backup"
+    code, output = await forge_pool("backup", str(leader.data_dir), str(backup))
+    assert code == 0, output
+    for directory in (leader.data_dir, follower.data_dir, backup):
+        assert files_with(MARKER, directory) == ["data.mdb"]
+
+    await shard.kill(follower)
+    code, output = await forge_pool("erase", "--user", "alice", *at)
+    assert code == 1, output
+    assert "s0: 1 groups, 1 trajectories, 3 turns, 1 rewards erased" in output
+    assert f"{leader.data_dir}: purged" in output and "the other replica: pending" in output
+    assert files_with(MARKER, leader.data_dir) == []
+    assert files_with(MARKER, follower.data_dir) == ["data.mdb"]
+
+    shard.start()
+    await until(lambda: not files_with(MARKER, follower.data_dir))
+    await until(two_copies)
+    code, output = await forge_pool("erase", "--task", "of-alice", *at)
+    assert code == 0, output
+    assert "s0: 0 groups, 0 trajectories, 0 turns, 0 rewards erased" in output
+    assert output.count(": purged") == 2
+    await assert_refused(client)
+    assert files_with(MARKER, leader.data_dir) == files_with(MARKER, follower.data_dir) == []
+    assert files_with("text-of-bob", leader.data_dir) == ["data.mdb"]
+    assert [one.trajectory_id for one in await client.fetch("of-bob:0:0")] == ["of-bob:0:0"]
+    await client.close()
+
+    code, output = await forge_pool("erase", "--tag", "tag-alice", "--backup", str(backup))
+    assert code == 0, output
+    assert files_with(MARKER, backup) == []
+    code, output = await forge_pool("check", str(leader.data_dir))
+    assert code == 0, output
+
+
+async def assert_refused(client: PoolClient) -> None:
+    """A turn of a gateway that still has the session in memory."""
+    (answer,) = await client.append([make_turn("of-alice:0:0", 3, messages_json=MARKER)])
+    assert "an operator erased" in answer.error
