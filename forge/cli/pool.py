@@ -162,6 +162,8 @@ def erase(
 
     [dim]forge pool erase --user alice[/dim]
     """
+    from forge.v1 import pool_pb2
+
     wanted = pool_pb2.EraseTrajectoriesRequest(task_ids=task or (), user=user, tag=tag)
     if backup is not None:
         options = [f"--task={one}" for one in wanted.task_ids]
