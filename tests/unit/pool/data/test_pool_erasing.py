@@ -86,13 +86,17 @@ def erase(store: PoolStore, *task_ids: str, max_records: int = 1000) -> Erased:
     return total
 
 
+def _records_of(records: Records, table: Table) -> list[tuple[bytes, bytes]]:
+    return list(records.scan_sealed(table))
+
+
 def stored_text(store: PoolStore) -> bytes:
     """All shared records as they lie on disk; keys of the tables too, without the tombstone's."""
     return b"".join(
         key + value
         for table in Table
         if table is not Table.JOURNAL
-        for key, value in store.read(lambda records, table=table: list(records.scan_sealed(table)))
+        for key, value in store.read(partial(_records_of, table=table))
     )
 
 
@@ -192,11 +196,9 @@ def test_repair_from_an_older_copy_brings_nothing_back(
     erase(leader.store, "a")
     since = leader.state().position
     for table, key in ((Table.GROUPS, group_key("a")), (Table.TRAJECTORIES, _first(old.store))):
-        leader.store.write(
-            lambda records, table=table, key=key: records.put_sealed(table, key, b"\0\0\0\0bad")
-        )
+        leader.store.write(partial(Records.put_sealed, table=table, key=key, value=b"\0\0\0\0bad"))
         (unit,) = units_of(table, key)
-        copy = old.store.read(lambda records, unit=unit: copied_records(records, [unit]))
+        copy = old.store.read(partial(copied_records, units=[unit]))
         assert MARKER.encode() in b"".join(copy.values.values())
         leader.store.write(partial(repair_unit, unit=unit, copy=copy, since=since))
         assert MARKER.encode() not in stored_text(leader.store)
