@@ -40,7 +40,7 @@ def page() -> Page:
         config = getattr(importlib.import_module(module), name)()
         lines += [f"## {service.capitalize()}", "", (config.__doc__ or "").splitlines()[0], ""]
         own = [one for one in settings_of(config).values() if not _unchanged(one, shared)]
-        for group, settings in itertools.groupby(own, key=lambda one: one.key.rpartition(".")[0]):
+        for group, settings in itertools.groupby(own, key=lambda one: one.table):
             lines += [f"### {service}: \\[{group}\\]", ""] if group else []
             lines += _rows(settings)
     return Page(path="reference/settings.md", text="\n".join(lines))

@@ -10,29 +10,17 @@ Not here: the settings of the services; each has its own `config.py`.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import inspect
 import itertools
-import json
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -96,8 +84,6 @@ class ServiceConfig:
 
 
 C = TypeVar("C", bound=ServiceConfig)
-Given = Iterator[tuple[str, str, Any]]
-"""(source, key, value) of each setting in a source."""
 _HELP = """usage: {service} [--SETTING VALUE ...]
 
 {purpose}
@@ -105,27 +91,37 @@ _HELP = """usage: {service} [--SETTING VALUE ...]
 Each setting may come from, weak to strong: a key of the TOML file (--config FILE or
 FORGE_CONFIG), FORGE_<KEY>, {prefix}<KEY>, a flag.
 In a variable, __ stands for the dot of a flag.
-
 """
 _NOT_IN_FILE = ("config", "print_config")
 _NOUNS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _NOUNS[tuple[str, ...]] = "a list of texts (a,b,c)"
 
 
-class Setting(NamedTuple):
-    """One setting of a config."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of a config; `owner` is the dataclass with its field."""
 
-    key: str
-    """`name`, or `table.name`."""
+    table: str
+    name: str
     type: Any
     value: Any
-    owner: Any
-    """The dataclass with the field."""
+    owner: type[Any]
+
+    @property
+    def key(self) -> str:
+        """`name`, or `table.name`."""
+        return f"{self.table}.{self.name}".removeprefix(".")
 
     @property
     def text(self) -> str:
         """Help text: the string under the field, as one line."""
-        return _texts(self.owner).get(self.key.rpartition(".")[2], "")
+        return _texts(self.owner).get(self.name, "")
+
+
+Known = Mapping[str, Setting]
+"""Settings by key."""
+Given = Iterator[tuple[str, str, Any]]
+"""(source, key, value) of each setting in a source."""
 
 
 @functools.cache
@@ -148,48 +144,46 @@ def load(
     """
     known = settings_of(config_type())
     prefix = f"FORGE_{service.upper().replace('-', '_')}_"
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h"} & {*argv}:
         title = _HELP.format(service=service, purpose=inspect.getdoc(config_type), prefix=prefix)
-        _print_and_exit(title + _flag_texts(known))
+        print(title + _flag_texts(known), end="")
+        sys.exit(0)
     values = _read(_variables(environ, prefix, known), known) | _read(_flags(argv, known), known)
     file, printed = (values.pop(key, known.pop(key).value) for key in _NOT_IN_FILE)
-    tables: dict[str, Any] = {"": {}}
+    tables: dict[str, Any] = {}
     for key, value in (_read(_file(file, known), known) | values).items():
-        table, _, name = key.rpartition(".")
-        tables.setdefault(table, {})[name] = value
+        tables.setdefault(known[key].table, {})[known[key].name] = value
     try:
-        config = msgspec.convert(tables.pop("") | tables, config_type)
+        config = msgspec.convert(tables.pop("", {}) | tables, config_type)
         config.validate()
     except InvalidArgument as error:
         raise ConfigError(str(error)) from error
     if printed:
-        _print_and_exit(to_toml(config))
+        print(to_toml(config), end="")
+        sys.exit(0)
     return config
 
 
-def settings_of(config: Any, prefix: str = "") -> dict[str, Setting]:
+def settings_of(config: Any, table: str = "") -> dict[str, Setting]:
     """Return the settings of a config by key; those of tables are last."""
     own: dict[str, Setting] = {}
     nested: dict[str, Setting] = {}
     for name, kind in get_type_hints(type(config), include_extras=True).items():
-        key, value = prefix + name, getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            nested |= settings_of(value, key + ".")
+        one = Setting(table, name, kind, getattr(config, name), type(config))
+        if is_dataclass(one.value):
+            nested |= settings_of(one.value, name)
         else:
-            own[key] = Setting(key, kind, value, type(config))
+            own[one.key] = one
     return own | nested
 
 
 def to_toml(config: ServiceConfig) -> str:
     """Return the settings as a TOML file that reads back to the same config."""
     lines = []
-    settings = [one for one in settings_of(config).values() if one.key not in _NOT_IN_FILE]
-    for table, group in itertools.groupby(settings, lambda one: one.key.rpartition(".")[0]):
+    settings = [one for key, one in settings_of(config).items() if key not in _NOT_IN_FILE]
+    for table, group in itertools.groupby(settings, lambda one: one.table):
         lines += ["", f"[{table}]"] if table else []
-        lines += [
-            f"{one.key.removeprefix(table + '.')} = {toml(one.value)}  # {one.text}"
-            for one in group
-        ]
+        lines += [f"{one.name} = {toml(one.value)}  # {one.text}" for one in group]
     return "\n".join(lines) + "\n"
 
 
@@ -200,8 +194,7 @@ def toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     # 7f: the only control character that JSON allows and TOML does not.
-    text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def allowed(kind: Any) -> str:
@@ -219,21 +212,21 @@ def allowed(kind: Any) -> str:
     return _NOUNS.get(kind) or "one of " + ", ".join(choices)
 
 
-def _print_and_exit(text: str) -> NoReturn:
-    sys.stdout.write(text)
-    raise SystemExit(0)
-
-
-def _flag_texts(known: Mapping[str, Setting]) -> str:
+def _flag_texts(known: Known) -> str:
+    """Return the settings by section: the service's own, each table, those of every service."""
+    shared = ServiceConfig.__dataclass_fields__
     lines = []
-    for key in sorted(known, key=ServiceConfig.__dataclass_fields__.__contains__):
+    for key in sorted(known, key=shared.__contains__):
         one, flag = known[key], key.replace("_", "-")
+        title = f"[{one.table}] {inspect.getdoc(one.owner)}".splitlines()[0] if one.table else ""
+        title = title or f"Settings of {'every' if key in shared else 'this'} service:"
+        lines += [] if f"\n{title}\n" in lines else [f"\n{title}\n"]
         lines.append(f"  --{flag} (default {toml(one.value)}; {allowed(one.type)})\n")
         lines.append(textwrap.indent(textwrap.fill(one.text, 86), " " * 6) + "\n")
     return "".join(lines)
 
 
-def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
+def _read(given: Given, known: Known) -> dict[str, Any]:
     """Return the values by key. Raises ConfigError; for an unknown key it names the nearest key."""
     values = {}
     for source, key, value in given:
@@ -265,17 +258,16 @@ def _converted(value: Any, kind: Any) -> Any:
     return msgspec.convert(plain, kind, strict=False)
 
 
-def _spellings(known: Iterable[str]) -> dict[str, str]:
+def _spellings(known: Known) -> dict[str, str]:
     """Return keys by former flat spellings: `name`, `table`, `table_name`, `tabl_name`."""
     spellings: dict[str, str] = {}
-    for key in reversed([*known]):
-        table, _, name = key.rpartition(".")
-        flat = (name, table or name, f"{table}_{name}", f"{table[:4]}_{name}")
-        spellings |= dict.fromkeys(flat, key)
+    for key, one in reversed([*known.items()]):
+        flat = (f"{one.table}_{one.name}", f"{one.table[:4]}_{one.name}")
+        spellings |= dict.fromkeys((one.name, one.table or key, *flat), key)
     return spellings | {key: key for key in known}
 
 
-def _file(file: str, known: Iterable[str]) -> Given:
+def _file(file: str, known: Known) -> Given:
     try:
         content = tomllib.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     except OSError as error:
@@ -283,13 +275,12 @@ def _file(file: str, known: Iterable[str]) -> Given:
     except ValueError as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
     for name, value in content.items():
-        if isinstance(value, dict) and any(key.startswith(name + ".") for key in known):
-            yield from ((file, f"{name}.{part}", one) for part, one in value.items())
-        else:
-            yield file, name, value
+        table = isinstance(value, dict) and name not in known
+        for part, one in value.items() if table else ((None, value),):
+            yield file, f"{name}.{part}" if table else name, one
 
 
-def _variables(environ: Mapping[str, str], own: str, known: Iterable[str]) -> Given:
+def _variables(environ: Mapping[str, str], own: str, known: Known) -> Given:
     spellings = _spellings(known)
     for prefix in ("FORGE_", own):
         for variable, text in environ.items():
@@ -299,17 +290,21 @@ def _variables(environ: Mapping[str, str], own: str, known: Iterable[str]) -> Gi
                 yield variable, key, text
 
 
-def _flags(argv: Sequence[str], known: Mapping[str, Setting]) -> Given:
+def _flags(argv: Sequence[str], known: Known) -> Given:
     words = list(argv)
     while words:
         flag, equals, text = words.pop(0).partition("=")
         key = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r}: settings are given as --key value; see --help")
-        switch = key.removeprefix("no_")
-        if not equals and switch in known and known[switch].type is bool:
-            spoken = words and words[0].lower() in ("true", "false")
-            text, key = words.pop(0) if spoken else str(key == switch), switch
+        switch = known.get(key.removeprefix("no_"))
+        if (
+            not equals
+            and switch
+            and switch.type is bool
+            and "".join(words[:1]).lower() not in ("true", "false")
+        ):
+            text, key = str(key == switch.key), switch.key
         elif not equals and key in known:
             if not words:
                 raise ConfigError(f"{flag}: a value must follow")

@@ -224,6 +224,7 @@ def test_wrong_file_is_one_line_with_file_key_value_and_allowed(
         (["--trays", "none"], {}, "--trays: trays = 'none' is not allowed"),
         (["--tray", "3"], {}, "--tray: there is no setting tray; did you mean trays"),
         (["--trays"], {}, "--trays: a value must follow"),
+        (["--no-fan", "true"], {}, "--no-fan: there is no setting no_fan; did you mean fan"),
         (["trays=3"], {}, "settings are given as --key value"),
         ([], {"FORGE_TRAYS": "x"}, "FORGE_TRAYS: trays = 'x' is not allowed"),
         ([], {"FORGE_OVEN_TRAY": "3"}, "FORGE_OVEN_TRAY: there is no setting tray = '3'"),
@@ -255,7 +256,11 @@ def test_help_names_every_setting_with_default_range_and_meaning(
         "--heat-c (default 180.0; a number from 30 to 300)\n      Temperature of the air." in text
     )
     assert '--light.color (default "white"; one of white, red)\n      Color of the lamp.' in text
-    assert "--lease-ttl-s" in text
+    own, _, table = text.partition("\nSettings of this service:\n")[2].partition(
+        "\n[light] The light in an oven.\n"
+    )
+    table, _, shared = table.partition("\nSettings of every service:\n")
+    assert "--heat-c" in own and "--light.color" in table and "--lease-ttl-s" in shared
     assert "FORGE_OVEN_<KEY>" in text
 
 
