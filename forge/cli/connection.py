@@ -32,6 +32,9 @@ class Connection:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    insecure: bool = False
+    etcd_user: str = ""
+    etcd_password_file: str = ""
 
     def keyring(self) -> Keyring:
         """Returns the cluster's keys. Raises `ConfigError`."""
@@ -44,7 +47,8 @@ class Connection:
         """Connects for the length of a block. Raises `Unavailable` when etcd does not answer,
         `ConfigError` for an invalid key."""
         # Late imports: `--help` needs neither gRPC nor the etcd client.
-        from forge.runtime.coordination import Coordinator
+        from forge.runtime.coordination import Coordinator, Login
+        from forge.runtime.coordination.etcd_roles import etcd_user
         from forge.runtime.rpc import Channels
         from forge.runtime.security import Security
 
@@ -54,12 +58,18 @@ class Connection:
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
+            insecure=self.insecure,
         )
         coordinator = await Coordinator.connect(
             self.etcd,
             cluster=self.cluster,
             timeout_s=CONNECT_S,
             credentials=security.etcd_credentials(self.etcd),
+            login=Login.of(
+                self.etcd_user,
+                self.etcd_password_file,
+                default_user=etcd_user(self.cluster, "operator"),
+            ),
             signatures=security,
         )
         channels = Channels(security)

@@ -53,6 +53,13 @@ class SystemOptions:
     ] = ""
     tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = ""
     tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = ""
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow plain TCP beyond the loopback interface.")
+    ] = False
+    etcd_user: Annotated[
+        str, typer.Option(help="With --etcd: user in etcd. Default: <cluster>.operator.")
+    ] = ""
+    etcd_password_file: Annotated[str, typer.Option(help="File with its password.")] = ""
 
     @property
     def named(self) -> bool:
@@ -74,6 +81,9 @@ class SystemOptions:
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
+            insecure=self.insecure,
+            etcd_user=self.etcd_user,
+            etcd_password_file=self.etcd_password_file,
         )
 
 

@@ -18,7 +18,7 @@ import grpc.aio
 
 from forge.client.retry import retried
 from forge.client.scheduler import leads, scheduler_remote
-from forge.runtime.coordination import Coordinator
+from forge.runtime.coordination import Coordinator, Login
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import chunked
 from forge.runtime.rpc.remote import Remote
@@ -76,12 +76,15 @@ class Operator:
         self._trainer = Remote(coordinator, channels, kind="trainer", stub=TrainerServiceStub)
 
     @classmethod
-    async def connect(cls, endpoints: str, *, cluster: str, security: Security) -> Self:
+    async def connect(
+        cls, endpoints: str, *, cluster: str, security: Security, login: Login | None = None
+    ) -> Self:
         """Connects through etcd. Raises `Unavailable` if etcd does not answer."""
         coordinator = await Coordinator.connect(
             endpoints,
             cluster=cluster,
             credentials=security.etcd_credentials(endpoints),
+            login=login,
             signatures=security,
         )
         return cls(coordinator, Channels(security))

@@ -49,12 +49,27 @@ class Tls:
         )
 
     def etcd_credentials(self, endpoints: str) -> grpc.ChannelCredentials | None:
-        """TLS for https:// endpoints, with this host's certificate if it has one; else None."""
-        if "https://" not in endpoints or self._ca is None:
+        """TLS for https:// endpoints, with this host's certificate if it has one; else None.
+
+        Raises ConfigError where TLS is needed.
+        """
+        if "https://" not in endpoints:
+            self._require_plain_etcd_allowed(endpoints)
             return None
+        if self._ca is None:
+            raise ConfigError(f"etcd = {endpoints!r} is TLS, so tls_ca must be set")
         return grpc.ssl_channel_credentials(
             root_certificates=self._ca, private_key=self._key, certificate_chain=self._cert
         )
+
+    def _require_plain_etcd_allowed(self, endpoints: str) -> None:
+        addresses = [one.strip().removeprefix("http://") for one in endpoints.split(",")]
+        hosts = [one.rpartition(":")[0] for one in addresses if one]
+        if not self._insecure and not all(map(is_loopback, hosts)):
+            raise ConfigError(
+                f"etcd = {endpoints!r} is plaintext beyond loopback: write https://host:port and "
+                "set tls_ca (or insecure = true on a network you trust)"
+            )
 
     def require_plain_allowed(self, host: str) -> None:
         """Raises ConfigError where plain TCP to `host` is not allowed."""

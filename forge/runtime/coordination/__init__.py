@@ -18,7 +18,7 @@ from forge.runtime.coordination.claims import Fields, Owner
 from forge.runtime.coordination.coordinator import Coordinator
 from forge.runtime.coordination.directory import Instance
 from forge.runtime.coordination.discovery import Discovery
-from forge.runtime.coordination.etcd import Versioned
+from forge.runtime.coordination.etcd import Login, Versioned
 from forge.runtime.coordination.leader_election import Leadership
 from forge.runtime.coordination.leases import Registration
 
@@ -28,6 +28,7 @@ __all__ = [
     "Fields",
     "Instance",
     "Leadership",
+    "Login",
     "Owner",
     "Registration",
     "Versioned",

@@ -15,7 +15,7 @@ from forge.core.errors import StaleFence, Unauthenticated, Unavailable
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry
-from forge.runtime.coordination.etcd import Etcd, Versioned, open_channel
+from forge.runtime.coordination.etcd import Etcd, Login, Versioned, open_channel
 from forge.runtime.coordination.leader_election import Leadership, elect
 from forge.runtime.coordination.leases import Lease, OnConflict, Registration
 
@@ -42,21 +42,27 @@ class Coordinator:
         cluster: str,
         timeout_s: float = 10.0,
         credentials: grpc.ChannelCredentials | None = None,
+        login: Login | None = None,
         signatures: Signatures | None = None,
     ) -> Coordinator:
-        """Connect to etcd at "host:port,...". Raises Unavailable, in one line, when none answers.
+        """Connect to etcd at "host:port,...". Raises Unavailable, in one line, when none answers,
+        and Unauthenticated when it refuses the `login` or has no authentication for it.
 
         With `credentials` the connection is TLS; endpoints that begin with https:// need them.
         With `signatures` this process signs its entries and ignores those of strangers.
         """
         channel = await open_channel(endpoints, credentials)
-        etcd = Etcd(channel, endpoints=endpoints, cluster=cluster)
+        etcd = Etcd(channel, endpoints=endpoints, cluster=cluster, login=login)
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
             try:
+                await etcd.log_in()
                 await etcd.get("config/cluster", timeout_s=max(0.1, min(left_s, 1.0)))
                 return cls(etcd, signatures)
+            except Unauthenticated:
+                await etcd.close()
+                raise
             except Unavailable as error:
                 if left_s > 0.2:
                     await asyncio.sleep(0.1)
@@ -166,6 +172,10 @@ class Coordinator:
             with contextlib.suppress(ValueError, KeyError, TypeError, Unauthenticated):
                 found.append(decode_entry(self._etcd.cluster, key, entry, self._signatures))
         return tuple(found)
+
+    async def demands_login(self) -> bool:
+        """Return whether etcd has authentication enabled. Raises Unavailable."""
+        return await self._etcd.demands_login()
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
         """Wait until elected leader of `name`; an outage of etcd prolongs the wait."""

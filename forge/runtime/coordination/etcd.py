@@ -1,7 +1,7 @@
-"""The etcd client; the only importer of etcd3aio.
+"""The etcd client.
 
-Adds a deadline to every call, and to a watch a new snapshot whenever it may have missed a change.
-Every failure is Unavailable.
+Adds a deadline to every call, a new token where etcd no longer accepts the present one, and to a
+watch a new snapshot whenever it may have missed a change. Every failure is Unavailable.
 """
 
 from __future__ import annotations
@@ -10,25 +10,58 @@ import asyncio
 import math
 import random
 import socket
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from etcd3aio.errors import EtcdError
+from etcd3aio.auth import AuthService
+from etcd3aio.errors import EtcdError, EtcdUnauthenticatedError
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
-from forge.core.errors import ConfigError, Unavailable
+from forge.core.errors import ConfigError, Unauthenticated, Unavailable
 from forge.runtime.telemetry import log
 
 TIMEOUT_S = 5.0
 _DELETE = 1
 _REQUIRE_LEADER = (("hasleader", "true"),)
 """Metadata of a watch: a partitioned member ends it, instead of sending nothing."""
+_STALE = ("auth store is old", "user name is empty")
+"""In the errors of calls whose token precedes a change of users or roles."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """A user of etcd and the file with its password."""
+
+    user: str
+    password_file: str
+
+    @classmethod
+    def of(cls, user: str, password_file: str, *, default_user: str) -> Self | None:
+        """Return None without settings. Raises ConfigError for a file that cannot be read."""
+        if not password_file:
+            if user:
+                raise ConfigError("etcd_user is set, so etcd_password_file must be set")
+            return None
+        login = cls(user=user or default_user, password_file=password_file)
+        login.password()
+        return login
+
+    def password(self) -> str:
+        """Read the file. Raises ConfigError."""
+        try:
+            return Path(self.password_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"etcd_password_file = {self.password_file!r}: {error.strerror}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +86,64 @@ class Change:
 class Etcd:
     """The keys of one cluster, relative to its prefix; failures are Unavailable."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, endpoints: str, cluster: str) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        endpoints: str,
+        cluster: str,
+        login: Login | None = None,
+    ) -> None:
         self.cluster = cluster
+        self._login = login
+        self._token = ""
+        self._logging_in = asyncio.Lock()
         self._channel = channel
         self._endpoints = endpoints
         self._prefix = f"/forge/{cluster}/"
         # One attempt: the client would also repeat a compare-and-swap that succeeded.
         self._kv = KVService(channel, max_attempts=1)
         self._leases = LeaseService(channel, max_attempts=1)
+        self._auth = AuthService(channel, max_attempts=1)
         self._watches = WatchStub(channel)
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
 
+    async def log_in(self) -> None:
+        """Get a token for the user of this process. Raises Unavailable, and Unauthenticated for a
+        wrong password and for an etcd that demands none."""
+        if self._login is None:
+            return
+        user, password = self._login.user, self._login.password()
+        with self._reachable():
+            try:
+                granted = await self._auth.authenticate(user, password, timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise Unauthenticated(
+                    f"etcd at {self._endpoints} refuses user {user}: {_reason(error)}"
+                ) from None
+        self._token = granted.token
+        for service in (self._kv, self._leases, self._auth):
+            service.set_token(self._token)
+
+    async def administer(self, call: Callable[[AuthService], Awaitable[T]]) -> T:
+        """Call etcd's service of users and roles. Raises Unavailable."""
+        return await self._call(lambda: call(self._auth))
+
+    async def demands_login(self) -> bool:
+        """Return whether etcd has authentication enabled. Raises Unavailable."""
+        with self._reachable():
+            try:
+                await self._auth.authenticate("", "", timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                return error.code() is not grpc.StatusCode.FAILED_PRECONDITION
+        return True
+
     async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> Versioned | None:
         """Return the value of a key, None if absent. Raises Unavailable."""
-        with self._reachable():
-            found = await self._kv.get(self._prefix + key, timeout=timeout_s)
+        found = await self._call(lambda: self._kv.get(self._prefix + key, timeout=timeout_s))
         for entry in found.kvs:
             return _version(entry)
         return None
@@ -78,8 +151,8 @@ class Etcd:
     async def list(self, prefix: str) -> dict[str, Versioned]:
         """Return all values under a prefix, by key. Raises Unavailable."""
         start = self._prefix + prefix
-        with self._reachable():
-            found = await self._kv.get(start, range_end=prefix_range_end(start), timeout=TIMEOUT_S)
+        end = prefix_range_end(start)
+        found = await self._call(lambda: self._kv.get(start, range_end=end, timeout=TIMEOUT_S))
         return self._versioned(found.kvs)
 
     async def swap(
@@ -91,18 +164,17 @@ class Etcd:
         unchanged = KVService.txn_compare_version(path, 0)
         unchanged.target = unchanged.MOD
         unchanged.mod_revision = expected_revision
-        with self._reachable():
-            response = await self._kv.txn(
-                compare=[unchanged],
-                success=[KVService.txn_op_put(path, value, lease=lease_id)],
-                timeout=TIMEOUT_S,
-            )
+        put = KVService.txn_op_put(path, value, lease=lease_id)
+        # A repetition is safe: etcd refuses a stale token before it applies anything.
+        response = await self._call(
+            lambda: self._kv.txn(compare=[unchanged], success=[put], timeout=TIMEOUT_S)
+        )
         return int(response.header.revision) if response.succeeded else None
 
     async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
         """Grant a lease; return its id."""
-        with self._reachable():
-            return int((await self._leases.grant(math.ceil(ttl_s), timeout=timeout_s)).ID)
+        ttl = math.ceil(ttl_s)
+        return int((await self._call(lambda: self._leases.grant(ttl, timeout=timeout_s))).ID)
 
     async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
         """Renew a lease; False if it no longer exists."""
@@ -119,8 +191,7 @@ class Etcd:
 
     async def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         """End a lease and delete its keys."""
-        with self._reachable():
-            await self._leases.revoke(lease_id, timeout=timeout_s)
+        await self._call(lambda: self._leases.revoke(lease_id, timeout=timeout_s))
 
     async def observe(self, key: str, *, prefix: bool = False) -> AsyncGenerator[Change, None]:
         """Yield a snapshot, then every change; a new snapshot after a possibly missed change.
@@ -157,11 +228,14 @@ class Etcd:
 
     async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
         """Return, or raise the stream's error, when a new snapshot is needed."""
-        found = await self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)
+        found = await self._call(
+            lambda: self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)
+        )
         yield Change(snapshot=True, present=self._versioned(found.kvs))
         # The client's own watch may skip revisions when it reconnects, and hangs on a compacted
         # revision; this one ends in both cases.
-        stream = self._watches.Watch(metadata=_REQUIRE_LEADER)
+        token = (("token", self._token),) if self._token else ()
+        stream = self._watches.Watch(metadata=_REQUIRE_LEADER + token)
         try:
             create = WatchCreateRequest(
                 key=start.encode(), range_end=end, start_revision=found.header.revision + 1
@@ -190,6 +264,23 @@ class Etcd:
     def _name(self, path: bytes) -> str:
         return path.decode().removeprefix(self._prefix)
 
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call etcd, twice where the token was stale. Raises Unavailable."""
+        token = self._token
+        with self._reachable():
+            try:
+                return await call()
+            except (EtcdError, grpc.aio.AioRpcError) as error:
+                if self._login is None or not _is_stale(error):
+                    raise
+            try:
+                async with self._logging_in:
+                    if self._token == token:
+                        await self.log_in()
+            except (ConfigError, Unauthenticated) as error:
+                raise Unavailable(str(error)) from None
+            return await call()
+
     @contextmanager
     def _reachable(self) -> Iterator[None]:
         try:
@@ -208,6 +299,12 @@ def _reason(error: EtcdError | grpc.aio.AioRpcError) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return error.details() or error.code().name
     return str(error)
+
+
+def _is_stale(error: EtcdError | grpc.aio.AioRpcError) -> bool:
+    if isinstance(error, EtcdUnauthenticatedError):
+        return True
+    return any(text in _reason(error) for text in _STALE)
 
 
 async def open_channel(

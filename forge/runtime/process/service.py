@@ -30,7 +30,8 @@ from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.bearer import bearer_of
 from forge.runtime.config import ServiceConfig
-from forge.runtime.coordination import Coordinator, Instance, Registration
+from forge.runtime.coordination import Coordinator, Instance, Login, Registration
+from forge.runtime.coordination.etcd_roles import etcd_user
 from forge.runtime.first_done import first_done
 from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.process.clock_watch import ClockWatch
@@ -239,6 +240,11 @@ class _Process:
             config.etcd,
             cluster=config.cluster,
             credentials=security.etcd_credentials(config.etcd),
+            login=Login.of(
+                config.etcd_user,
+                config.etcd_password_file,
+                default_user=etcd_user(config.cluster, self._service),
+            ),
             signatures=security,
         )
         undo.push_async_callback(coordinator.close)

@@ -189,6 +189,19 @@ def test_loopback_is_what_no_other_host_can_reach(host: str, loopback: bool) -> 
     assert is_loopback(host) is loopback
 
 
+@pytest.mark.parametrize(
+    "endpoints", ["10.0.0.1:2379", "http://etcd.internal:2379", "127.0.0.1:2379, 10.0.0.1:2379"]
+)
+def test_plaintext_etcd_beyond_loopback_is_refused(endpoints: str) -> None:
+    """Its directory decides where tokens go; `insecure` allows it knowingly."""
+    keyring = Keyring.from_bytes(b"k" * 32)
+    with pytest.raises(ConfigError, match=r"etcd = .* is plaintext .*insecure = true") as caught:
+        Security(keyring).etcd_credentials(endpoints)
+    assert "\n" not in str(caught.value)
+    assert Security(keyring, insecure=True).etcd_credentials(endpoints) is None
+    assert Security(keyring).etcd_credentials("http://127.0.0.1:1, localhost:2, [::1]:3") is None
+
+
 def test_plain_tcp_beyond_loopback_is_refused_with_the_keys_to_set() -> None:
     """The error names the settings that would make it allowed; `insecure` allows it knowingly."""
     keyring = Keyring.from_bytes(KEY)
