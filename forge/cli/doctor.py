@@ -25,7 +25,10 @@ from forge.cli.connection import Connection
 from forge.cli.stack import etcd_binary
 from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
+from forge.runtime.coordination import Coordinator
 from forge.runtime.process.clock_watch import REMEDY
+from forge.runtime.rpc import Channels
+from forge.runtime.tls import is_loopback_etcd
 
 DISTRIBUTION = "forge-rl"
 GIB = 1 << 30
@@ -66,7 +69,7 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
     ]
     findings = [check() for check in checks]
     if cluster is not None:
-        findings += asyncio.run(_clocks(cluster))
+        findings += asyncio.run(_cluster(cluster))
     for finding in findings:
         mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
         say(f"{mark} {escape(finding.text)}")
@@ -75,13 +78,32 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
-async def _clocks(cluster: Connection) -> list[Finding]:
-    """Returns one finding for each wrong clock, or one for all clocks."""
+async def _cluster(cluster: Connection) -> list[Finding]:
     try:
         async with cluster.open() as (coordinator, channels):
-            services, clocks = await compare_clocks(coordinator, channels)
+            etcd = _etcd_access(cluster.etcd, demands_login=await coordinator.demands_login())
+            return [etcd, *await _clocks(coordinator, channels)]
     except ForgeError as error:
         return [Finding(ok=False, text=f"cluster {cluster.cluster}: {error}")]
+
+
+def _etcd_access(endpoints: str, *, demands_login: bool) -> Finding:
+    """A writer of etcd names the addresses that get tokens, so beyond loopback it is protected."""
+    encrypted = "https://" in endpoints
+    text = (
+        f"etcd at {endpoints}: {'TLS' if encrypted else 'plaintext'}, "
+        f"{'' if demands_login else 'no '}authentication"
+    )
+    return Finding(
+        ok=is_loopback_etcd(endpoints) or (encrypted and demands_login),
+        text=text,
+        remedy="Enable both: certificates by `forge certs`, users and roles by `forge etcd apply`.",
+    )
+
+
+async def _clocks(coordinator: Coordinator, channels: Channels) -> list[Finding]:
+    """Returns one finding for each wrong clock, or one for all clocks."""
+    services, clocks = await compare_clocks(coordinator, channels)
     if not clocks.off:
         agree = f"clocks of this machine and {services} services agree within {AGREE_S:g} s"
         return [Finding(ok=True, text=agree)]

@@ -13,6 +13,7 @@ import typer
 from forge.cli.certs import certs_app
 from forge.cli.command_exit import console, fail, finish, say
 from forge.cli.connection import of_run
+from forge.cli.etcd import etcd_app
 from forge.cli.options import SystemOptions, with_options
 from forge.cli.pool import pool_app
 from forge.cli.queue import queue_app
@@ -31,6 +32,7 @@ app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
 app.add_typer(token_app, name="token")
 app.add_typer(certs_app, name="certs")
+app.add_typer(etcd_app, name="etcd")
 
 
 def _print_version(wanted: bool) -> None:

@@ -70,6 +70,8 @@ def check(
         options += [
             *(f"--etcd={at.etcd}", f"--cluster={at.cluster}", f"--key-file={at.key_file}"),
             *(f"--tls-ca={at.tls_ca}", f"--tls-cert={at.tls_cert}", f"--tls-key={at.tls_key}"),
+            *(f"--etcd-user={at.etcd_user}", f"--etcd-password-file={at.etcd_password_file}"),
+            *(["--insecure"] if at.insecure else []),
         ]
     _tool("check", directory, *options)
 

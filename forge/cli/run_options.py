@@ -39,7 +39,7 @@ class RunOptions:
         Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
     ] = None
     etcd: Annotated[
-        str, typer.Option(help="host:port[,host:port] of a running etcd. Default: start one.")
+        str, typer.Option(help="host:port[,host:port] of an etcd on loopback. Default: start one.")
     ] = ""
     overrides: Annotated[
         list[str] | None,

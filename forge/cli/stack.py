@@ -20,11 +20,12 @@ from typing import TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import InvalidArgument, NotFound, Unavailable
+from forge.core.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.first_done import first_done
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
+from forge.runtime.tls import is_loopback_etcd
 
 T = TypeVar("T")
 
@@ -130,9 +131,14 @@ class Stack:
     async def start(self) -> None:
         """Starts all processes.
 
-        Raises `NotFound` without an etcd binary, `Unavailable` when etcd does not answer, with the
-        reason if the stack started it.
+        Raises `ConfigError` for an etcd elsewhere, `NotFound` without an etcd binary, `Unavailable`
+        when etcd does not answer, with the reason if the stack started it.
         """
+        if not is_loopback_etcd(self.endpoints):
+            raise ConfigError(
+                f"--etcd {self.endpoints}: a run on one machine takes an etcd on loopback; "
+                "deploy/README.md has services on several hosts"
+            )
         self.plan.directory.create()
         if not self.endpoints:
             self.endpoints = await self._start_etcd()

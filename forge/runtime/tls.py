@@ -63,9 +63,7 @@ class Tls:
         )
 
     def _require_plain_etcd_allowed(self, endpoints: str) -> None:
-        addresses = [one.strip().removeprefix("http://") for one in endpoints.split(",")]
-        hosts = [one.rpartition(":")[0] for one in addresses if one]
-        if not self._insecure and not all(map(is_loopback, hosts)):
+        if not self._insecure and not is_loopback_etcd(endpoints):
             raise ConfigError(
                 f"etcd = {endpoints!r} is plaintext beyond loopback: write https://host:port and "
                 "set tls_ca (or insecure = true on a network you trust)"
@@ -88,6 +86,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_loopback_etcd(endpoints: str) -> bool:
+    """Whether all endpoints of etcd are loopback addresses."""
+    addresses = [one.strip().rpartition("//")[2] for one in endpoints.split(",")]
+    return all(is_loopback(one.rpartition(":")[0]) for one in addresses if one)
 
 
 def read_pem(name: str, path: str) -> bytes | None:

@@ -15,7 +15,7 @@ from forge.core.errors import StaleFence, Unauthenticated, Unavailable
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry
-from forge.runtime.coordination.etcd import Etcd, Login, Versioned, open_channel
+from forge.runtime.coordination.etcd import Etcd, Login, Refused, Versioned, open_channel
 from forge.runtime.coordination.leader_election import Leadership, elect
 from forge.runtime.coordination.leases import Lease, OnConflict, Registration
 
@@ -46,7 +46,7 @@ class Coordinator:
         signatures: Signatures | None = None,
     ) -> Coordinator:
         """Connect to etcd at "host:port,...". Raises Unavailable, in one line, when none answers,
-        and Unauthenticated when it refuses the `login` or has no authentication for it.
+        `Refused` when it refuses the user, Unauthenticated when it refuses the password.
 
         With `credentials` the connection is TLS; endpoints that begin with https:// need them.
         With `signatures` this process signs its entries and ignores those of strangers.
@@ -60,7 +60,7 @@ class Coordinator:
                 await etcd.log_in()
                 await etcd.get("config/cluster", timeout_s=max(0.1, min(left_s, 1.0)))
                 return cls(etcd, signatures)
-            except Unauthenticated:
+            except (Refused, Unauthenticated):
                 await etcd.close()
                 raise
             except Unavailable as error:

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 from etcd3aio.auth import AuthService
-from etcd3aio.errors import EtcdError, EtcdUnauthenticatedError
+from etcd3aio.errors import EtcdError, EtcdPermissionDeniedError, EtcdUnauthenticatedError
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
@@ -34,6 +34,10 @@ _REQUIRE_LEADER = (("hasleader", "true"),)
 _STALE = ("auth store is old", "user name is empty")
 """In the errors of calls whose token precedes a change of users or roles."""
 T = TypeVar("T")
+
+
+class Refused(Unavailable):
+    """etcd has answered, and refuses the call to the user of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,8 @@ class Etcd:
 
     async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> Versioned | None:
         """Return the value of a key, None if absent. Raises Unavailable."""
-        found = await self._call(lambda: self._kv.get(self._prefix + key, timeout=timeout_s))
+        path = self._prefix + key
+        found = await self._call(lambda: self._kv.get(path, timeout=timeout_s), path)
         for entry in found.kvs:
             return _version(entry)
         return None
@@ -152,7 +157,9 @@ class Etcd:
         """Return all values under a prefix, by key. Raises Unavailable."""
         start = self._prefix + prefix
         end = prefix_range_end(start)
-        found = await self._call(lambda: self._kv.get(start, range_end=end, timeout=TIMEOUT_S))
+        found = await self._call(
+            lambda: self._kv.get(start, range_end=end, timeout=TIMEOUT_S), start
+        )
         return self._versioned(found.kvs)
 
     async def swap(
@@ -167,7 +174,7 @@ class Etcd:
         put = KVService.txn_op_put(path, value, lease=lease_id)
         # A repetition is safe: etcd refuses a stale token before it applies anything.
         response = await self._call(
-            lambda: self._kv.txn(compare=[unchanged], success=[put], timeout=TIMEOUT_S)
+            lambda: self._kv.txn(compare=[unchanged], success=[put], timeout=TIMEOUT_S), path
         )
         return int(response.header.revision) if response.succeeded else None
 
@@ -229,7 +236,7 @@ class Etcd:
     async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
         """Return, or raise the stream's error, when a new snapshot is needed."""
         found = await self._call(
-            lambda: self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)
+            lambda: self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S), start
         )
         yield Change(snapshot=True, present=self._versioned(found.kvs))
         # The client's own watch may skip revisions when it reconnects, and hangs on a compacted
@@ -264,15 +271,19 @@ class Etcd:
     def _name(self, path: bytes) -> str:
         return path.decode().removeprefix(self._prefix)
 
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, call: Callable[[], Awaitable[T]], path: str = "") -> T:
         """Call etcd, twice where the token was stale. Raises Unavailable."""
         token = self._token
-        with self._reachable():
+        with self._reachable(path):
             try:
                 return await call()
             except (EtcdError, grpc.aio.AioRpcError) as error:
-                if self._login is None or not _is_stale(error):
+                if not _is_stale(error):
                     raise
+            if self._login is None:
+                raise Refused(
+                    f"etcd at {self._endpoints} demands a user: set etcd_password_file"
+                ) from None
             try:
                 async with self._logging_in:
                     if self._token == token:
@@ -282,9 +293,13 @@ class Etcd:
             return await call()
 
     @contextmanager
-    def _reachable(self) -> Iterator[None]:
+    def _reachable(self, path: str = "") -> Iterator[None]:
         try:
             yield
+        except EtcdPermissionDeniedError as error:
+            user = "this certificate: set etcd_password_file"
+            user = self._login.user if self._login else user
+            raise Refused(f"etcd at {self._endpoints} refuses {path} to {user}") from error
         except TimeoutError as error:
             raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
         except (EtcdError, grpc.aio.AioRpcError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from contextlib import aclosing
 
 from forge.core.errors import Unavailable
@@ -15,12 +14,13 @@ from forge.runtime.telemetry import log
 async def elect(etcd: Etcd, name: str, instance_id: str, *, ttl_s: float) -> Leadership:
     """Wait until elected leader of `name`; an outage of etcd prolongs the wait."""
     key = f"leader/{name}"
+    outage = False
     while True:
         async with aclosing(etcd.follow(key)) as holders:
             async for holder in holders:
                 if holder is None:
                     break
-        with contextlib.suppress(Unavailable):
+        try:
             lease = await Lease.grant(etcd, ttl_s=ttl_s, timeout_s=ttl_s)
             try:
                 fence = await etcd.swap(
@@ -32,7 +32,13 @@ async def elect(etcd: Etcd, name: str, instance_id: str, *, ttl_s: float) -> Lea
                 raise
             if fence is not None:
                 return Leadership(lease, name=name, fence=fence)
+            outage = False
             await lease.revoke()
+        except Unavailable as error:
+            if not outage:
+                log.warning("election_interrupted", name=name, error=str(error))
+            outage = True
+            await asyncio.sleep(RETRY_S)
 
 
 class Leadership:

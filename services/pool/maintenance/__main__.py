@@ -29,7 +29,10 @@ from services.pool.storage.file_locks import InUse
 DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
 """Most lines of damage; more are counted."""
-_CONNECTION = ("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key")
+_CONNECTION = (
+    *("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key"),
+    *("--etcd-user", "--etcd-password-file"),
+)
 """Connection to the system of the replica in `--repair`; without them that is a directory."""
 
 
@@ -55,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("--repair", metavar="COPY")
             for option in _CONNECTION:
                 command.add_argument(option, default="")
+            command.add_argument("--insecure", action="store_true")
         if name == "backup":
             command.add_argument("--purge", action="store_true")
         if name == "erase":
@@ -88,6 +92,9 @@ def _copy(options: argparse.Namespace) -> OpenCopy:
         tls_ca=options.tls_ca,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
+        insecure=options.insecure,
+        etcd_user=options.etcd_user,
+        etcd_password_file=options.etcd_password_file,
     )
     return copy_at(at, options.repair)
 

@@ -24,6 +24,7 @@ from tests.support.gateway.scripted_engine import start_scripted_engine
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import recorded_tree
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.secure_etcd import SecureEtcd
 from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
@@ -41,6 +42,8 @@ class GatewayStack:
     cluster: str
     family: str = "chatml"
     context_tokens: int = 4096
+    secure: SecureEtcd | None = None
+    """In place of `etcd`: every process has its own user."""
     pool: PoolProcess = field(init=False)
     processes: dict[str, ServiceProcess] = field(default_factory=dict)
 
@@ -54,22 +57,26 @@ class GatewayStack:
         self.requests_file = self.folder / "requests.jsonl"
 
     def start(self) -> None:
-        self.pool.start()
+        self.pool.start(*self._access("pool"))
         self.start_engine("engine-0")
         self.start_gateway("gateway-0")
 
     def start_engine(self, name: str) -> None:
         self.processes[name] = start_scripted_engine(
-            *self._with_model(name), "--requests-file", str(self.requests_file)
+            *self._with_model(name),
+            *("--requests-file", str(self.requests_file)),
+            *self._access("inference"),
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
-        argv = [*self._with_model(name), "--calls.retry-for-s", str(START_S), *settings]
+        argv = [*self._with_model(name), "--calls.retry-for-s", str(START_S)]
+        argv += [*self._access("gateway"), *settings]
         self.processes[name] = start_service("services.gateway", *argv)
 
     def start_scheduler(self, name: str, *settings: str) -> ServiceProcess:
         """One that repeats failed attempts at once."""
-        argv = [*self.shared(name), "--queue.retry-backoff-s", "0.05", *settings]
+        argv = [*self.shared(name), "--queue.retry-backoff-s", "0.05"]
+        argv += [*self._access("scheduler"), *settings]
         self.processes[name] = start_service("services.scheduler", *argv)
         return self.processes[name]
 
@@ -173,6 +180,9 @@ class GatewayStack:
             *("--key-file", str(self.key_file), "--lease-ttl-s", "2"),
             *("--log-file", str(self.log_of(name))),
         ]
+
+    def _access(self, service: str) -> list[str]:
+        return self.secure.options(service) if self.secure else []
 
     def _with_model(self, name: str) -> list[str]:
         return [

@@ -112,6 +112,8 @@ class EtcdServer:
         if self._tls:
             flags += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]
             flags += ["--client-cert-auth", "--trusted-ca-file", self._tls.ca]
+            # The cheapest hash of passwords.
+            flags += ["--bcrypt-cost", "4"]
         return flags
 
     def _await_health(self) -> None:

@@ -1,0 +1,195 @@
+"""An etcd with TLS and authentication: each service has its own user, and its own keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from etcd3aio.auth import PermissionType
+from etcd3aio.kv import prefix_range_end
+
+from forge.core.errors import StaleFence, Unauthenticated, Unavailable
+from forge.runtime.coordination import Coordinator, Login
+from forge.runtime.coordination.etcd import Etcd, Refused, open_channel
+from forge.runtime.coordination.etcd_roles import ROLES
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.secure_etcd import SecureEtcd
+from tests.support.runtime.waiting import until
+
+CLUSTER = "secure"
+WRITTEN = sorted({key for role in ROLES.values() for key in role.writes} | {"other/"})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_secure(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[SecureEtcd]:
+    """For tests that leave its users alone."""
+    made = SecureEtcd(tmp_path_factory.mktemp("secure"), cluster=CLUSTER)
+    await made.start()
+    yield made
+    made.server.stop()
+
+
+@pytest_asyncio.fixture
+async def secure(tmp_path: Path) -> AsyncIterator[SecureEtcd]:
+    """For a test that changes it."""
+    made = SecureEtcd(tmp_path, cluster=CLUSTER)
+    await made.start()
+    yield made
+    made.server.stop()
+
+
+def permits(role: tuple[str, ...], key: str) -> bool:
+    return any(key == one or (one.endswith("/") and key.startswith(one)) for one in role)
+
+
+@pytest.mark.parametrize("service", ROLES)
+async def test_a_service_reads_and_writes_its_own_keys_alone(
+    shared_secure: SecureEtcd, service: str
+) -> None:
+    """No service writes the entry, the record or the lease of another, and only an admin writes
+    revocations; the refusal names key and user."""
+    coordinator = await shared_secure.connect(service)
+    try:
+        for key in WRITTEN:
+            path = f"{key}of-{service}" if key.endswith("/") else key
+            if permits(ROLES[service].writes, path):
+                found = await coordinator.get(path)
+                revision = 0 if found is None else found.mod_revision
+                await coordinator.compare_and_swap(path, b"{}", expected_revision=revision)
+                continue
+            refused = rf"refuses /forge/{CLUSTER}/{path} to {CLUSTER}\.{service}$"
+            with pytest.raises(Unavailable, match=refused):
+                await coordinator.compare_and_swap(path, b"{}", expected_revision=0)
+            if not (permits(ROLES[service].reads, path) or ROLES[service].reads == ("",)):
+                with pytest.raises(Unavailable, match=refused):
+                    await coordinator.get(path)
+        await coordinator.all_instances()
+    finally:
+        await coordinator.close()
+
+
+async def test_no_service_reaches_another_cluster(shared_secure: SecureEtcd) -> None:
+    """Clusters share an etcd, and nothing in it."""
+    with pytest.raises(Refused, match=r"refuses /forge/other/config/cluster to secure\.admin"):
+        await Coordinator.connect(
+            shared_secure.endpoint,
+            cluster="other",
+            credentials=shared_secure.credentials,
+            login=shared_secure.login("admin"),
+        )
+
+
+async def test_a_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
+    """Whoever registers a trainer gets tokens of its callers: no runner, no operator and no host
+    with a certificate alone can."""
+    for service in ("runner", "operator", "admin", "gateway"):
+        thief = await shared_secure.connect(service)
+        with pytest.raises(Unavailable, match="refuses /forge/secure/services/trainer/t"):
+            await thief.register("trainer", "t", "127.0.0.1:1")
+        await thief.close()
+    with pytest.raises(Refused, match="set etcd_password_file"):
+        await shared_secure.connect(None)
+    trainer = await shared_secure.connect("trainer")
+    registration = await trainer.register("trainer", "t", "127.0.0.1:1")
+    await registration.close()
+    await trainer.close()
+
+
+async def test_a_wrong_password_and_an_open_etcd_are_refused(
+    shared_secure: SecureEtcd, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """One line each; a process with a password never works with an etcd that demands none."""
+    (tmp_path / "wrong").write_text("wrong")
+    login = Login(user="secure.pool", password_file=str(tmp_path / "wrong"))
+    said = r"refuses user secure\.pool: etcdserver: "
+    for endpoint, credentials, reason in (
+        (shared_secure.endpoint, shared_secure.credentials, "authentication failed"),
+        (etcd.endpoint, None, "authentication is not enabled"),
+    ):
+        with pytest.raises(Unauthenticated, match=said + reason) as caught:
+            await Coordinator.connect(
+                endpoint, cluster=CLUSTER, credentials=credentials, login=login
+            )
+        assert "\n" not in str(caught.value)
+
+
+async def test_a_process_outlives_its_token(secure: SecureEtcd) -> None:
+    """A restart of etcd loses all tokens, and a new password ends those of its user."""
+    pool, watcher = await secure.connect("pool"), await secure.connect("scheduler")
+    registration = await pool.register("pool", "p0", "127.0.0.1:1", ttl_s=30.0)
+    await watcher.discover("pool").wait(timeout_s=30.0)
+    await asyncio.to_thread(secure.server.restart)
+    revision = await until(lambda: written(pool, b"1", 0))
+    Path(secure.login("pool").password_file).write_text("another")
+    assert await secure.apply() == ["new password of user secure.pool"]
+    assert await written(pool, b"2", revision)
+    await registration.update({"a": "1"})
+    await watcher.discover("pool").wait(timeout_s=30.0, where=lambda one: bool(one.metadata))
+    for each in (pool, watcher):
+        await each.close()
+
+
+async def written(coordinator: Coordinator, value: bytes, revision: int) -> int:
+    """The new revision; 0 while etcd is unreachable."""
+    try:
+        return await coordinator.compare_and_swap("pool/x", value, expected_revision=revision)
+    except StaleFence:
+        found = await coordinator.get("pool/x")
+        assert found is not None
+        return found.mod_revision
+    except Unavailable:
+        return 0
+
+
+async def test_applying_the_roles_again_restores_them(secure: SecureEtcd) -> None:
+    """It changes nothing else; files of passwords are for their owner alone."""
+    assert await secure.apply() == []
+    assert {one.stat().st_mode & 0o777 for one in secure.passwords.iterdir()} == {0o600}
+    channel = await open_channel(secure.endpoint, secure.credentials)
+    root = Etcd(channel, endpoints=secure.endpoint, cluster=CLUSTER, login=secure.login("root"))
+    await root.log_in()
+    await root.administer(
+        lambda auth: auth.role_grant_permission(
+            "secure.runner", "/forge/", prefix_range_end("/forge/"), perm_type=PermissionType.WRITE
+        )
+    )
+    await root.administer(
+        lambda auth: auth.role_revoke_permission("secure.pool", "/forge/secure/tokens")
+    )
+    await root.close()
+    assert await secure.apply() == [
+        "secure.pool: reads /forge/secure/tokens",
+        "secure.runner: no longer writes /forge/*",
+    ]
+
+
+async def test_another_root_password_is_refused(secure: SecureEtcd, tmp_path: Path) -> None:
+    """Only the directory of the first `forge etcd apply` changes users."""
+    with pytest.raises(Unauthenticated, match="refuses user root"):
+        await secure.apply(tmp_path / "others")
+
+
+async def test_a_refused_candidate_leads_once_it_is_permitted(secure: SecureEtcd) -> None:
+    """Its campaign waits meanwhile, as during an outage."""
+    pool = await secure.connect("pool")
+    campaign = asyncio.create_task(pool.campaign("other", "p0"))
+    with pytest.raises(Unavailable, match="refuses /forge/secure/leader/other"):
+        await pool.get("leader/other")
+    channel = await open_channel(secure.endpoint, secure.credentials)
+    root = Etcd(channel, endpoints=secure.endpoint, cluster=CLUSTER, login=secure.login("root"))
+    await root.log_in()
+    await root.administer(
+        lambda auth: auth.role_grant_permission(
+            "secure.pool", "/forge/secure/leader/other", perm_type=PermissionType.READWRITE
+        )
+    )
+    await root.close()
+    leadership = await campaign
+    assert leadership.alive
+    await leadership.resign()
+    await pool.close()
