@@ -108,7 +108,9 @@ class Etcd:
         # One attempt: the client would also repeat a compare-and-swap that succeeded.
         self._kv = KVService(channel, max_attempts=1)
         self._leases = LeaseService(channel, max_attempts=1)
-        self._auth = AuthService(channel, max_attempts=1)
+        self._users = AuthService(channel, max_attempts=1)
+        # Without a token: etcd 3.4 refuses to authenticate a call that has a stale one.
+        self._authentication = AuthService(channel, max_attempts=1)
         self._watches = WatchStub(channel)
 
     async def close(self) -> None:
@@ -123,24 +125,24 @@ class Etcd:
         user, password = self._login.user, self._login.password()
         with self._reachable():
             try:
-                granted = await self._auth.authenticate(user, password, timeout=TIMEOUT_S)
+                granted = await self._authentication.authenticate(user, password, timeout=TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 raise Unauthenticated(
                     f"etcd at {self._endpoints} refuses user {user}: {_reason(error)}"
                 ) from None
         self._token = granted.token
-        for service in (self._kv, self._leases, self._auth):
+        for service in (self._kv, self._leases, self._users):
             service.set_token(self._token)
 
     async def administer(self, call: Callable[[AuthService], Awaitable[T]]) -> T:
         """Call etcd's service of users and roles. Raises Unavailable."""
-        return await self._call(lambda: call(self._auth))
+        return await self._call(lambda: call(self._users))
 
     async def demands_login(self) -> bool:
         """Return whether etcd has authentication enabled. Raises Unavailable."""
         with self._reachable():
             try:
-                await self._auth.authenticate("", "", timeout=TIMEOUT_S)
+                await self._authentication.authenticate("", "", timeout=TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 return error.code() is not grpc.StatusCode.FAILED_PRECONDITION
         return True
