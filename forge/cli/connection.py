@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,7 +57,7 @@ class Connection:
 
         security = Security(
             self.bearer or self.keyring(),
-            subject="operator",
+            subject=person(),
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
@@ -78,6 +81,16 @@ class Connection:
         finally:
             await channels.close()
             await coordinator.close()
+
+
+def person() -> str:
+    """Returns "user@host" for the audit log: the user who called sudo, else the process's."""
+    try:
+        user = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):
+        # No entry in /etc/passwd.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def of_run(path: Path) -> Connection:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli.command_exit import console, finish, say
-from forge.cli.connection import Connection
+from forge.cli.connection import Connection, person
 from forge.cli.options import duration_s, with_options
 from forge.core.errors import InvalidArgument
 
@@ -56,7 +56,7 @@ def issue(
         )
         keyring = at.keyring()
         async with at.open() as (coordinator, _):
-            token = await issue_token(coordinator, keyring, claims)
+            token = await issue_token(coordinator, keyring, claims, by=person())
         if out is None:
             say(token)
         else:
@@ -72,7 +72,7 @@ def issue(
 @token_app.command("list")
 @with_options
 def list_tokens(at: Connection) -> None:
-    """List the issued tokens: id, roles, subject, audience, expiry, state."""
+    """List the issued tokens: id, roles, subject, audience, expiry, issuer, state."""
     from forge.runtime.issued_tokens import records
 
     async def main() -> None:
@@ -97,7 +97,7 @@ def revoke(
             raise InvalidArgument("revoke takes the id of a token, not the token")
         at.keyring()
         async with at.open() as (coordinator, _):
-            record = await revoke_token(coordinator, token_id)
+            record = await revoke_token(coordinator, token_id, by=person())
         console.print(_line(token_id, record), markup=False, soft_wrap=True)
 
     finish(main, "Interrupted.")
@@ -105,7 +105,9 @@ def revoke(
 
 def _line(token_id: str, record: Record) -> str:
     expiry = datetime.fromtimestamp(record.expires_unix_s, UTC)
-    state = "revoked" if record.revoked_unix_s else "valid"
+    state, by = "valid", f"issued by {record.issued_by or '-'}"
+    if record.revoked_unix_s:
+        state, by = "revoked", f"{by}, revoked by {record.revoked_by or '-'}"
     if datetime.now(UTC) >= expiry:
         state = "expired"
     return "  ".join(
@@ -115,6 +117,7 @@ def _line(token_id: str, record: Record) -> str:
             record.subject or "-",
             ",".join(record.audience) or "-",
             f"{expiry:%Y-%m-%dT%H:%M:%SZ}",
+            by,
             state,
         )
     )

@@ -54,6 +54,9 @@ class Record:
     expires_unix_s: float
     revoked_unix_s: float = 0.0
     """0: not revoked."""
+    issued_by: str = ""
+    """user@host."""
+    revoked_by: str = ""
 
 
 def claims_for(
@@ -76,7 +79,7 @@ def claims_for(
     )
 
 
-async def issue(coordinator: Coordinator, keyring: Keyring, claims: Claims) -> str:
+async def issue(coordinator: Coordinator, keyring: Keyring, claims: Claims, *, by: str) -> str:
     """Record a token, then return it. Raises Unavailable."""
     record = Record(
         subject=claims.subject,
@@ -84,12 +87,13 @@ async def issue(coordinator: Coordinator, keyring: Keyring, claims: Claims) -> s
         audience=tuple(sorted(claims.audience)),
         issued_unix_s=claims.issued_unix_s,
         expires_unix_s=claims.expires_unix_s,
+        issued_by=by,
     )
     await _change(coordinator, claims.token_id, lambda _: record)
     return keyring.sign(claims)
 
 
-async def revoke(coordinator: Coordinator, token_id: str) -> Record:
+async def revoke(coordinator: Coordinator, token_id: str, *, by: str) -> Record:
     """Revoke a token: services refuse it from their next view on. Raises Unavailable.
 
     The id of an unrecorded token, e.g. of a session, is kept for the longest lifetime.
@@ -105,7 +109,7 @@ async def revoke(coordinator: Coordinator, token_id: str) -> Record:
     return await _change(
         coordinator,
         token_id,
-        lambda record: replace(record or unrecorded, revoked_unix_s=now_s),
+        lambda record: replace(record or unrecorded, revoked_unix_s=now_s, revoked_by=by),
     )
 
 
@@ -135,7 +139,7 @@ def apply_revocations(security: Security, value: Versioned | None) -> None:
         return
     found = {one: r.expires_unix_s for one, r in issued.items() if r.revoked_unix_s}
     for token_id in found.keys() - security.revoked.keys():
-        log.info("token_revoked", token_id=token_id)
+        log.info("token_revoked", token_id=token_id, by=issued[token_id].revoked_by)
     oldest_s = time.time() - KEPT_S
     merged = {**security.revoked, **found}
     security.revoked = {one: at_s for one, at_s in merged.items() if at_s > oldest_s}

@@ -21,7 +21,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
-from services.gateway.service import FULL_NAME, SCOPES, GatewayServicer
+from services.gateway.service import AUDITED, FULL_NAME, SCOPES, GatewayServicer
 from services.gateway.sessions import SessionLimits, Sessions
 from services.gateway.turns.run import Turns
 
@@ -72,6 +72,7 @@ class GatewayApp:
             GatewayServicer(turns, sessions, pool),
             full_name=FULL_NAME,
             scopes=SCOPES,
+            audited=AUDITED,
         )
         await self._listen(config, turns, sessions, pool)
         settle()

@@ -39,6 +39,8 @@ SCOPES = {
     "Annotate": "session|grader",
     "CloseSession": "session|grader",
 }
+AUDITED = frozenset({"Annotate", "CloseSession"})
+"""Rewards of graders: calls in the audit log; those of sessions are not."""
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):

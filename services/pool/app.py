@@ -22,6 +22,7 @@ from services.pool.replication.replica import LeadersReaders, LeadersWriter, Rep
 from services.pool.replication.shard_identity import hold_shard
 from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
 from services.pool.service import (
+    AUDITED,
     FULL_NAME,
     REPLICA_FULL_NAME,
     SCOPES,
@@ -129,6 +130,7 @@ class PoolApp:
             self._servicer,
             full_name=FULL_NAME,
             scopes=SCOPES,
+            audited=AUDITED,
         )
 
     async def drain(self) -> None:

@@ -46,6 +46,8 @@ SCOPES = {
     "GetPoolStats": "viewer",
     "CompactShard": "operator",
 }
+AUDITED = frozenset({"CompactShard", "EraseTrajectories"})
+"""Changes by people: calls in the audit log."""
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):

@@ -17,7 +17,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.leadership.term import Term
 from services.scheduler.pool_shards import PoolShards, ShardScans
-from services.scheduler.service import FULL_NAME, SCOPES, SchedulerServicer
+from services.scheduler.service import AUDITED, FULL_NAME, SCOPES, SchedulerServicer
 
 ELECTION = "scheduler"
 TERM_ERROR_KEY = "term_error"
@@ -55,6 +55,7 @@ class SchedulerApp:
             self._servicer,
             full_name=FULL_NAME,
             scopes=SCOPES,
+            audited=AUDITED,
         )
         self._context.metadata["leader"] = "false"
         metrics.show_leading(False)

@@ -35,6 +35,8 @@ SCOPES = {
     "RenewRollouts": "runner",
     "FinishRollouts": "runner",
 }
+AUDITED = frozenset({"SubmitTasks", "SetActivity", "DropGroups"})
+"""Changes by people: calls in the audit log."""
 LEADER_KEY = "forge-leader"
 ASK_S = 10.0
 WRITE_S = 60.0

@@ -39,7 +39,7 @@ from services.trainer.lineage import Lineage
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
-from services.trainer.service import FULL_NAME, SCOPES, TrainerServicer
+from services.trainer.service import AUDITED, FULL_NAME, SCOPES, TrainerServicer
 from services.trainer.weight_publisher import Publisher, Superseded
 
 _RETRY_S = 1.0
@@ -98,6 +98,7 @@ class TrainerApp:
             TrainerServicer(self._record, self._training),
             full_name=FULL_NAME,
             scopes=SCOPES,
+            audited=AUDITED,
         )
         server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,

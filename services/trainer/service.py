@@ -17,6 +17,8 @@ from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
 SCOPES = {"GetTrainerStatus": "viewer", "WatchSteps": "viewer", "SaveCheckpoint": "operator"}
+AUDITED = frozenset({"SaveCheckpoint"})
+"""Changes by people: calls in the audit log."""
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):

@@ -19,19 +19,20 @@ from typing import Any
 
 import aiohttp
 import grpc.aio
+from structlog.testing import capture_logs
 
 from forge import v1
 from forge.core.errors import NotFound
 from forge.runtime.rpc import RpcServer, current_claims
 from forge.runtime.security import Security
 from forge.runtime.tokens import Claims, Keyring
+from services.gateway import service as gateway
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
-from services.gateway.service import SCOPES as GATEWAY
 from services.inference.router.role import SCOPES as ROUTER
-from services.pool.service import SCOPES as POOL
-from services.scheduler.service import SCOPES as SCHEDULER
-from services.trainer.service import SCOPES as TRAINER
+from services.pool import service as pool
+from services.scheduler import service as scheduler
+from services.trainer import service as trainer
 
 GOOD = (
     *("session", "other session", "grader", "other grader"),
@@ -51,6 +52,7 @@ OPERATOR = {"operator", "admin", "service"}
 VIEWER = {"viewer", "operator", "admin", "service"}
 RUNNER = {"runner", "service"}
 ALL = {*GOOD, *BAD}
+CLOSE = "POST /v1/forge/close"
 MATRIX = {
     "SchedulerService/SubmitTasks": OPERATOR,
     "SchedulerService/SetActivity": OPERATOR,
@@ -108,7 +110,7 @@ MATRIX = {
     "POST /v1/messages/count_tokens": SESSIONS,
     "GET /v1/models": SESSIONS,
     "GET /v1/models/{model}": SESSIONS,
-    "POST /v1/forge/close": GRADERS,
+    CLOSE: GRADERS,
 }
 """Accepted credentials of each call; routes below /s/{token} are the same with the token in the
 path. A session reaches its own trajectory alone, by the claims of its token."""
@@ -123,14 +125,13 @@ SERVICES = {
     for file in FILES
     for service in file.DESCRIPTOR.services_by_name.values()
 }
-SCOPES: dict[str, Any] = {
-    "forge.v1.SchedulerService": SCHEDULER,
-    "forge.v1.PoolService": POOL,
-    "forge.v1.GatewayService": GATEWAY,
-    "forge.v1.InferenceService": ROUTER,
-    "forge.v1.TrainerService": TRAINER,
-}
+MODULES = {module.FULL_NAME: module for module in (scheduler, pool, gateway, trainer)}
+SCOPES: dict[str, Any] = {name: module.SCOPES for name, module in MODULES.items()}
+SCOPES["forge.v1.InferenceService"] = ROUTER
 """Of the services that register any; the others need "service"."""
+AUDITED = {f"{name[9:]}/{call}" for name, module in MODULES.items() for call in module.AUDITED}
+READS = ("Get", "List", "Scan", "LookUp", "Query", "Tail", "Watch", "Fetch", "OpenSession")
+"""First words of the calls that change nothing."""
 KEYRING = Keyring.from_bytes(b"k" * 32)
 DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -211,8 +212,18 @@ async def code_of(channel: grpc.aio.Channel, path: str, method: Any, token: str)
     return grpc.StatusCode.OK
 
 
+def audit_line(call: str, credential: str, code: str) -> list[tuple[str, str, str]]:
+    """The line for a call of `AUDITED`, unless by a session, and for each refused scope."""
+    if code != "PERMISSION_DENIED" and (call not in AUDITED or credential in SESSIONS):
+        return []
+    return [(call, "" if credential in BAD else credential, code)]
+
+
 async def test_every_rpc_accepts_the_credentials_of_its_row() -> None:
-    """And refuses all others as UNAUTHENTICATED or PERMISSION_DENIED, before its handler."""
+    """And refuses all others as UNAUTHENTICATED or PERMISSION_DENIED, before its handler.
+
+    The audit log has every change by a person or a grader, and every refused scope.
+    """
     server = RpcServer(service="all", host="127.0.0.1", port=0, security=security())
     stub = Stub()
     for name, service in SERVICES.items():
@@ -222,24 +233,32 @@ async def test_every_rpc_accepts_the_credentials_of_its_row() -> None:
                 stub,
                 full_name=name,
                 scopes=SCOPES.get(name, "service"),
+                audited=MODULES[name].AUDITED if name in MODULES else (),
             )
     rows: dict[str, set[str]] = {}
+    due: list[tuple[str, str, str]] = []
     address = await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
-        for name, service in SERVICES.items():
-            for method in service.methods:
-                accepted = rows[f"{service.name}/{method.name}"] = set()
-                for credential in (*BAD, *GOOD):
-                    token = "" if credential == "none" else token_of(credential, service.name)
-                    stub.trajectories.clear()
-                    code = await code_of(channel, f"/{name}/{method.name}", method, token)
-                    if code not in DENIED:
-                        accepted.add(credential)
-                        if name != "forge.v1.ClockService":
-                            assert stub.trajectories == [TRAJECTORIES.get(credential, "")]
-                    else:
-                        assert stub.trajectories == []
-    await server.stop(grace_s=0.0)
+    with capture_logs() as logs:
+        async with grpc.aio.insecure_channel(address) as channel:
+            for name, service in SERVICES.items():
+                for method in service.methods:
+                    accepted = rows[f"{service.name}/{method.name}"] = set()
+                    for credential in (*BAD, *GOOD):
+                        token = "" if credential == "none" else token_of(credential, service.name)
+                        stub.trajectories.clear()
+                        code = await code_of(channel, f"/{name}/{method.name}", method, token)
+                        due += audit_line(f"{service.name}/{method.name}", credential, code.name)
+                        if code not in DENIED:
+                            accepted.add(credential)
+                            if name != "forge.v1.ClockService":
+                                assert stub.trajectories == [TRAJECTORIES.get(credential, "")]
+                        else:
+                            assert stub.trajectories == []
+        # A handler that aborts ends after its client has the status.
+        await server.stop(grace_s=30.0)
+    lines = [line for line in logs if line["event"] == "audit"]
+    written = [(line["method"], line["subject"], line["code"]) for line in lines]
+    assert sorted(written) == sorted(due)
     assert rows == {call: accepted for call, accepted in MATRIX.items() if " " not in call}
 
 
@@ -269,20 +288,38 @@ async def test_every_route_accepts_the_credentials_of_its_row() -> None:
                 below = f"/s/{token or 'none'}" if in_path else ""
                 headers = {"Authorization": f"Bearer {token}"} if token and not below else {}
                 url = below + path.replace("{response}", "r").replace("{model}", "m")
-                async with client.request(route.method, url, headers=headers) as response:
-                    if response.status not in (401, 403):
-                        accepted.add(credential)
+                with capture_logs() as logs:
+                    async with client.request(route.method, url, headers=headers) as response:
+                        if response.status not in (401, 403):
+                            accepted.add(credential)
+                subjects = [line["subject"] for line in logs if line["event"] == "audit"]
+                audited = response.status == 403 or (
+                    call == CLOSE and credential in GRADERS - SESSIONS
+                )
+                assert subjects == [credential] * audited
             assert rows.setdefault(call, accepted) == accepted, route.resource.canonical
     await server.stop()
     assert rows == {call: accepted for call, accepted in MATRIX.items() if " " in call}
 
 
+def test_every_change_by_people_or_graders_is_audited() -> None:
+    """A new RPC is a read by its name, or in the AUDITED of its service."""
+    callers = VIEWER - SERVICE | {"grader"}
+    changes = {
+        call
+        for call, accepted in MATRIX.items()
+        if accepted & callers and " " not in call and not call.partition("/")[2].startswith(READS)
+    }
+    assert changes == AUDITED
+
+
 def rendered() -> str:
     """The matrix as a table of SECURITY.md."""
     columns = ("none", "session", "grader", "runner", "viewer", "operator", "admin", "service")
-    lines = ["| call | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"| call | {' | '.join(columns)} | audit log |", "|---" * (len(columns) + 2) + "|"]
     for call, accepted in MATRIX.items():
         cells = ["yes" if column in accepted else "" for column in columns]
+        cells.append("yes" if call in AUDITED or call == CLOSE else "")
         lines.append(f"| `{call}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

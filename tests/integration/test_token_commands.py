@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
+from forge.cli.connection import person
 from forge.runtime.coordination import Coordinator
 from forge.runtime.issued_tokens import read_revocations, records, revoke
 from forge.runtime.security import Security
@@ -79,6 +80,7 @@ async def test_an_operator_without_the_key_works_until_the_token_is_revoked(syst
     code, out, _ = await system.key_host.types("token", "list")
     assert code == 0
     assert f"{token_id}  operator  operator-host" in out
+    assert f"issued by {person()}" in out
     assert out.endswith("valid")
 
     viewer = system.host_of((await system.issue("viewer"))[0])
@@ -91,10 +93,35 @@ async def test_an_operator_without_the_key_works_until_the_token_is_revoked(syst
 
     code, out, _ = await system.key_host.types("token", "revoke", token_id)
     assert (code, out.endswith("revoked")) == (0, True)
+    assert f"revoked by {person()}" in out
     (scheduler,) = system.forge.schedulers
     await scheduler.until_logged("token_revoked")
     code, _, errors = await operator.types("queue", "resume")
     assert (code, f"token {token_id} of operator-host is revoked" in errors) == (2, True)
+
+
+async def test_the_audit_log_names_person_token_and_target_of_each_change(system: System) -> None:
+    """Of a holder of a token and of the key; refused calls too, reads not."""
+    token, token_id = await system.issue("operator")
+    viewer, viewer_id = await system.issue("viewer")
+    assert (await system.host_of(token).types("queue", "pause"))[0] == 0
+    assert (await system.host_of(token).types("queue", "status"))[0] == 0
+    assert (await system.host_of(viewer).types("queue", "resume"))[0] == 2
+    assert (await system.key_host.types("queue", "resume"))[0] == 0
+    (scheduler,) = system.forge.schedulers
+    lines = [
+        (line["subject"], line["token_id"], line["scopes"], line["targets"], line["code"])
+        for line in scheduler.logged("audit")
+        if line["method"] == "SchedulerService/SetActivity"
+    ]
+    (key_id,) = {line[1] for line in lines} - {token_id, viewer_id}
+    paused, running = ({"activity": f"ACTIVITY_{name}"} for name in ("PAUSED", "RUNNING"))
+    assert lines == [
+        ("operator-host", token_id, ["operator"], paused, "OK"),
+        ("viewer-host", viewer_id, ["viewer"], running, "PERMISSION_DENIED"),
+        (person(), key_id, ["service"], running, "OK"),
+    ]
+    assert not [x for x in scheduler.logged("audit") if "Status" in x["method"]]
 
 
 async def test_tokens_are_issued_and_revoked_only_with_the_key(system: System) -> None:
@@ -133,7 +160,7 @@ async def test_a_revocation_outlives_the_data_of_etcd(own_etcd: EtcdServer, clus
     """A running service keeps its last view; expired records leave with the next change."""
     coordinator = await Coordinator.connect(own_etcd.endpoint, cluster=cluster)
     try:
-        await revoke(coordinator, "stolen")
+        await revoke(coordinator, "stolen", by="a")
         security = Security(Keyring.from_bytes(b"k" * 32))
         await read_revocations(coordinator, security)
         assert security.revoked.keys() == {"stolen"}
@@ -144,7 +171,7 @@ async def test_a_revocation_outlives_the_data_of_etcd(own_etcd: EtcdServer, clus
         await coordinator.compare_and_swap("tokens", old, expected_revision=raw.mod_revision)
         await read_revocations(coordinator, security)
         assert security.revoked.keys() == {"stolen"}
-        await revoke(coordinator, "other")
+        await revoke(coordinator, "other", by="a")
         assert (await records(coordinator)).keys() == {"other"}
     finally:
         await coordinator.close()

@@ -28,6 +28,7 @@ import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.audit import configure_audit
 from forge.runtime.bearer import bearer_of
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Login, Registration
@@ -137,6 +138,7 @@ def serve(service: str, config: ServiceConfig, app_type: type[Any]) -> bool:
         own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
         config = dataclasses.replace(config, instance_id=own_id)
     configure_logging(service, config.instance_id, level=config.log_level, file=config.log_file)
+    configure_audit(service, config.instance_id, file=config.audit_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Process(service, config, app_type).live())
 

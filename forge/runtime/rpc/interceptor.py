@@ -1,4 +1,4 @@
-"""Server interceptor: credentials, errors, metrics and access log of every call.
+"""Server interceptor: credentials, errors, metrics, access log and audit log of every call.
 
 Wraps each method once, at its first call: a call takes about 0.35 ms, and the interceptor must not
 add to it. Failed calls are logged at info. So are slow ones: over a second and over a tenth of the
@@ -12,7 +12,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextvars import ContextVar
 from math import inf
 from types import TracebackType
@@ -23,6 +23,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from forge.core.errors import ForgeError, InvalidArgument, PermissionDenied, Unauthenticated
+from forge.runtime.audit import REFUSED, write_audit
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
 from forge.runtime.security import Security
@@ -52,11 +53,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, security: Security) -> None:
         self._security = security
         self._scopes: dict[str, str | Mapping[str, str]] = {}
+        self._audited: dict[str, Collection[str]] = {}
         self._wrapped: dict[str, Any] = {}
 
-    def require(self, full_name: str, scopes: str | Mapping[str, str]) -> None:
-        """Set the scopes of a service, for all methods or by method name."""
+    def require(
+        self, full_name: str, scopes: str | Mapping[str, str], audited: Collection[str]
+    ) -> None:
+        """Set the scopes of a service, for all methods or by method name, and its audited ones."""
         self._scopes[full_name] = scopes
+        self._audited[full_name] = audited
 
     async def intercept_service(
         self,
@@ -74,7 +79,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 scopes = self._scopes[service]
                 scope = scopes if isinstance(scopes, str) else scopes.get(method, "service")
                 streams = handler.request_streaming or handler.response_streaming
-                method_served = _Method(path, scope, self._security, streams=streams)
+                audited = method in self._audited[service]
+                method_served = _Method(
+                    path, scope, self._security, streams=streams, audited=audited
+                )
                 handler = _wrap(handler, method_served)
                 self._wrapped[path] = handler
         return handler
@@ -83,9 +91,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Method:
     """Path, scope and metrics of one method."""
 
-    def __init__(self, path: str, scope: str, security: Security, *, streams: bool) -> None:
+    def __init__(
+        self, path: str, scope: str, security: Security, *, streams: bool, audited: bool
+    ) -> None:
         self.path = path
         self.scope = scope
+        self.audited = audited
         self.audience = audience_of(path)
         self.security = security
         self.seconds = _SECONDS.labels(path)
@@ -94,24 +105,24 @@ class _Method:
         self.ok = _CALLS.labels(path, "OK")
 
     def claims_of(self, context: Any) -> Claims:
-        """Raises Unauthenticated or PermissionDenied."""
+        """Raises Unauthenticated."""
         for key, value in context.invocation_metadata():
             if key == "authorization":
                 kind, _, token = value.partition(" ")
                 if kind.lower() != "bearer":
                     raise Unauthenticated("authorization must be: Bearer <token>")
-                claims = self.security.verify(token, self.audience)
-                break
-        else:
-            if self.scope:
-                raise Unauthenticated("this call needs a token: authorization: Bearer <token>")
-            return ANONYMOUS
+                return self.security.verify(token, self.audience)
+        if self.scope:
+            raise Unauthenticated("this call needs a token: authorization: Bearer <token>")
+        return ANONYMOUS
+
+    def check_scope(self, claims: Claims) -> None:
+        """Raises PermissionDenied."""
         if not claims.allows(self.scope):
             raise PermissionDenied(
                 f"{self.path} needs scope {self.scope}; the token of {claims.subject} "
                 f"has {', '.join(sorted(claims.scopes)) or 'none'}"
             )
-        return claims
 
 
 def _wrap(handler: Any, method: _Method) -> Any:
@@ -126,13 +137,13 @@ def _wrap(handler: Any, method: _Method) -> Any:
 
     async def answer(request: Any, context: Any) -> Any:
         async with _Call(method, context) as call:
-            call.authorize()
+            call.authorize(request)
             call.read(request)
             return encode(await inner(request, context))
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         async with _Call(method, context) as call:
-            call.authorize()
+            call.authorize(request)
             call.read(request)
             async for response in inner(request, context):
                 yield encode(response)
@@ -197,20 +208,23 @@ def _trajectory_field(descriptor: Any) -> str:
 class _Call:
     """One call, from arrival to answer."""
 
-    __slots__ = ("_claims", "_context", "_method", "_slow_s", "_started_s")
+    __slots__ = ("_claims", "_context", "_method", "_request", "_slow_s", "_started_s")
 
     def __init__(self, method: _Method, context: Any) -> None:
         self._method = method
         self._context = context
         self._claims = ANONYMOUS
+        self._request: Any = None
         self._started_s = time.perf_counter()
         self._slow_s = inf if method.streams else _SLOW_S
 
-    def authorize(self) -> None:
+    def authorize(self, request: Any) -> None:
+        self._request = request
         self._claims = self._method.claims_of(self._context)
         _claims.set(self._claims)
         if self._claims.trajectory_id:
             bind_context(trajectory_id=self._claims.trajectory_id)
+        self._method.check_scope(self._claims)
 
     def read(self, request: Any) -> None:
         """Take from the request what its log line needs. Raises InvalidArgument, see `_decoder`."""
@@ -248,12 +262,14 @@ class _Call:
         method, elapsed_s = self._method, time.perf_counter() - self._started_s
         method.in_flight.dec()
         method.seconds.observe(elapsed_s)
+        code = "OK" if error is None else self._code(error)
+        if code == REFUSED or (method.audited and "session" not in self._claims.scopes):
+            self._audit(code, error)
         if error is None:
             method.ok.inc()
             write = log.debug if elapsed_s < self._slow_s else log.info
             write("rpc", method=method.path, code="OK", s=elapsed_s, subject=self._claims.subject)
             return
-        code = self._code(error)
         _CALLS.labels(method.path, code).inc()
         broken = isinstance(error, Exception) and code in ("INTERNAL", "DATA_LOSS")
         left = method.streams and code == "CANCELLED"
@@ -266,6 +282,12 @@ class _Call:
             error=str(error),
             exc_info=error if broken else None,
         )
+
+    def _audit(self, code: str, error: BaseException | None) -> None:
+        peer = self._context.peer()
+        name = self._method.path.rpartition(".")[2]
+        request = self._request
+        write_audit(name, self._claims, peer=peer, code=code, error=error, request=request)
 
     def _code(self, error: BaseException) -> str:
         if isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -1,14 +1,14 @@
 """The gRPC server of every service.
 
 Owns listening, health, reflection, the request limit and graceful stop. Not here: credentials,
-error translation, metrics and access log (`forge.runtime.rpc.interceptor`).
+error translation, metrics, access and audit log (`forge.runtime.rpc.interceptor`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import grpc
@@ -66,15 +66,16 @@ class RpcServer:
         *,
         full_name: str,
         scopes: str | Mapping[str, str] = "service",
+        audited: Collection[str] = (),
     ) -> None:
         """Add a servicer, e.g. `add(add_PoolServiceServicer_to_server, ..., full_name=...)`.
 
         `scopes` is the scope that callers need, for all methods or by method name; the default is
-        "service", "" means none, "a|b" means either.
+        "service", "" means none, "a|b" means either. `audited`: methods in the audit log.
         """
         assert self._server is None, "servicers are added before start"
         self._names.append(full_name)
-        self._interceptor.require(full_name, scopes)
+        self._interceptor.require(full_name, scopes, audited)
         self._registrations.append(lambda server: register(servicer, server))
 
     async def start(self) -> str:

@@ -23,6 +23,8 @@ from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.turns.run import Turns
 
+CLAIMS = web.RequestKey("claims", Claims)
+"""Key of a request's verified claims."""
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -52,11 +54,11 @@ class Edge:
         """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
         `PermissionDenied`."""
         token = request.match_info.get("token") or _bearer(request.headers)
-        claims = self.security.verify(token, "GatewayService")
+        claims = request[CLAIMS] = self.security.verify(token, "GatewayService")
+        bind_context(trajectory_id=claims.trajectory_id)
         if not claims.allows(scope):
             needed = scope.replace("|", " or ")
             raise PermissionDenied(f"the token of {claims.subject} is not a {needed} token")
-        bind_context(trajectory_id=claims.trajectory_id)
         return claims
 
     def check_model(self, name: str) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from forge.core.errors import ConfigError
+from forge.runtime.audit import write_audit
 from forge.runtime.telemetry import log
 from services.gateway.http.anthropic.messages import AnthropicMessages
 from services.gateway.http.control import Control
-from services.gateway.http.edge import Edge, Endpoints, json_response
+from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response
 from services.gateway.http.errors import (
     REQUEST_ID,
     Failure,
@@ -89,7 +90,7 @@ class HttpServer:
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Converts failures to error responses of the protocol; counts and logs every request."""
-    started_s = time.perf_counter()
+    started_s, failure = time.perf_counter(), None
     if speaks_anthropic(request):
         request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
     try:
@@ -98,11 +99,22 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         failure = Failure(status=error.status, message=_explain(request, error), code="http")
         response = _refusal(request, failure)
     except Exception as error:
-        response = _refusal(request, Failure.of(public_error(error)))
+        failure = Failure.of(public_error(error))
+        response = _refusal(request, failure)
+    _audit(request, failure)
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s
     log.debug("http", path=_route(request), status=response.status, s=elapsed_s)
     return response
+
+
+def _audit(request: web.Request, failure: Failure | None) -> None:
+    """Writes calls of graders and refused calls to the audit log."""
+    claims = request.get(CLAIMS)
+    if claims and ("grader" in claims.scopes or (failure and failure.status == 403)):
+        code, error = (failure.code.upper(), failure.message) if failure else ("OK", None)
+        method = f"{request.method} {_route(request)}"
+        write_audit(method, claims, peer=request.remote or "", code=code, error=error)
 
 
 def _refusal(request: web.Request, failure: Failure) -> web.Response:
