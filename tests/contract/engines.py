@@ -192,7 +192,12 @@ async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The embedded engine, without weights."""
     chosen = EngineOptions(
         model_path=str(model_path),
-        **{"dtype": "float32", "block_tokens": BLOCK_TOKENS, **options},
+        **{
+            "dtype": "float32",
+            "block_tokens": BLOCK_TOKENS,
+            "request_timeout_s": 600.0,
+            **options,
+        },
     )
     system = ActorSystem("contract")
     decode_system = ActorSystem("contract-decode")

@@ -187,7 +187,8 @@ class EngineOptions:
     """Most tokens of one prefill pass."""
     max_running: int = 128
     """Most requests that sample at the same time."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float
+    """Deadline of one message to the engine."""
 
 
 class Engine(Protocol):
