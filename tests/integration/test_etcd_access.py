@@ -85,8 +85,8 @@ async def test_no_service_reaches_another_cluster(shared_secure: SecureEtcd) -> 
 
 
 async def test_a_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
-    """Whoever registers a trainer gets tokens of its callers: no runner, no operator and no host
-    with a certificate alone can."""
+    """A registered trainer gets tokens of its callers. Runners, operators, gateways and hosts with
+    a certificate alone cannot register one."""
     for service in ("runner", "operator", "admin", "gateway"):
         thief = await shared_secure.connect(service)
         with pytest.raises(Unavailable, match="refuses /forge/secure/services/trainer/t"):

@@ -52,22 +52,20 @@ class World:
     stored: common_pb2.Trajectory | None = None
     fetches: int = 0
     size_bytes: int = 0
-    away: bool = False
-    """Whether the pool is."""
+    pool_unreachable: bool = False
     landing: bool = False
     """Whether what waits is stored and acknowledged while the pool is asked."""
     now_s: float = 100.0
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     async def fetch(self, _: Claims) -> common_pb2.Trajectory | None:
-        if self.away:
-            raise Unavailable("the pool is away")
+        if self.pool_unreachable:
+            raise Unavailable("the pool is unreachable")
         self.fetches += 1
         return self.stored
 
     async def count(self, _: Claims) -> int:
-        if self.away:
-            raise Unavailable("the pool is away")
+        if self.pool_unreachable:
+            raise Unavailable("the pool is unreachable")
         if self.landing:
             self.store(*self.kept)
             self.waiting = []
@@ -101,7 +99,7 @@ class World:
             writer=self,
             set_size=self.grown,
             clock=lambda: self.now_s,
-            threads=self.threads,
+            threads=ThreadPoolExecutor(1),
         )
 
 
@@ -301,10 +299,10 @@ async def test_absent_pool_fails_the_message_and_not_the_session(
     session: ActorRef, world: World
 ) -> None:
     """The first call fails while the pool is unreachable; the next one succeeds."""
-    world.away = True
+    world.pool_unreachable = True
     with pytest.raises(Unavailable):
         await begin(session, "a")
-    world.away = False
+    world.pool_unreachable = False
     await begin(session, "a")
 
 
@@ -368,7 +366,7 @@ async def test_answers_that_nobody_knows_go_on_without_the_pool(
 ) -> None:
     """Another gateway might have given them; while the pool cannot say so, they are the agent's."""
     await end(session, "a", await begin(session, "a"))
-    world.away = True
+    world.pool_unreachable = True
     invented = Message(role="assistant", content="Invented.")
     prompt = await begin(session, "b", "One?", invented, "Two?")
     assert prompt.draft.how == "branched"
