@@ -17,12 +17,10 @@ from services.pool.data.commands import EraseTasks
 from services.pool.data.erasing import Erased, erase, tasks_with
 from services.pool.maintenance.backup import Progress, compact, shard_name
 from services.pool.storage.erasures import put_purged, unpurged_erasure
-from services.pool.storage.file_locks import DATA, file_bytes
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.lmdb_env import opened_alone
 from services.pool.storage.records import Records
 from services.pool.validation import check_erase
 
-_MAP_MAX_BYTES = 1 << 40
 _MAX_RECORDS = 1024
 
 T = TypeVar("T")
@@ -54,13 +52,5 @@ def erase_in(
 
 
 def _write(directory: Path, change: Callable[[Records], T]) -> T:
-    environment = Environment(
-        directory,
-        map_bytes=file_bytes(directory / DATA),
-        map_max_bytes=_MAP_MAX_BYTES,
-        max_readers=1,
-    )
-    try:
+    with opened_alone(directory) as environment:
         return environment.write(change)
-    finally:
-        environment.close()

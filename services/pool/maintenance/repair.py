@@ -14,16 +14,13 @@ from forge.core.errors import ConfigError
 from services.pool.data.record_repair import repair_unit
 from services.pool.maintenance.backup import Progress, check, snapshot
 from services.pool.maintenance.integrity import Damage
-from services.pool.storage.file_locks import DATA, file_bytes
 from services.pool.storage.group_index import rebuild
 from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.lmdb_env import opened_alone
 from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key
-
-_MAP_MAX_BYTES = 1 << 40
 
 Fetch = Callable[[Key], CopiedRecords]
 """Reads one unit from a copy."""
@@ -40,13 +37,7 @@ def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Dam
     damage = list(check(directory, progress))
     if not damage:
         return []
-    environment = Environment(
-        directory,
-        map_bytes=file_bytes(directory / DATA),
-        map_max_bytes=_MAP_MAX_BYTES,
-        max_readers=1,
-    )
-    try:
+    with opened_alone(directory) as environment:
         shard, lineage, since = environment.read(_identity)
         units = {unit: None for one in damage for unit in units_of(one.table, one.key)}
         with open_copy(shard, lineage) as fetch:
@@ -54,8 +45,6 @@ def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Dam
                 change = partial(repair_unit, unit=unit, copy=fetch(unit), since=since)
                 environment.write(change)
             environment.write(rebuild)
-    finally:
-        environment.close()
     return list(check(directory, progress))
 
 

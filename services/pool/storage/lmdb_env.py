@@ -291,6 +291,21 @@ class Environment:
                 self._lock = None
 
 
+@contextmanager
+def opened_alone(directory: Path) -> Iterator[Environment]:
+    """The shard in a directory that no instance serves. Raises as `Environment`."""
+    environment = Environment(
+        directory,
+        map_bytes=file_bytes(directory / DATA),
+        map_max_bytes=1 << 40,
+        max_readers=1,
+    )
+    try:
+        yield environment
+    finally:
+        environment.close()
+
+
 class _Gate:
     """Admits readers, and waits for them before the map moves."""
 
