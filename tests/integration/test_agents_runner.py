@@ -190,6 +190,22 @@ async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None
     assert result.mean_outcome == pytest.approx(4 / 6)
 
 
+async def test_a_runner_with_a_token_alone_brings_a_group_to_its_end(
+    system: Cluster, tmp_path: Path
+) -> None:
+    """As on a host without the key: it verifies no entry of the directory, and others need none
+    of its own."""
+    token, stack = tmp_path / "token", system.stack
+    at = ("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster)
+    issue = ("token", "issue", "runner", "--subject", "host", "--out", str(token))
+    argv = [sys.executable, "-m", "forge.cli.main", *issue, *at, "--key-file", str(stack.key_file)]
+    subprocess.run(argv, check=True, capture_output=True, timeout=START_S)
+    runner = system.start_runner(REWARDED, "--key-file=", f"--token-file={token}")
+    groups = await system.ended(task("black"), task("white", scaffold="whitebox"))
+    assert outcomes(groups["black"]) == outcomes(groups["white"]) == [1.0, 1.0]
+    assert runner.poll() is None
+
+
 async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
     """`--command` runs a program that knows the OpenAI SDK. What crashes is attempted again: the
     program succeeds the second time, the reward function never, and its group is given up."""

@@ -123,7 +123,8 @@ def test_the_documented_commands_start_every_unit(host: BareHost) -> None:
 
 def test_no_service_reads_the_key_or_the_data_of_another(host: BareHost) -> None:
     """systemd hands each the key as a credential; agents may read neither pool nor checkpoints."""
-    paths = ("/etc/forge/key", "/var/lib/forge/pool-1/", "/var/lib/forge/trainer-1/")
+    secrets = ("/etc/forge/key", "/etc/forge/agents-token")
+    paths = (*secrets, "/var/lib/forge/pool-1/", "/var/lib/forge/trainer-1/")
     for user in USERS:
         others = [path for path in paths if f"/{user}-1" not in path]
         for path in others:

@@ -31,7 +31,9 @@ def test_shipped_config_is_accepted(file: Path) -> None:
     config = load(
         config_type(file.stem), service=file.stem, argv=["--config", str(file)], environ={}
     )
-    assert config.key_file == "/etc/forge/key"
+    key = "" if file.stem == "agents" else "/etc/forge/key"
+    assert config.key_file == key
+    assert getattr(config, "token_file", "") == ("" if key else "/etc/forge/agents-token")
 
 
 def test_every_service_has_a_config_file() -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
+from forge.runtime.coordination.etcd_roles import ROLES
+from forge.runtime.coordination.etcd_users import password_file
 from forge.runtime.process.startup import CANNOT_START
 from services.trainer.config import TrainerConfig
 
@@ -51,6 +54,25 @@ def test_units_verify_without_a_word_on_stderr(installed: Path) -> None:
 
 
 @needs_systemd
+def test_units_with_the_documented_tls_verify(installed: Path, tmp_path: Path) -> None:
+    """The drop-ins of deploy/README.md; etcd has a certificate and no password of a service."""
+    folder = tmp_path / "units"
+    shutil.copytree(installed, folder)
+    page = (DEPLOY / "README.md").read_text()
+    drop_ins = re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S)
+    assert [path for path, _ in drop_ins] == [
+        "forge-.service.d/20-tls.conf",
+        "forge-etcd.service.d/30-tls.conf",
+    ]
+    for path, text in drop_ins:
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    names = [unit.name.replace("@.", "@1.") for unit in UNITS]
+    verified = analyze("verify", *(f"./{name}" for name in names), cwd=folder)
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+@needs_systemd
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
 def test_unit_is_exposed_less_than_three(unit: Path, installed: Path) -> None:
     """The score of `systemd-analyze security`, from 0 to 10."""
@@ -77,6 +99,33 @@ def test_every_service_has_a_user_of_its_own() -> None:
         name = unit.name.removesuffix(".service").removesuffix("@").removesuffix("-replica")
         assert f"User={name}\n" in unit.read_text(), unit
         assert f"u {name} " in users, unit
+
+
+def test_only_a_unit_of_agents_has_no_key_of_the_cluster() -> None:
+    """It has a runner's token: agents run programs of other people."""
+    for unit in SERVICES:
+        text = unit.read_text()
+        agents, etcd = unit.name == "forge-agents@.service", unit.name == "forge-etcd.service"
+        assert ("/etc/forge/key" in text) == (not agents and not etcd), unit
+        assert ("--token-file %d/token" in text) == agents, unit
+
+
+def test_the_documented_files_of_tls_are_those_of_forge_certs() -> None:
+    """A credential of a folder would have another name."""
+    page = (DEPLOY / "README.md").read_text()
+    for name in (HOST_CERT, HOST_KEY, HOST_CA):
+        loads = f"LoadCredential={name}:/etc/forge/tls/{name}\n"
+        assert (page.count(loads), f"=%d/{name}" in page) == (2, True), name
+
+
+def test_each_unit_has_a_documented_etcd_password() -> None:
+    """`forge etcd apply` names the file; a unit of another name has a documented link."""
+    page = (DEPLOY / "README.md").read_text()
+    files = {password_file(Path(), service).name for service in ROLES}
+    for unit in SERVICES:
+        name = unit.name.removesuffix(".service").removesuffix("@")
+        link = re.search(rf"^ln -s (\S+) etcd/{name}\s", page, re.M)
+        assert name == "forge-etcd" or (link[1] if link else name) in files, unit
 
 
 def test_the_trainer_may_write_its_checkpoint_before_it_is_killed() -> None:
