@@ -1,6 +1,6 @@
 """JSON log lines and Prometheus metrics.
 
-Formats and serves them; each module owns its own events and metrics. Log levels: error, an operator
+Formats them; each module owns its own events and metrics. Log levels: error, an operator
 must act; warning, a failure that was handled; info, a change of state; debug, single calls.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import prometheus_client
 import structlog
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
@@ -157,15 +156,3 @@ def _metric(kind: type[Any], name: str, help: str, labels: Sequence[str], **opti
     if name not in _metrics:
         _metrics[name] = kind(name, help, tuple(labels), registry=REGISTRY, **options)
     return _metrics[name]
-
-
-def serve_metrics(host: str, port: int) -> int:
-    """Serve /metrics on a thread; return the port."""
-    try:
-        server, _thread = prometheus_client.start_http_server(port, addr=host)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
-            "choose another with --metrics-port, or 0 for any free one"
-        ) from None
-    return int(server.server_port)

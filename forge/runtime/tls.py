@@ -6,6 +6,7 @@ Without TLS, Forge listens on the loopback interface only, unless `insecure` is 
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ class Tls:
         self._cert = read_pem("tls_cert", cert)
         self._key = read_pem("tls_key", key)
         self._ca = read_pem("tls_ca", ca)
+        self._files = cert, key, ca
         self._client_auth = client_auth
         self._insecure = insecure
 
@@ -38,6 +40,22 @@ class Tls:
             root_certificates=self._ca if mutual else None,
             require_client_auth=mutual,
         )
+
+    def metrics_context(self, host: str) -> ssl.SSLContext | None:
+        """TLS of /metrics, as `server_credentials`: its clients show certificates, not tokens."""
+        cert, key, ca = self._files
+        if not cert:
+            self.require_plain_allowed(host)
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(cert, key)
+            if ca and self._client_auth:
+                context.load_verify_locations(ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            raise ConfigError(f"tls_cert = {cert!r}, tls_key, tls_ca: {error}") from None
+        return context
 
     def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
         """TLS with a `tls_ca`, else None (plain TCP). Raises ConfigError where TLS is needed."""

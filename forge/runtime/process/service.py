@@ -35,13 +35,14 @@ from forge.runtime.coordination import Coordinator, Instance, Login, Registratio
 from forge.runtime.coordination.etcd_roles import etcd_user
 from forge.runtime.first_done import first_done
 from forge.runtime.issued_tokens import follow_revocations, read_revocations
+from forge.runtime.metrics_listener import serve_metrics
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
-from forge.runtime.telemetry import configure_logging, log, serve_metrics
+from forge.runtime.telemetry import configure_logging, log
 
 CLOCK_OFFSET_KEY = "clock_offset_s"
 """Metadata of an instance with a wrong clock: seconds ahead of its peers."""
@@ -213,7 +214,7 @@ class _Process:
         await app.start()
         self._app_started = True
         host = config.advertise_host or config.host
-        metrics_port = serve_metrics(config.host, config.metrics_port)
+        metrics_port = serve_metrics(config.host, config.metrics_port, context.security)
         context.metadata.setdefault("metrics", f"{host}:{metrics_port}")
         address = f"{host}:{(await context.server.start()).rpartition(':')[2]}"
         context.set_listening(address)

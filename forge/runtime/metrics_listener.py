@@ -1,0 +1,65 @@
+"""The listener of /metrics, on a thread: it answers while the event loop is busy.
+
+It has no tokens: off loopback its clients need a certificate, as those of the gRPC server do.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import sys
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+
+from forge.core.errors import ConfigError
+from forge.runtime.telemetry import log
+from forge.runtime.tls import Tls
+
+
+def serve_metrics(host: str, port: int, tls: Tls) -> int:
+    """Serve /metrics; return the port. Raises ConfigError, also where TLS is needed but not set."""
+    context = tls.metrics_context(host)
+    try:
+        listener = _Listener(host, port, context)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
+            "choose another with --metrics-port, or 0 for any free one"
+        ) from None
+    listener.set_app(make_wsgi_app())
+    Thread(target=listener.serve_forever, name="metrics", daemon=True).start()
+    return int(listener.server_port)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10
+    """Deadline in seconds of the handshake and of the request, each."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Listener(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host.strip("[]"), port), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        if self._tls is not None:
+            # The handshake is on the connection's thread: a silent client delays no other.
+            connection = self._tls.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("metrics_connection_failed", error=repr(sys.exception()))
