@@ -29,7 +29,7 @@ _Administer = Callable[[AuthService], Awaitable[Any]]
 
 
 def password_file(directory: Path, service: str) -> Path:
-    """Return the file of a service's password; its name is that of the service's unit."""
+    """Return the file of a service's password."""
     return directory / (service if service == ROOT else f"forge-{service}")
 
 
