@@ -38,6 +38,7 @@ def missing() -> str:
 
 def make_root(folder: Path) -> None:
     """Make the file system of a stock Debian 12, from Debian's mirror. Takes a minute."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     run = ["mmdebstrap", "--variant=minbase", f"--include={STOCK}", "bookworm", str(folder)]
     subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
 
