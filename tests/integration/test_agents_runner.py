@@ -361,7 +361,7 @@ async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
     assert runner.returncode == 2
     assert errors == (
         "forge runner: no scheduler instance in cluster 'test-agents-runner' has a valid entry "
-        "(not signed by a token of this cluster): compare key_file with theirs\n"
+        "(the token was not signed by this cluster's key): compare key_file with theirs\n"
     )
 
 
