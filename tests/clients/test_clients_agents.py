@@ -50,6 +50,14 @@ def in_path_row(client: Client) -> Row:
     return replace(client.row, client=f"{client.name}, session in the URL")
 
 
+SETTINGS = {
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""Of mini-swe-agent."""
+
+
 @pytest.fixture
 def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
     """A scheduler, and a runner whose agent is mini-swe-agent as its package installs it."""
@@ -61,14 +69,10 @@ def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
         f"{VENV / 'bin/mini'} --model openai/policy --yolo --exit-immediately "
         f"--output {tmp_path / 'mini.json'} --task {{prompt}}"
     )
-    env = os.environ | {
-        "HOME": str(tmp_path),
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_COST_TRACKING": "ignore_errors",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
+    env = os.environ | SETTINGS | {"HOME": str(tmp_path)}
     reward = "--reward-functions=repair=tests.support.clients.coding_job:repaired"
-    argv = [sys.executable, "-m", "forge.agents", *shared, reward, f"--command={mini}"]
+    passed = f"--pass-environment={','.join(SETTINGS)}"
+    argv = [sys.executable, "-m", "forge.agents", *shared, reward, passed, f"--command={mini}"]
     stack.processes["scheduler"] = subprocess.Popen(
         [sys.executable, "-m", "services.scheduler", *shared], text=True
     )
