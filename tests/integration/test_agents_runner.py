@@ -201,8 +201,8 @@ async def test_a_runner_with_a_token_alone_brings_a_group_to_its_end(
     argv = [sys.executable, "-m", "forge.cli.main", *issue, *at, "--key-file", str(stack.key_file)]
     subprocess.run(argv, check=True, capture_output=True, timeout=START_S)
     runner = system.start_runner(REWARDED, "--key-file=", f"--token-file={token}")
-    groups = await system.ended(task("black"), task("white", scaffold="whitebox"))
-    assert outcomes(groups["black"]) == outcomes(groups["white"]) == [1.0, 1.0]
+    groups = await system.ended(task("with-token"), task("white-token", scaffold="whitebox"))
+    assert outcomes(groups["with-token"]) == outcomes(groups["white-token"]) == [1.0, 1.0]
     assert runner.poll() is None
 
 
