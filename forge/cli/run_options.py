@@ -21,9 +21,20 @@ class RunOptions:
     """The options of one run. Raises `InvalidArgument` for a wrong `--set`."""
 
     model: Annotated[
-        str, typer.Option(help="tiny, smollm2, a directory, or a hub id with a chat template.")
-    ] = "tiny"
-    seed: Seed = 0
+        str | None,
+        typer.Option(
+            help="tiny, smollm2, a directory, or a hub id with a chat template.",
+            show_default="that of --run-dir, or tiny",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seeds the weights, the tasks and the order.",
+            show_default="that of --run-dir, or 0",
+        ),
+    ] = None
     steps: Annotated[
         int | None, typer.Option(min=1, help="Optimizer steps. Default: the model's preset.")
     ] = None

@@ -81,6 +81,23 @@ class RunDirectory:
                 "another directory with --run-dir"
             ) from error
 
+    def check_same(self, state: RunState, *, model: str | None, seed: int | None) -> None:
+        """Raises `InvalidArgument` unless `state` has this model and seed; None: any."""
+        other = {}
+        if model and model != state.model and Path(model).resolve() != Path(state.model_path):
+            other["model"] = (state.model, model)
+        if seed is not None and seed != state.seed:
+            other["seed"] = (str(state.seed), str(seed))
+        if other:
+            differences = " and ".join(
+                f"--{name} {saved}, not {given}" for name, (saved, given) in other.items()
+            )
+            names = " and ".join(f"--{name}" for name in other)
+            raise InvalidArgument(
+                f"{self.path} is a run with {differences}: omit {names} to resume it, or name "
+                "another directory with --run-dir"
+            )
+
     def save(self, state: RunState) -> None:
         """Writes the state to disk."""
         # Write and rename: a kill in between keeps the complete old state.

@@ -46,7 +46,19 @@ def directory_of(options: RunOptions) -> RunDirectory:
     """Returns the named directory, or the one of the unfinished run, or a new one."""
     if options.run_dir:
         return RunDirectory(options.run_dir.resolve())
-    return choose_run_directory(options.root.resolve(), model=options.model, seed=options.seed)
+    new = new_state(options)
+    return choose_run_directory(options.root.resolve(), model=new.model, seed=new.seed)
+
+
+def new_state(options: RunOptions) -> RunState:
+    """Returns the state of a run that has not started."""
+    model = options.model or "tiny"
+    return RunState(
+        model=model,
+        model_path="",
+        seed=options.seed or 0,
+        steps=preset_for(model).steps,
+    )
 
 
 async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
@@ -54,13 +66,7 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
 
     Raises `InvalidArgument` for settings that a process refuses, before any weights are made.
     """
-    state = directory.load() or RunState(
-        model=options.model,
-        model_path="",
-        seed=options.seed,
-        steps=preset_for(options.model).steps,
-    )
-    state = replace(state, steps=options.steps or state.steps)
+    state = state_of(options, directory)
     preset = preset_of(options, state)
     chosen = settings_of(options, directory, state, preset)
     check_settings({name: chosen[name] for name in options.settings})
@@ -68,7 +74,7 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     if "code" in preset.domains and not unsafe and (problem := await SANDBOX.problem()):
         raise FailedPrecondition(problem.replace("unsafe", "--set runner.unsafe"))
     if not state.model_path:
-        path = await ensure_model(options.model, seed=options.seed, root=options.root)
+        path = await ensure_model(state.model, seed=state.seed, root=options.root)
         directory.create()
         state = replace(state, model_path=str(path))
     directory.save(state)
@@ -82,6 +88,17 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
         )
         write_tasks(directory.eval_tasks, tasks)
     return state
+
+
+def state_of(options: RunOptions, directory: RunDirectory) -> RunState:
+    """Returns the saved state, or a new one. Raises `InvalidArgument` for a run of another model or
+    seed than the options name."""
+    state = directory.load()
+    if state is None:
+        state = new_state(options)
+    else:
+        directory.check_same(state, model=options.model, seed=options.seed)
+    return replace(state, steps=options.steps or state.steps)
 
 
 def settings_of(

@@ -23,8 +23,9 @@ from forge.cli.connection import of_run
 from forge.cli.dataset import held_out_tasks, interleave, training_tasks
 from forge.cli.display import RunDisplay, result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
+from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
-from forge.cli.training_run import run_settings, running
+from forge.cli.training_run import open_run, run_settings, running
 from forge.client.operator import DomainResult, domain_results
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.core.queue.admission import Mode
@@ -117,6 +118,53 @@ def test_run_directory_remembers_its_phase(tmp_path: Path) -> None:
     assert directory.enter("train") == RunDirectory(tmp_path / "run").load()
     loaded = directory.load()
     assert loaded is not None and (loaded.phase, loaded.steps) == ("train", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "differences"),
+    [
+        ({"model": "smollm2"}, "--model tiny, not smollm2: omit --model"),
+        ({"seed": 4}, "--seed 3, not 4: omit --seed"),
+        ({"seed": 0}, "--seed 3, not 0: omit --seed"),
+        (
+            {"model": "smollm2", "seed": 4},
+            "--model tiny, not smollm2 and --seed 3, not 4: omit --model and --seed",
+        ),
+    ],
+)
+async def test_run_directory_of_another_model_or_seed_is_refused(
+    tmp_path: Path, given: dict[str, Any], differences: str
+) -> None:
+    """The run would continue with its own model and seed, against the command line."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.save(replace(STATE, seed=3))
+    options = RunOptions(root=tmp_path, run_dir=directory.path, **given)
+    with pytest.raises(InvalidArgument) as refused:
+        await open_run(options, directory)
+    assert str(refused.value) == (
+        f"{directory.path} is a run with {differences} to resume it, or name another directory "
+        "with --run-dir"
+    )
+    assert directory.load() == replace(STATE, seed=3)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"model": "tiny", "seed": 3}, {"model": "{tmp}/tiny", "steps": 9}]
+)
+async def test_run_directory_resumes_with_its_own_model_and_seed(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """Options that are absent or the same; other options may differ from start to start."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    saved = replace(STATE, seed=3, model_path=str(tmp_path / "tiny"))
+    directory.save(saved)
+    if "model" in given:
+        given = given | {"model": given["model"].format(tmp=tmp_path)}
+    options = RunOptions(root=tmp_path, run_dir=directory.path, **given)
+    steps = given.get("steps", saved.steps)
+    assert await open_run(options, directory) == replace(saved, steps=steps)
 
 
 def test_foreign_state_file_is_an_error_that_names_it(tmp_path: Path) -> None:
