@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from forge.core.errors import ConfigError
+from forge.core.extras import extras_named
 
 
 def load_attribute(reference: str) -> Any:
@@ -18,7 +19,8 @@ def load_attribute(reference: str) -> Any:
     if not (module_name and colon and attribute):
         raise ConfigError(f"{reference!r} is not of the form module:attribute")
     try:
-        module = import_module(module_name)
+        with extras_named():
+            module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{reference}: cannot import {module_name}: {error}") from error
     try:

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.command_exit import fail, say
-from forge.core.errors import ForgeError
+from forge.cli.command_exit import say
 
 certs_app = typer.Typer(
     no_args_is_help=True,
@@ -28,10 +27,7 @@ def init(folder: Folder, days: CaDays = _MAX_DAYS) -> None:
     """Make a CA. Its key, ca-key.pem, signs host certificates: keep it off the hosts."""
     from forge.cli.certs_authority import Authority
 
-    try:
-        authority = Authority.init(folder, days=days)
-    except ForgeError as error:
-        fail(error)
+    authority = Authority.init(folder, days=days)
     say(f"{folder}: a CA until {authority.signer.not_valid_after_utc:%Y-%m-%d}")
 
 
@@ -58,12 +54,9 @@ def issue(
     """
     from forge.cli.certs_authority import Authority
 
-    try:
-        issued = Authority.load(ca).issue(
-            names, out, days=days, common_name=common_name or names[0], replace=replace
-        )
-    except ForgeError as error:
-        fail(error)
+    issued = Authority.load(ca).issue(
+        names, out, days=days, common_name=common_name or names[0], replace=replace
+    )
     say(f"{out}: {', '.join(names)} until {issued.not_valid_after_utc:%Y-%m-%d}")
 
 
@@ -83,14 +76,11 @@ def rotate(
     """
     from forge.cli.certs_authority import Authority
 
-    try:
-        authority = Authority.load(folder)
-        if finish:
-            authority.finish_rotation()
-        else:
-            authority.rotate(days=days)
-    except ForgeError as error:
-        fail(error)
+    authority = Authority.load(folder)
+    if finish:
+        authority.finish_rotation()
+    else:
+        authority.rotate(days=days)
     say(
         f"{folder / 'ca.pem'}: the new CA; copy it to every host as tls_ca.pem"
         if finish

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from forge.core.errors import ForgeError
+from forge.core.extras import extras_named
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
 console = Console(highlight=False)
+
+
+class Commands(TyperGroup):
+    """Ends a command that raises `ForgeError`, or lacks an optional package, in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """As `TyperGroup.invoke`."""
+        try:
+            with extras_named():
+                return super().invoke(ctx)
+        except ForgeError as error:
+            fail(error)
 
 
 def say(text: str) -> None:
@@ -42,11 +57,9 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
     except asyncio.CancelledError:
         console.print(interrupted)
         raise typer.Exit(INTERRUPTED) from None
-    except ForgeError as error:
-        fail(error)
 
 
-def fail(error: ForgeError) -> None:
+def fail(error: ForgeError) -> NoReturn:
     """Prints the error in one line and exits."""
     # Without markup: a wrong argument may look like markup.
     Console(stderr=True).print(Text(f"forge: {error}", style="red"), soft_wrap=True)

@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 from rich.markup import escape
 
 from forge.agents.sandbox import SANDBOX
@@ -25,12 +24,12 @@ from forge.cli.connection import Connection
 from forge.cli.stack import etcd_binary
 from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
+from forge.core.extras import DISTRIBUTION, missing_packages, requirements
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.clock_watch import REMEDY
 from forge.runtime.rpc import Channels
 from forge.runtime.tls import is_loopback_etcd
 
-DISTRIBUTION = "forge-rl"
 GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
 """Extras that a run on one machine needs, besides the core and an etcd."""
@@ -119,18 +118,12 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    wrong = set()
-    for package in map(Requirement, metadata.requires(DISTRIBUTION) or ()):
-        marker = package.marker
-        if marker and not any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
-            continue
-        try:
-            version = metadata.version(package.name)
-        except metadata.PackageNotFoundError:
-            wrong.add(f"{package.name} is missing")
-        else:
-            if not package.specifier.contains(version, prereleases=True):
-                wrong.add(f"{package.name} {version} is not {package.specifier}")
+    missing = missing_packages(EXTRAS)
+    wrong = {f"{name} is missing" for name in missing}
+    for package in requirements(EXTRAS):
+        version = "" if package.name in missing else metadata.version(package.name)
+        if version and not package.specifier.contains(version, prereleases=True):
+            wrong.add(f"{package.name} {version} is not {package.specifier}")
     return Finding(
         ok=not wrong,
         text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",

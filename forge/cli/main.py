@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from forge.cli.certs import certs_app
-from forge.cli.command_exit import console, fail, finish, say
+from forge.cli.command_exit import Commands, console, finish, say
 from forge.cli.connection import of_run
 from forge.cli.etcd import etcd_app
 from forge.cli.options import SystemOptions, with_options
@@ -19,9 +19,11 @@ from forge.cli.pool import pool_app
 from forge.cli.queue import queue_app
 from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.token import token_app
-from forge.core.errors import ForgeError, InvalidArgument
+from forge.core.errors import InvalidArgument
+from forge.core.extras import require_extra
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -112,10 +114,7 @@ def plot(
 
     first = runs[0]
     target = out or RunDirectory(first if first.is_dir() else first.parent).curves
-    try:
-        draw(runs, target)
-    except ForgeError as error:
-        fail(error)
+    draw(runs, target)
     say(str(target))
 
 
@@ -129,10 +128,7 @@ def doctor(system: SystemOptions) -> None:
     """
     from forge.cli.doctor import examine
 
-    try:
-        named = system.resolved() if system.named else None
-    except ForgeError as error:
-        fail(error)
+    named = system.resolved() if system.named else None
     raise typer.Exit(examine(system.root, cluster=named))
 
 
@@ -143,10 +139,7 @@ def key(
     """Make a cluster key. It signs every credential; all hosts of a cluster need the same key."""
     from forge.runtime.tokens import Keyring
 
-    try:
-        Keyring.generate(path)
-    except ForgeError as error:
-        fail(error)
+    Keyring.generate(path)
 
 
 @model_app.command("init")
@@ -157,7 +150,7 @@ def model_init(
 ) -> None:
     """Make the tiny model's starting weights by a short supervised warm start (about a minute)."""
     if name != "tiny":
-        fail(InvalidArgument(f"only tiny is made here; `forge model fetch {name}` gets others"))
+        raise InvalidArgument(f"only tiny is made here; `forge model fetch {name}` gets others")
     _model(name, seed, root)
 
 
@@ -180,6 +173,7 @@ def model_fetch(
 )
 def model_warm_start(context: typer.Context) -> None:
     """Teach a model from conversations before it is trained by reward. See --help."""
+    require_extra("trainer")
     os.execv(
         sys.executable,
         [sys.executable, "-m", "services.trainer.starting_weights.supervised", *context.args],
@@ -197,10 +191,7 @@ def model_export(
     """
     from forge.cli.model_export import export_model
 
-    try:
-        kept = export_model(source, out)
-    except ForgeError as error:
-        fail(error)
+    kept = export_model(source, out)
     say(f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.core.errors import FailedPrecondition
+from forge.core.extras import require_extra
 
 TINY_COURSE = 4
 """Version of the tiny model's warm start. Increment it with every change of the domains, of the
@@ -24,7 +25,8 @@ version are then ignored."""
 async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
     """Returns the directory of the model's starting weights; makes or fetches missing ones.
 
-    Raises `FailedPrecondition` on a failure, after the process has printed the reason.
+    Raises `FailedPrecondition` on a failure, after the process has printed the reason, and
+    `ConfigError` without the packages that it needs.
     """
     models = root / "models"
     if model == "tiny":
@@ -42,6 +44,7 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
         path = models / model.replace("/", "_")
         command = ["services.trainer.starting_weights.fetch", model, "--out", str(path)]
     if not (path / "config.json").exists():
+        require_extra("trainer")
         try:
             models.mkdir(parents=True, exist_ok=True)
         except OSError as error:

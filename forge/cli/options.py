@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forge.cli.command_exit import fail
 from forge.cli.connection import Connection, newest_run, of_run
 from forge.cli.run_options import Root
-from forge.core.errors import ForgeError, InvalidArgument
+from forge.core.errors import InvalidArgument
 from forge.runtime.bearer import bearer_of
 
 if TYPE_CHECKING:
@@ -181,12 +180,9 @@ def with_options(
     }
 
     def run(**given: Any) -> None:
-        try:
-            for name, fields in options.items():
-                made: Any = types[name](**{field.name: given.pop(field.name) for field in fields})
-                given[name] = made.resolved() if declared[name].annotation is Connection else made
-        except ForgeError as error:
-            fail(error)
+        for name, fields in options.items():
+            made: Any = types[name](**{field.name: given.pop(field.name) for field in fields})
+            given[name] = made.resolved() if declared[name].annotation is Connection else made
         command(**given)
 
     parameters = [one for name, one in declared.items() if name not in options]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from forge.core.errors import InvalidArgument, NotFound
+from forge.core.extras import extras_named
 
 SMOOTHING = 0.25
 """Weight of the newest step in the moving average, drawn over the single steps."""
@@ -214,15 +215,13 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def draw(paths: Sequence[Path], out: Path) -> None:
-    """Writes the picture in the format of `out`'s suffix. Raises `FailedPrecondition` without
+    """Writes the picture in the format of `out`'s suffix. Raises `ConfigError` without
     matplotlib, `NotFound` or `InvalidArgument` for files that cannot be read or written."""
     names = labels(paths)
     runs = dict(zip(names, map(read_steps, paths), strict=True))
     evaluated = dict(zip(names, map(read_evaluations, paths), strict=True))
-    try:
+    with extras_named():
         import matplotlib
-    except ImportError:
-        raise FailedPrecondition("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

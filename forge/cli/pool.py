@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.command_exit import fail, finish
+from forge.cli.command_exit import finish
 from forge.cli.connection import Connection
 from forge.cli.options import FilterOptions, SystemOptions, with_options
-from forge.core.errors import ForgeError
+from forge.core.extras import require_extra
 
 pool_app = typer.Typer(
     no_args_is_help=True,
@@ -62,11 +62,8 @@ def check(
     """
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
-        try:
-            at = system.resolved()
-            at.keyring()
-        except ForgeError as error:
-            fail(error)
+        at = system.resolved()
+        at.keyring()
         options += [
             *(f"--etcd={at.etcd}", f"--cluster={at.cluster}", f"--key-file={at.key_file}"),
             *(f"--tls-ca={at.tls_ca}", f"--tls-cert={at.tls_cert}", f"--tls-key={at.tls_key}"),
@@ -263,4 +260,5 @@ def _tool(*words: str | Path) -> None:
 
 
 def _tool_argv(*words: str | Path) -> list[str]:
+    require_extra("pool")
     return [sys.executable, "-m", "services.pool.maintenance", *map(str, words)]

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from forge.core.errors import ConfigError
+from forge.core.extras import extras_named
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -19,7 +20,8 @@ def installed(group: str) -> dict[str, EntryPoint]:
 def load_entry_point(entry: EntryPoint) -> Any:
     """Import the object of an entry point. Raises `ConfigError`, which names entry and cause."""
     try:
-        return entry.load()
+        with extras_named():
+            return entry.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{entry.group} {entry.name!r} cannot be loaded from {entry.value}: {error}"

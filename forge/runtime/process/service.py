@@ -27,6 +27,7 @@ import sdnotify
 import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
+from forge.core.extras import extras_named
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.audit import configure_audit
 from forge.runtime.bearer import bearer_of
@@ -165,7 +166,8 @@ class _Process:
             loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as undo:
             try:
-                await self._serve(undo)
+                with extras_named(self._service):
+                    await self._serve(undo)
             except ForgeError as error:
                 if self._config.log_file:
                     log.error("not_started", error=str(error))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from forge.core.errors import ForgeError
+from forge.core.extras import extras_named
 from forge.runtime.config import ServiceConfig, load
 
 CANNOT_START = 2
@@ -30,9 +31,10 @@ def run(
     """
     try:
         config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
-        from forge.runtime.process.service import serve
+        with extras_named(service):
+            from forge.runtime.process.service import serve
 
-        code = 1 if serve(service, config, load_app()) else 0
+            code = 1 if serve(service, config, load_app()) else 0
     except ForgeError as error:
         sys.stderr.write(f"forge {service}: {error}\n")
         code = 1 if error.retryable else CANNOT_START

@@ -1,0 +1,84 @@
+"""Optional packages of the distribution, by extra.
+
+Owns the look-up in the installed metadata and the error of a missing package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from forge.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "forge-rl"
+
+
+def requirements(extras: Collection[str]) -> list[Requirement]:
+    """Returns the requirements of the core and of `extras`."""
+    # Late imports: a command that needs no metadata starts faster.
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    return [
+        package
+        for package in map(Requirement, metadata.requires(DISTRIBUTION) or ())
+        if not package.marker
+        or any(package.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
+
+
+def missing_packages(extras: Collection[str]) -> set[str]:
+    """Returns the required packages that are not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    missing = set()
+    for package in requirements(extras):
+        try:
+            version(package.name)
+        except PackageNotFoundError:
+            missing.add(package.name)
+    return missing
+
+
+def require_extra(extra: str) -> None:
+    """Raises `ConfigError` if a package of the extra is missing."""
+    if missing := missing_packages([extra]):
+        raise ConfigError(_remedy(", ".join(sorted(missing)), extra))
+
+
+def extras_with(module: str) -> list[str]:
+    """Returns the extras that install a module, in the order of pyproject.toml."""
+    from importlib import metadata
+
+    from packaging.utils import canonicalize_name
+
+    name = canonicalize_name(module.partition(".")[0])
+    core = {canonicalize_name(package.name) for package in requirements(())}
+    return [
+        extra
+        for extra in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])
+        if name in {canonicalize_name(package.name) for package in requirements([extra])} - core
+    ]
+
+
+@contextmanager
+def extras_named(preferred: str = "") -> Iterator[None]:
+    """Raises `ConfigError` with the extra, in place of the import error of an optional package.
+    `preferred`: the extra to name if several install the package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extras = extras_with(error.name or "")
+        if not extras:
+            raise
+        extra = preferred if preferred in extras else extras[0]
+        raise ConfigError(_remedy(str(error.name), extra)) from error
+
+
+def _remedy(packages: str, extra: str) -> str:
+    return f"not installed: {packages}; install it: pip install '{DISTRIBUTION}[{extra}]'"
