@@ -13,10 +13,9 @@ from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.cli.submission import Submission
-from forge.cli.trouble import troubles
+from forge.cli.trouble import tombstone_lines, troubles
 
 if TYPE_CHECKING:
-    from forge.core.tasks.dataset_cursor import DatasetCursor
     from forge.v1 import scheduler_pb2
 
 queue_app = typer.Typer(
@@ -26,6 +25,8 @@ queue_app = typer.Typer(
     "newest run under .forge. The setting survives a restart of the scheduler.",
 )
 _POLL_S = 1.0
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @queue_app.command()
@@ -54,9 +55,9 @@ def drain(
 
 @queue_app.command()
 @with_options
-def status(at: Connection) -> None:
-    """Show the state of the queue."""
-    finish(lambda: _set(at, None), "Interrupted.")
+def status(at: Connection, json: Json = False) -> None:
+    """Show the state of the queue, and the reasons of tombstones."""
+    finish(lambda: _show(at, as_json=json), "Interrupted.")
 
 
 @queue_app.command()
@@ -64,9 +65,16 @@ def status(at: Connection) -> None:
 def submit(at: Connection, submission: Submission) -> None:
     """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are submitted.
 
-    After an interruption the same command continues, by the tasks that the pool has.
+    Waits while the scheduler is unreachable. After an interruption the same command continues, by
+    the tasks that the pool has; it shows the state of the earlier ones.
     """
-    finish(lambda: _submit(at, submission), "Interrupted. Run the same command again to continue.")
+
+    async def submit_all() -> None:
+        from forge.cli.submission_display import submit_file
+
+        await submit_file(at, submission)
+
+    finish(submit_all, "Interrupted. Run the same command again to continue.")
 
 
 @queue_app.command()
@@ -99,22 +107,26 @@ def drop(
     finish(drop_groups, "Interrupted. Run the same command again to complete it.")
 
 
-async def _submit(at: Connection, submission: Submission) -> None:
-    """Raises ForgeError."""
-    from forge.cli.submitting import Submitter
+async def _show(at: Connection, *, as_json: bool) -> None:
+    """Prints the state with the reasons of tombstones. Raises ForgeError."""
+    from forge.cli.json_rows import print_row
     from forge.client.operator import Operator
 
-    def show(cursor: DatasetCursor, accepted: int) -> None:
-        console.print(f"{accepted} tasks submitted, epoch {cursor.epoch}")
-
     async with at.open() as (coordinator, channels):
-        submitter = Submitter(Operator(coordinator, channels), submission)
-        await submitter.run(show)
-        console.print(f"all of {submission.name} is in the queue")
+        status = await Operator(coordinator, channels).scheduler_status(with_tombstones=True)
+    if as_json:
+        print_row(status)
+        return
+    _print(status)
+    for text in tombstone_lines(status.tombstones):
+        console.print(text, markup=False, soft_wrap=True)
+    shown = sum(reason.groups for reason in status.tombstones)
+    if shown < status.tombstoned:
+        say(f"{status.tombstoned - shown} tombstoned: earlier, or for rarer reasons")
 
 
-async def _set(at: Connection, activity: str | None, *, wait: bool = False) -> None:
-    """Sets the activity, unless it is None, and prints the state. Raises ForgeError."""
+async def _set(at: Connection, activity: str, *, wait: bool = False) -> None:
+    """Sets the activity, and prints the state. Raises ForgeError."""
     # Late imports: other commands start faster without the client.
     import asyncio
 
@@ -123,16 +135,19 @@ async def _set(at: Connection, activity: str | None, *, wait: bool = False) -> N
 
     async with at.open() as (coordinator, channels):
         operator = Operator(coordinator, channels)
-        if activity is not None:
-            await operator.set_activity(scheduler_pb2.Activity.Value(activity))
+        await operator.set_activity(scheduler_pb2.Activity.Value(activity))
         status = await operator.scheduler_status()
         # A new leader first waits for the leases of runners.
         while wait and (status.running_groups or status.taking_over):
             await asyncio.sleep(_POLL_S)
             status = await operator.scheduler_status()
-        say(line_of(status))
-        for text in troubles(status).values():
-            console.print(text, style="yellow", markup=False, soft_wrap=True)
+        _print(status)
+
+
+def _print(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
+    say(line_of(status))
+    for text in troubles(status).values():
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from forge.cli.options import duration_s
 
 if TYPE_CHECKING:
     from forge.v1 import common_pb2
@@ -31,9 +34,20 @@ class Submission:
     held_out: Annotated[
         Path | None, typer.Option(help="File of held-out tasks; a common task is an error.")
     ] = None
+    timeout: Annotated[
+        str, typer.Option(help="Longest wait for the scheduler: 90s, 15m, 2h. Default: no limit.")
+    ] = ""
 
     def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
         object.__setattr__(self, "name", self.name or self.file.stem)
+        duration_s("timeout", self.timeout)
+
+    @property
+    def timeout_s(self) -> float:
+        """`timeout` in seconds; infinite without one."""
+        limit_s = duration_s("timeout", self.timeout)
+        return math.inf if limit_s is None else limit_s
 
     @property
     def defaults(self) -> common_pb2.Task:

@@ -1,29 +1,32 @@
 """`forge queue submit`: submits a file of tasks to a running system, step by step.
 
-Owns the pace and the call of a curriculum. `forge.core.tasks.dataset_cursor` owns the order,
-`forge.client.task_files` the file format.
+Owns the pace, the call of a curriculum and the counts. `forge.core.tasks.dataset_cursor` owns the
+order, `forge.client.task_files` the file format, `forge.cli.outages` the wait for the scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from typing import Any
 
 from forge.agents.plugins import load_attribute
+from forge.cli.outages import Outages
 from forge.cli.submission import Submission
-from forge.client.operator import Operator
+from forge.client.operator import Operator, batches
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, scheduler_pb2
 
 CANDIDATES = 4096
 """Maximum number of rows in one choice of a curriculum."""
+SHOWN_REFUSALS = 20
 _POLL_S = 1.0
 
 
@@ -52,40 +55,89 @@ def load_curriculum(reference: str) -> Curriculum:
     return curriculum
 
 
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """The tasks of one submission."""
+
+    phases: Counter[str] = field(default_factory=Counter)
+    """Tasks of earlier submissions, by the phase of their group at the start."""
+    tombstones: dict[str, scheduler_pb2.TombstoneReason] = field(default_factory=dict)
+    """The tombstoned ones, by reason."""
+    accepted: int = 0
+    """Tasks that this submission added."""
+    refused: int = 0
+    refusals: list[str] = field(default_factory=list)
+    """Reasons of the first `SHOWN_REFUSALS` refused tasks."""
+
+    def add_earlier(self, group: scheduler_pb2.BatchGroup) -> None:
+        """Count a group of an earlier submission."""
+        record = group.group
+        phase = common_pb2.GroupState.Name(record.state).removeprefix("GROUP_STATE_").lower()
+        # Schedulers of an earlier release send no phase.
+        self.phases[group.phase or phase] += 1
+        if record.state == common_pb2.GROUP_STATE_TOMBSTONED:
+            reason = self.tombstones.setdefault(
+                record.reason, scheduler_pb2.TombstoneReason(reason=record.reason)
+            )
+            reason.groups += 1
+            reason.task_id = record.task.task_id
+
+    def refuse(self, reason: str) -> None:
+        """Count a task that the scheduler refused."""
+        self.refused += 1
+        if len(self.refusals) < SHOWN_REFUSALS:
+            self.refusals.append(reason)
+
+
 class Submitter:
     """Submits one data set to its end."""
 
-    def __init__(self, operator: Operator, submission: Submission) -> None:
+    def __init__(self, submission: Submission, outages: Outages) -> None:
         """Raises InvalidArgument, ConfigError."""
-        self._operator = operator
+        self._outages = outages
         self._submission = submission
         self._tasks = read_tasks(submission.file, submission.defaults)
         if submission.held_out is not None:
             self._check_disjoint(submission.held_out)
         self._curriculum = load_curriculum(submission.curriculum) if submission.curriculum else None
         task_id_of(submission.name, Place(0, len(self._tasks)))
-        self.accepted = 0
+        self.counts = Counts()
 
-    async def run(self, on_progress: Callable[[DatasetCursor, int], None]) -> None:
-        """Submits all rows of all epochs; calls `on_progress` after each submission."""
-        cursor = await self._resume()
+    @property
+    def rows(self) -> int:
+        """Number of tasks in the file."""
+        return len(self._tasks)
+
+    async def run(
+        self, operator: Operator, on_progress: Callable[[DatasetCursor, Counts], None]
+    ) -> None:
+        """Submits all rows of all epochs; calls `on_progress` at the start and after each call.
+
+        `operator` makes one attempt of each call. Raises the `ForgeError` that ends the wait for an
+        unreachable scheduler.
+        """
+        outlast = self._outages.outlast
+        cursor = await outlast(lambda: self._resume(operator))
+        on_progress(cursor, self.counts)
         while not cursor.finished:
-            status = await self._operator.scheduler_status()
+            status = await outlast(operator.scheduler_status)
             places = self._choose(cursor, self._submission.queued - status.queued, status)
+            for batch in batches(map(self._named, places)):
+                await self._submit(operator, batch)
+            cursor.submitted(places)
             if places:
-                self.accepted += await self._operator.submit(map(self._named, places))
-                cursor.submitted(places)
-                on_progress(cursor, self.accepted)
+                on_progress(cursor, self.counts)
             else:
                 await asyncio.sleep(_POLL_S)
 
-    async def _resume(self) -> DatasetCursor:
+    async def _resume(self, operator: Operator) -> DatasetCursor:
         name = self._submission.name
-        submitted = [
-            place
-            async for group in self._operator.groups(name)
-            if (place := place_of(name, group.group.task.task_id)) is not None
-        ]
+        self.counts, submitted = Counts(), []
+        async for group in operator.groups(name):
+            place = place_of(name, group.group.task.task_id)
+            if place is not None:
+                submitted.append(place)
+                self.counts.add_earlier(group)
         return DatasetCursor(
             rows=len(self._tasks),
             epochs=self._submission.epochs,
@@ -93,6 +145,21 @@ class Submitter:
             shuffle=self._submission.shuffle,
             submitted=submitted,
         )
+
+    async def _submit(self, operator: Operator, tasks: Sequence[common_pb2.Task]) -> None:
+        """Submits the tasks that the scheduler does not refuse."""
+        try:
+            await self._outages.outlast(lambda: operator.submit(tasks))
+        except InvalidArgument as error:
+            if len(tasks) == 1:
+                self.counts.refuse(str(error))
+                return
+            # A call is refused as a whole.
+            for task in tasks:
+                await self._submit(operator, [task])
+        else:
+            # Not the answer's count: the repetition of a call that took effect adds no task.
+            self.counts.accepted += len(tasks)
 
     def _check_disjoint(self, file: Path) -> None:
         """Raises InvalidArgument with the first held-out task."""

@@ -1,10 +1,11 @@
-"""Lines about the scheduler's problems, for `forge run`, `forge status` and `forge queue status`.
+"""Lines about the scheduler's problems, for `forge run`, `forge status` and `forge queue`.
 
 Owns the wording around the scheduler's texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,3 +29,9 @@ def troubles(status: scheduler_pb2.GetSchedulerStatusResponse | None) -> dict[st
             f"Unreachable: pool shard {names}. Its groups wait; training continues without them."
         )
     return lines
+
+
+def tombstone_lines(reasons: Iterable[scheduler_pb2.TombstoneReason]) -> list[str]:
+    """Returns one line for each reason, with a task as an example; the most frequent first."""
+    ordered = sorted(reasons, key=lambda one: -one.groups)
+    return [f"{one.groups} tombstoned: {one.reason} (task {one.task_id})" for one in ordered]

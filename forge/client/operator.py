@@ -103,9 +103,11 @@ class Operator:
             accepted += response.accepted
         return accepted
 
-    async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
-        """Queue, window and counters."""
-        request = scheduler_pb2.GetSchedulerStatusRequest()
+    async def scheduler_status(
+        self, *, with_tombstones: bool = False
+    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        """Queue, window and counters; `with_tombstones`: their reasons, too."""
+        request = scheduler_pb2.GetSchedulerStatusRequest(with_tombstones=with_tombstones)
         status: scheduler_pb2.GetSchedulerStatusResponse = await self._ask_scheduler(
             "GetSchedulerStatus", request, timeout_s=5.0
         )

@@ -403,6 +403,11 @@ class BatchGroup(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """In ListGroups: "queued", "running", "complete", "batched", "trained", "tombstoned" or
+    "evaluated". "" from a scheduler older than this field.
+    """
     @_builtins.property
     def group(self) -> _common_pb2.GroupRecord:
         """Without `task.payload_json`."""
@@ -418,10 +423,11 @@ class BatchGroup(_message.Message):
         *,
         group: _common_pb2.GroupRecord | None = ...,
         trajectories: _abc.Iterable[_common_pb2.TrajectorySummary] | None = ...,
+        phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "phase", b"phase", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -704,12 +710,17 @@ Global___DropGroupsResponse: _TypeAlias = DropGroupsResponse  # noqa: Y015
 class GetSchedulerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_TOMBSTONES_FIELD_NUMBER: _builtins.int
+    with_tombstones: _builtins.bool
+    """Return `tombstones` too."""
     def __init__(
         self,
+        *,
+        with_tombstones: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_tombstones", b"with_tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +775,34 @@ class UnservedTasks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnservedTasks: _TypeAlias = UnservedTasks  # noqa: Y015
+
+@_typing.final
+class TombstoneReason(_message.Message):
+    """Training groups that were tombstoned for the same reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    groups: _builtins.int
+    task_id: _builtins.str
+    """The newest of them."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        groups: _builtins.int = ...,
+        task_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TombstoneReason: _TypeAlias = TombstoneReason  # noqa: Y015
 
 @_typing.final
 class DomainStatus(_message.Message):
@@ -827,6 +866,7 @@ class GetSchedulerStatusResponse(_message.Message):
     SHARDS_AWAY_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
     UNSERVED_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -886,6 +926,12 @@ class GetSchedulerStatusResponse(_message.Message):
     def unserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnservedTasks]:
         """Empty while no runner calls."""
 
+    @_builtins.property
+    def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___TombstoneReason]:
+        """On request: the most frequent reasons first, of the groups that are in the leader's memory. Older
+        groups are only in `tombstoned`.
+        """
+
     def __init__(
         self,
         *,
@@ -918,10 +964,11 @@ class GetSchedulerStatusResponse(_message.Message):
         shards_away: _abc.Iterable[_builtins.str] | None = ...,
         faults: _builtins.int = ...,
         unserved: _abc.Iterable[Global___UnservedTasks] | None = ...,
+        tombstones: _abc.Iterable[Global___TombstoneReason] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "tombstones", b"tombstones", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

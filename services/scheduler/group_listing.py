@@ -97,4 +97,8 @@ async def _scan(
 
 def _view(stored: StoredGroup) -> GroupView:
     record = record_of(stored.group, common_pb2.Task.FromString(stored.entry.task))
-    return GroupView(record=record, trajectory_ids=stored.group.sealed_ids())
+    return GroupView(
+        record=record,
+        trajectory_ids=stored.group.sealed_ids(),
+        phase=stored.group.phase.value,
+    )

@@ -231,7 +231,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """The state of the queue."""
         leader = await self._lead(context)
         status: scheduler_pb2.GetSchedulerStatusResponse = await leader.queue.ask(
-            m.GetStatus(), timeout_s=ASK_S
+            m.GetStatus(with_tombstones=request.with_tombstones), timeout_s=ASK_S
         )
         return status
 
@@ -301,6 +301,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             scheduler_pb2.BatchGroup(
                 group=view.record,
                 trajectories=[summaries[t] for t in view.trajectory_ids if t in summaries],
+                phase=view.phase,
             )
             for view in views
         ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
+from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
@@ -22,7 +24,7 @@ class Operator:
 
     async def start(self, *words: str) -> Process:
         argv = [sys.executable, "-m", "forge.cli.main", "queue", *words, *self._system]
-        return await asyncio.create_subprocess_exec(*argv, stdout=PIPE)
+        return await asyncio.create_subprocess_exec(*argv, stdout=PIPE, stderr=PIPE)
 
     async def types(self, *words: str) -> str:
         """What the command answers."""
@@ -33,6 +35,96 @@ async def answer(command: Process) -> str:
     said, _ = await command.communicate()
     assert command.returncode == 0
     return said.decode()
+
+
+async def line_with(command: Process, text: str) -> str:
+    """The next line of the command's output that has the text."""
+    assert command.stdout is not None
+    async for line in command.stdout:
+        if text in line.decode():
+            return line.decode()
+    raise AssertionError(f"the command ended without {text!r}")
+
+
+def write_tasks(file: Path, *group_sizes: int) -> str:
+    """A file of tasks with these group sizes."""
+    lines = [
+        json.dumps({"payload": {"n": n}, "group_size": size}) + "\n"
+        for n, size in enumerate(group_sizes)
+    ]
+    file.write_text("".join(lines))
+    return str(file)
+
+
+async def test_submission_waits_for_an_absent_scheduler(
+    forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """Before the first one and after a kill; then it continues. A repetition adds nothing and shows
+    the states of the earlier tasks, with the reasons of tombstones."""
+    operator = Operator(etcd, cluster, tmp_path / "key")
+    file = write_tasks(tmp_path / "sums.jsonl", 1, 1, 1, 1)
+    words = ("submit", file, "--domain", "code", "--queued", "2", "--no-shuffle")
+    submits = await operator.start(*words)
+    await line_with(submits, "scheduler unreachable, waiting: 0 of 1 fitting scheduler instances")
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    await line_with(submits, "scheduler reachable again")
+    await line_with(submits, "sums, epoch 0: 2 of 4 tasks submitted")
+    await forge.kill(leader)
+    await line_with(submits, "scheduler unreachable, waiting: ")
+    forge.start_scheduler()
+    await forge.leader(other_than=first.instance_id)
+    await forge.complete(2)
+    summary = (await answer(submits)).splitlines()[-1]
+    assert summary == (
+        "sums: 4 new, 0 already queued, 0 already in flight, 0 already done, 0 refused"
+    )
+
+    await forge.commit(await forge.take(), 1)
+    await operator.types("drop", "sums.e0.r2", "--reason", "not wanted")
+    assert len(await forge.lease(1)) == 1
+    repeated = (await operator.types(*words)).splitlines()
+    assert repeated[0] == (
+        "sums: 4 tasks were submitted before: 2 trained, 1 tombstoned, 1 running"
+    )
+    assert repeated[-2:] == [
+        "sums: 0 new, 0 already queued, 1 already in flight, 3 already done (2 trained, 1 "
+        "tombstoned), 0 refused",
+        "1 tombstoned: not wanted (task sums.e0.r2)",
+    ]
+
+
+async def test_submission_of_refused_tasks_submits_the_others(
+    forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """The summary has the reason of each refusal, and the exit code is that of a mistake."""
+    operator = Operator(etcd, cluster, tmp_path / "key")
+    forge.start_scheduler(max_group_size="2")
+    file = write_tasks(tmp_path / "sums.jsonl", 1, 3, 1)
+    submits = await operator.start("submit", file, "--domain", "code")
+    said, wrong = await submits.communicate()
+    assert submits.returncode == 2
+    assert "1 tasks were refused" in wrong.decode()
+    summary, refused = said.decode().splitlines()[-2:]
+    assert summary.startswith("sums: 2 new, ") and summary.endswith(", 1 refused")
+    assert refused.startswith("refused: ") and "sums.e0.r1" in refused
+    assert {group.group.task.task_id for group in await forge.groups("sums")} == {
+        "sums.e0.r0",
+        "sums.e0.r2",
+    }
+
+
+async def test_submission_ends_after_its_timeout(
+    etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """As a failure that a repetition may mend."""
+    Keyring.generate(tmp_path / "key")
+    operator = Operator(etcd, cluster, tmp_path / "key")
+    file = write_tasks(tmp_path / "sums.jsonl", 1)
+    submits = await operator.start("submit", file, "--domain", "code", "--timeout", "1s")
+    said, wrong = await submits.communicate()
+    assert submits.returncode == 1
+    assert b"scheduler unreachable, waiting" in said and b"0 of 1 fitting" in wrong
 
 
 async def test_queue_is_paused_resumed_and_drained_by_hand(
@@ -129,3 +221,13 @@ async def test_tasks_that_no_runner_can_do_are_dropped_by_hand(
     }
     status = await forge.status()
     assert (status.tombstoned, status.pending) == (3, 2)
+    assert (await operator.types("status")).splitlines()[1:] == [
+        "2 tombstoned: no runner has its code (task web-2)",
+        "1 tombstoned: not wanted (task running)",
+    ]
+    shown = json.loads(await operator.types("status", "--json"))
+    assert (shown["tombstoned"], shown["pending"], shown["trained"]) == (3, 2, 0)
+    assert shown["tombstones"] == [
+        {"reason": "no runner has its code", "groups": 2, "task_id": "web-2"},
+        {"reason": "not wanted", "groups": 1, "task_id": "running"},
+    ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from forge.cli.outages import Outages
 from forge.cli.submission import Submission
 from forge.cli.submitting import Submitter
 from forge.client.operator import Operator
-from tests.support.scheduler.cluster import SchedulerCluster
+from tests.support.scheduler.cluster import START_S, SchedulerCluster
 
 
 async def test_submission_goes_on_after_the_leader_was_killed(
@@ -29,16 +30,17 @@ async def test_submission_goes_on_after_the_leader_was_killed(
         group_size=1,
     )
     operator = Operator(forge.coordinator, forge.channels)
-    submitted = Submitter(operator, submission)
-    cursor = await submitted._resume()
+    outages = Outages(print, longest_s=START_S)
+    submitted = Submitter(submission, outages)
+    cursor = await submitted._resume(operator)
     places = cursor.waiting(3)
     await operator.submit(map(submitted._named, places))
     await forge.kill(leader)
     forge.start_scheduler()
     await forge.leader(other_than=first.instance_id)
     await forge.complete(3)
-    submitted = Submitter(operator, submission)
-    await submitted.run(lambda *_: None)
-    assert submitted.accepted == 1
+    submitted = Submitter(submission, outages)
+    await submitted.run(operator, lambda *_: None)
+    assert submitted.counts.accepted == 1
     ids = [group.group.task.task_id for group in await forge.groups("sums")]
     assert sorted(ids) == [f"sums.e0.r{row}" for row in range(4)]

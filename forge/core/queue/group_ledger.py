@@ -267,6 +267,11 @@ class GroupLedger:
         self._over += settled
         return settled
 
+    def tombstoned(self) -> list[Group]:
+        """Tombstoned training groups in memory, the oldest first."""
+        groups = (*self._over, *self._settled)
+        return [g for g in groups if g.phase is Phase.TOMBSTONED and not g.spec.evaluation]
+
     def _keep_settled(self, groups: Iterable[Group]) -> None:
         """Record groups that an earlier term settled, for `forget`."""
         for group in groups:

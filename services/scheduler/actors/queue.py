@@ -23,7 +23,7 @@ from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
 from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
-from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.queue_status import status_of, tombstones_of
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
 
@@ -112,8 +112,10 @@ class QueueActor(Actor):
                     state.settle(report, now_s=now_s)
             case m.Tick():
                 self._tick(now_s)
-            case m.GetStatus():
-                return status_of(state, now_s=now_s)
+            case m.GetStatus(with_tombstones=wanted):
+                status = status_of(state, now_s=now_s)
+                status.tombstones.extend(tombstones_of(state) if wanted else ())
+                return status
             case m.ListTagged(tag=tag):
                 state.check_all_read()
                 return state.settled.tagged(tag)

@@ -130,6 +130,7 @@ class GroupView:
 
     record: common_pb2.GroupRecord
     trajectory_ids: tuple[str, ...]
+    phase: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +297,8 @@ class NoteHead:
 @dataclass(frozen=True, slots=True)
 class GetStatus:
     """Answered by a GetSchedulerStatusResponse."""
+
+    with_tombstones: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import ACTIVITIES
 
 _ACTIVITIES = {activity: number for number, activity in ACTIVITIES.items()}
+MOST_REASONS = 64
+"""Of tombstones, in one answer."""
 
 
 def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:
@@ -51,6 +53,16 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
             for kind in state.unserved(now_s=now_s)
         ],
     )
+
+
+def tombstones_of(state: TermState) -> list[scheduler_pb2.TombstoneReason]:
+    """The reasons of tombstoned training groups in memory, the most frequent first."""
+    found: dict[str, scheduler_pb2.TombstoneReason] = {}
+    for group in state.queue.ledger.tombstoned():
+        reason = found.setdefault(group.reason, scheduler_pb2.TombstoneReason(reason=group.reason))
+        reason.groups += 1
+        reason.task_id = group.spec.task_id
+    return sorted(found.values(), key=lambda reason: -reason.groups)[:MOST_REASONS]
 
 
 def _stall(state: TermState, totals: GroupTotals, now_s: float) -> scheduler_pb2.Stall | None:

@@ -110,7 +110,11 @@ class TermState:
         """The groups that are in memory."""
         groups = map(self.queue.ledger.group, self.settled.in_memory(task_ids))
         return tuple(
-            GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
+            GroupView(
+                record=self.catalog.record(group),
+                trajectory_ids=group.sealed_ids(),
+                phase=group.phase.value,
+            )
             for group in groups
         )
 

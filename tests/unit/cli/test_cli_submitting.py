@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from forge.cli.outages import Outages
 from forge.cli.submission import Submission
-from forge.cli.submitting import Submitter, load_curriculum
+from forge.cli.submitting import Counts, Submitter, load_curriculum
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.v1 import common_pb2, scheduler_pb2
+
+OUTAGES = Outages(print, longest_s=0.0)
 
 
 class Queue:
@@ -50,6 +53,12 @@ def make_submission(file: Path, **changed: Any) -> Submission:
     return Submission(file=file, domain="qa", group_size=4, **(given | changed))
 
 
+async def submit(queue: Queue, submission: Submission) -> Counts:
+    submitter = Submitter(submission, OUTAGES)
+    await submitter.run(queue, lambda *_: None)
+    return submitter.counts
+
+
 def hardest_first(candidates: Any, rewards: Any) -> list[int]:
     assert rewards == {"qa": 0.5}
     return sorted(range(len(candidates)), key=lambda at: -candidates[at].difficulty)
@@ -64,10 +73,10 @@ async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
     queue = Queue(calls=2)
     with pytest.raises(KeyboardInterrupt):
-        await Submitter(queue, make_submission(file, epochs=2)).run(lambda *_: None)
+        await submit(queue, make_submission(file, epochs=2))
     assert len(queue.tasks) == 4
     queue._calls = 1000
-    await Submitter(queue, make_submission(file, epochs=2)).run(lambda *_: None)
+    await submit(queue, make_submission(file, epochs=2))
     expected = [f"set.e{epoch}.r{row}" for epoch in range(2) for row in range(5)]
     assert [task.task_id for task in queue.tasks] == expected
     assert {task.tag for task in queue.tasks} == {"set"}
@@ -79,11 +88,11 @@ async def test_curriculum_chooses_the_order(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", *rows)
     queue = Queue()
     hook = f"{__name__}:hardest_first"
-    await Submitter(queue, make_submission(file, curriculum=hook)).run(lambda *_: None)
+    await submit(queue, make_submission(file, curriculum=hook))
     assert [task.task_id for task in queue.tasks] == ["set.e0.r1", "set.e0.r2", "set.e0.r0"]
     queue = Queue()
     hook = f"{__name__}:nothing"
-    await Submitter(queue, make_submission(file, curriculum=hook)).run(lambda *_: None)
+    await submit(queue, make_submission(file, curriculum=hook))
     assert len(queue.tasks) == 3
 
 
@@ -97,7 +106,7 @@ async def test_curriculum_that_returns_no_positions_is_said(tmp_path: Path) -> N
         write(tmp_path / "t.jsonl", {"payload": {}}), curriculum=f"{__name__}:silent"
     )
     with pytest.raises(InvalidArgument, match="silent returned None; positions are expected"):
-        await Submitter(Queue(), submission).run(lambda *_: None)
+        await submit(Queue(), submission)
 
 
 def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
@@ -110,9 +119,9 @@ def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
         '{"domain": "code", "payload": {"n": 1}}\n\n{"domain": "qa", "payload": {"m":3, "n":2}}\n'
     )
     with pytest.raises(InvalidArgument, match=r"t\.jsonl, task 2 .*held_out\.jsonl, task 2"):
-        Submitter(Queue(), make_submission(file, held_out=held_out))
+        Submitter(make_submission(file, held_out=held_out), OUTAGES)
     write(held_out, {"domain": "qa", "payload": {"n": 2}})
-    Submitter(Queue(), make_submission(file, held_out=held_out))
+    Submitter(make_submission(file, held_out=held_out), OUTAGES)
 
 
 def test_curriculum_that_is_none_is_said() -> None:
