@@ -16,6 +16,7 @@ from forge.cli.trouble import troubles
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator
+from forge.runtime.process.agreement import AGREED_KEY
 from forge.runtime.process.clock_watch import REMEDY
 from forge.v1 import scheduler_pb2
 
@@ -73,6 +74,10 @@ async def _instances(coordinator: Coordinator) -> Table:
         if isinstance(instances, BaseException):
             raise instances
         for instance in instances:
-            metadata = " ".join(f"{k}={v}" for k, v in sorted(instance.metadata.items()))
+            metadata = " ".join(
+                f"{key}={value}"
+                for key, value in sorted(instance.metadata.items())
+                if key != AGREED_KEY
+            )
             table.add_row(kind, instance.instance_id, instance.address, metadata)
     return table

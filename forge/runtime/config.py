@@ -82,11 +82,18 @@ class ServiceConfig:
     """Allow plain TCP beyond the loopback interface."""
     accept_unsigned: bool = False
     """Accept directory entries without a signature, while services of an earlier release run."""
+    accept_differing: bool = False
+    """Start although settings that must be equal differ from those of running instances, while a
+    change is rolled out; the log names them."""
     clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
     """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for settings that contradict each other."""
+
+    def agreed(self) -> Mapping[str, str]:
+        """Return the values on which instances must agree (`forge.runtime.agreed_settings`)."""
+        return {}
 
 
 C = TypeVar("C", bound=ServiceConfig)

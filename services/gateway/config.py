@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
 
+from forge.runtime.agreed_settings import agreed_model, agreed_settings, agreed_template
 from forge.runtime.config import Port, ServiceConfig
 
 
@@ -82,3 +84,11 @@ class GatewayConfig(ServiceConfig):
     http: HttpSettings = field(default_factory=HttpSettings)
     calls: CallSettings = field(default_factory=CallSettings)
     sessions: SessionsSettings = field(default_factory=SessionsSettings)
+
+    def agreed(self) -> Mapping[str, str]:
+        """Agents may call any gateway: all serve one model in one way."""
+        return (
+            agreed_settings("gateway", self, "context_tokens", "model")
+            | agreed_template("gateway", self.model_path)
+            | agreed_model(self.model_path)
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from forge.runtime.agreed_settings import agreed_model, agreed_settings
 from forge.runtime.config import ServiceConfig
 
 
@@ -67,3 +69,11 @@ class InferenceConfig(ServiceConfig):
     pass_tokens: Annotated[int, Meta(ge=16)] = 4096
     """prefill: most tokens of one forward pass."""
     kv: KvSettings = field(default_factory=KvSettings)
+
+    def agreed(self) -> Mapping[str, str]:
+        """Routers send a request to any worker, prefill its keys and values to any decode."""
+        model = agreed_model(self.model_path)
+        if self.role == "router":
+            return model
+        workers = agreed_settings("inference", self, "context_tokens", "dtype", "engine")
+        return model | workers | {"/policy": self.policy}

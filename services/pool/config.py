@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from forge.runtime.agreed_settings import agreed_settings
 from forge.runtime.config import ServiceConfig
+
+_AGREED = ("min_copies", "retention", "keep_age_s", "keep_bytes", "max_turn_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +49,9 @@ class PoolConfig(ServiceConfig):
     """Largest turn accepted, serialized."""
     reader_threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """Threads that read from the store."""
+
+    def agreed(self) -> Mapping[str, str]:
+        """A follower that is elected keeps its shard's guarantees."""
+        if self.durability == "local":
+            return {}
+        return agreed_settings(f"pool {self.shard}", self, *_AGREED)

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
+from forge.runtime.agreed_settings import agreed_settings
 from forge.runtime.config import ServiceConfig
 
 _BOUNDS = frozenset({"max_staleness_p99", "max_shift_kl"})
@@ -21,6 +22,14 @@ IGNORED: Mapping[Mode, frozenset[str]] = {
     Mode.ADAPTIVE: frozenset({"window", "admission", "ahead", "domain_shares"}),
 }
 """By mode: settings of the queue that have no effect."""
+
+_AGREED = (
+    "domain_context_tokens",
+    "skip_equal_rewards",
+    "session_ttl_s",
+    "max_queued_groups",
+    "max_group_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,10 @@ class SchedulerConfig(ServiceConfig):
     """Longest wait of a new leader for an unreachable pool shard; then it begins without it."""
     lost_shards: tuple[str, ...] = ()
     """Pool shards whose disks are lost: a new leader does not wait for them."""
+
+    def agreed(self) -> Mapping[str, str]:
+        """A standby continues the leader's queue by the same rules."""
+        return agreed_settings("scheduler", self, "queue", *_AGREED)
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for settings without effect and for a short token validity."""

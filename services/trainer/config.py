@@ -21,8 +21,15 @@ from forge.rl.config import (
     ObjectiveConfig,
     OptimizerConfig,
 )
+from forge.runtime.agreed_settings import agreed_model, agreed_settings
 from forge.runtime.config import ServiceConfig
 from services.trainer.data.samples import CreditRules
+
+_AGREED = (
+    *("max_steps", "batch_groups", "passes_per_batch", "seed", "balance_coef"),
+    *("nominal_tokens_per_s", "rewards", "advantages", "objective", "correction", "optimizer"),
+    *("critic", "mtp", "lora"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +205,17 @@ class TrainerConfig(ServiceConfig):
                 f"{baseline}: a group of equal rewards has advantages there; use group_mean or "
                 "leave_one_out"
             )
+
+    def agreed(self) -> Mapping[str, str]:
+        """A standby continues the leader's optimization."""
+        # It imports gRPC, which `--help` does without.
+        from forge.runtime.weights import DEFAULT_POLICY
+
+        return (
+            agreed_settings("trainer", self, *_AGREED)
+            | agreed_model(self.model_path)
+            | {"/policy": DEFAULT_POLICY}
+        )
 
     def learner(self) -> LearnerConfig:
         """The settings of the optimizer step."""

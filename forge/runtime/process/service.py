@@ -1,6 +1,6 @@
 """The life of a service process: start, serve, drain, stop.
 
-    start: log, etcd, actors, app, listen, health SERVING, register lease, READY
+    start: log, etcd, agreement, actors, app, listen, health SERVING, register lease, READY
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
 Owns this order. SIGTERM and SIGINT stop a process, also during its start. A started app is drained
@@ -37,6 +37,7 @@ from forge.runtime.coordination.etcd_roles import etcd_user
 from forge.runtime.first_done import first_done
 from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.metrics_listener import serve_metrics
+from forge.runtime.process.agreement import Agreement
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
@@ -201,6 +202,9 @@ class _Process:
         log.info("starting", pid=os.getpid(), etcd=config.etcd, cluster=config.cluster)
         context = self._context = await self._make_context(undo)
         app = self._app = self._app_type(context)
+        self._kind = getattr(app, "kind", "") or getattr(config, "kind", "") or self._service
+        self._agreement = Agreement(context.coordinator, config, kind=self._kind)
+        context.metadata |= self._agreement.metadata
 
         async def end() -> None:
             await context.actors.stop()
@@ -213,7 +217,8 @@ class _Process:
                 feed_watchdog(self._systemd, context.actors, watchdog_s), name="watchdog"
             )
             undo.callback(feeding.cancel)
-        await app.start()
+        await self._agreement.check()
+        await self._while_agreed(app.start())
         self._app_started = True
         host = config.advertise_host or config.host
         metrics_port = serve_metrics(config.host, config.metrics_port, context.security)
@@ -225,8 +230,18 @@ class _Process:
             # systemd waits for the process, not for its weights.
             self._systemd.notify("READY=1")
             log.info("waiting_to_be_ready", address=address)
-            await context.until_ready()
+            await self._while_agreed(context.until_ready())
         await self._enter(address)
+
+    async def _while_agreed(self, step: Coroutine[Any, Any, None]) -> None:
+        """Run a step of the start, which may take hours; another instance may register meanwhile.
+        Raises ConfigError when that has other settings."""
+        task = asyncio.create_task(step)
+        try:
+            (ended, *_) = await first_done(task, self._agreement.watch())
+        finally:
+            await asyncio.wait({task})
+        await ended
 
     async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:
         config = self._config
@@ -285,8 +300,7 @@ class _Process:
 
     async def _enter(self, address: str) -> None:
         """Answer SERVING, then register: every registered instance serves."""
-        context, config = self._context, self._config
-        kind = getattr(self._app, "kind", "") or getattr(config, "kind", "") or self._service
+        context, config, kind = self._context, self._config, self._kind
         context.server.set_serving(True)
         entered = dict(context.metadata)
         context.registration = await context.coordinator.register(
@@ -297,6 +311,7 @@ class _Process:
             ttl_s=config.lease_ttl_s,
             on_conflict=lambda error: self._fail("registration", error),
         )
+        await self._agreement.check(registered=True)
         if context.metadata != entered:
             # Calls may change the metadata before `register` returns.
             await context.announce()

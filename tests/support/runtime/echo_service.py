@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ class EchoConfig(ServiceConfig):
     """false: serve once `ready` is called."""
     fail_start: bool = False
     """Refuse to start."""
+    voice: str = ""
+    """All echoes of a cluster have the same; empty: any."""
+
+    def agreed(self) -> Mapping[str, str]:
+        return {"echo/voice": self.voice} if self.voice else {}
 
 
 class Worker(Actor):
