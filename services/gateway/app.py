@@ -106,7 +106,6 @@ class GatewayApp:
         def settings(writer: ActorRef, set_size: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(
                 model=model,
-                max_calls=config.calls.max_calls_per_session,
                 fetch=pool.fetch,
                 stored=pool.stored,
                 writer=writer,
@@ -121,6 +120,7 @@ class GatewayApp:
                 sessions=config.sessions.max_sessions,
                 session_bytes=int(config.sessions.max_session_mib * (1 << 20)),
                 calls=config.calls.max_calls,
+                calls_per_session=config.calls.max_calls_per_session,
                 idle_s=config.sessions.idle_s,
                 backlog_bytes=int(config.sessions.max_backlog_mib * (1 << 20)),
             ),

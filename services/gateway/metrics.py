@@ -9,6 +9,11 @@ REQUESTS = counter(
     "Calls by surface and HTTP or gRPC status.",
     ["surface", "status"],
 )
+REFUSED = counter(
+    "forge_gateway_refused_total",
+    "Refusals by limit: calls, session_calls.",
+    ["limit"],
+)
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
 CONTEXTS = counter(
     "forge_gateway_contexts_total",

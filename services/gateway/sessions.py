@@ -28,7 +28,7 @@ from services.gateway.actors.shard_writer import (
     ShardWriter,
     Waiting,
 )
-from services.gateway.metrics import CALLS, SESSION_BYTES, SESSIONS
+from services.gateway.metrics import CALLS, REFUSED, SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
 """Time limit for the turns of one session to become durable."""
@@ -77,6 +77,7 @@ class SessionLimits:
     sessions: int
     session_bytes: int
     calls: int
+    calls_per_session: int
     idle_s: float
     backlog_bytes: int
 
@@ -174,8 +175,17 @@ class Sessions:
         if self._draining:
             raise Unavailable("this gateway is draining", retry_after_s=0.0)
         if self._calls >= self._limits.calls:
+            REFUSED.labels("calls").inc()
             raise ResourceExhausted(
                 f"{self._calls} calls are in flight, the maximum", retry_after_s=1.0
+            )
+        # Here, not in the actor: calls in its mailbox count too.
+        if session.calls > self._limits.calls_per_session:
+            REFUSED.labels("session_calls").inc()
+            raise ResourceExhausted(
+                f"session {session.claims.trajectory_id} has {session.calls - 1} calls in flight, "
+                "the maximum",
+                retry_after_s=1.0,
             )
         session.backlog.check_space()
         self._calls += 1

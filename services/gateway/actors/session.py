@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
@@ -164,7 +164,6 @@ class SessionSettings:
     """Settings and collaborators of all sessions of a gateway."""
 
     model: ChatModel
-    max_calls: int
     fetch: Callable[[Claims], Awaitable[common_pb2.Trajectory | None]]
     """Fetches a stored trajectory; None without stored turns."""
     stored: Callable[[Claims], Awaitable[int]]
@@ -298,12 +297,6 @@ class SessionActor(Actor):
     def _admit(self) -> None:
         if self._closing:
             raise SessionClosed(f"session {self._claims.trajectory_id} is closed")
-        if len(self._calls) >= self._settings.max_calls:
-            raise ResourceExhausted(
-                f"session {self._claims.trajectory_id} has {len(self._calls)} calls in flight, "
-                "the maximum",
-                retry_after_s=1.0,
-            )
 
     async def _encode(self, draft: Draft) -> Prompt:
         model = self._settings.model

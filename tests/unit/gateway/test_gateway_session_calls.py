@@ -34,8 +34,17 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sessions(clock: Clock) -> Sessions:
+    return make_sessions(clock, calls=2)
+
+
+def make_sessions(clock: Clock, *, calls: int) -> Sessions:
     limits = SessionLimits(
-        sessions=9, session_bytes=1 << 20, calls=2, idle_s=1.0, backlog_bytes=1 << 20
+        sessions=9,
+        session_bytes=1 << 20,
+        calls=calls,
+        calls_per_session=2,
+        idle_s=1.0,
+        backlog_bytes=1 << 20,
     )
     unused: Any = None
     return Sessions(
@@ -45,8 +54,12 @@ def sessions(clock: Clock) -> Sessions:
 
 @pytest.fixture
 def session() -> Session:
+    return session_of("t:0:0")
+
+
+def session_of(trajectory_id: str) -> Session:
     unused: Any = None
-    claims = Claims(subject="t", scopes=frozenset({"session"}), trajectory_id="t:0:0")
+    claims = Claims(subject="t", scopes=frozenset({"session"}), trajectory_id=trajectory_id)
     return Session(
         claims=claims,
         actor=unused,
@@ -83,6 +96,23 @@ def test_call_that_the_cluster_failed_is_remembered(
     with sessions.count_call(session):
         pass
     assert session.unanswered == ""
+
+
+def test_session_with_too_many_calls_leaves_room_for_others(session: Session, clock: Clock) -> None:
+    """Calls count from their arrival, so one session cannot take every place; the end of a call
+    makes room."""
+    sessions = make_sessions(clock, calls=3)
+    with sessions.count_call(session):
+        with sessions.count_call(session):
+            with (
+                pytest.raises(ResourceExhausted, match="session t:0:0 has 2 calls in flight"),
+                sessions.count_call(session),
+            ):
+                pass
+            with sessions.count_call(session_of("t:0:1")):
+                pass
+        with sessions.count_call(session):
+            pass
 
 
 def test_call_that_is_not_admitted_is_remembered(sessions: Sessions, session: Session) -> None:

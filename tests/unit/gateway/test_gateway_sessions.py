@@ -104,7 +104,6 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
     def settings(writer: ActorRef, grown: Callable[[str, int], None]) -> SessionSettings:
         return SessionSettings(
             model=make_model("chatml"),
-            max_calls=4,
             fetch=shard.fetch,
             stored=shard.stored,
             writer=writer,
@@ -118,6 +117,7 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
             sessions=sessions,
             session_bytes=session_bytes,
             calls=100,
+            calls_per_session=4,
             idle_s=600.0,
             backlog_bytes=1 << 20,
         )

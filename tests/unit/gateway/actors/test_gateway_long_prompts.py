@@ -75,7 +75,6 @@ async def session(actors: ActorSystem, texts: Texts, name: str) -> ActorRef:
     writer: Any = SimpleNamespace(ask=lambda *_, **__: none_waiting())
     settings = SessionSettings(
         model=texts,  # type: ignore[arg-type]
-        max_calls=9,
         fetch=none_stored,
         stored=none_stored,
         writer=writer,
