@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shlex
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import msgspec
 
@@ -26,7 +28,7 @@ from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY
-from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.checkpoint.store import Checkpoint, fingerprint_of
 from services.trainer.weight_publisher import Superseded
 
 ELECTION = f"trainer/{DEFAULT_POLICY}"
@@ -48,6 +50,8 @@ class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Newest published version when that checkpoint was captured."""
     checkpoint: str = ""
     """Host and directory of the newest checkpoint."""
+    fingerprint: str = ""
+    """Of the newest checkpoint; empty from an earlier release."""
 
     @classmethod
     def decode(cls, value: bytes) -> LineageRecord:
@@ -147,26 +151,34 @@ class Lineage:
                 log.warning("lineage_ended", lineage=record.lineage, step=record.step)
                 record = msgspec.structs.replace(_new(None), weight_version=record.weight_version)
         self.name = record.lineage
-        step, version = (checkpoint.step, checkpoint.weight_version) if checkpoint else (0, 0)
-        floor = max(record.weight_version, version)
-        await self._write(self._at(record, step=step, weight_version=floor), revision)
+        floor = max(record.weight_version, checkpoint.weight_version if checkpoint else 0)
+        changed = self._at(
+            record,
+            step=checkpoint.step if checkpoint else 0,
+            weight_version=floor,
+            fingerprint=checkpoint.fingerprint if checkpoint else "",
+        )
+        await self._write(changed, revision)
         return floor
 
-    async def saved(self, *, step: int, weight_version: int) -> None:
+    async def saved(self, path: Path, *, step: int, weight_version: int) -> None:
         """Store that the checkpoint of `step` is durable here; without etcd the next one does."""
         try:
             record, revision = await self._read()
             if record is None or record.lineage != self.name:
                 raise StaleFence(f"the lineage in etcd is no longer {self.name}")
-            changed = self._at(record, step=step, weight_version=weight_version)
+            changed = self._at(
+                record,
+                step=step,
+                weight_version=weight_version,
+                fingerprint=await asyncio.to_thread(fingerprint_of, path),
+            )
             await self._write(changed, revision)
         except (Unavailable, StaleFence) as error:
             log.warning("checkpoint_not_announced", step=step, error=str(error))
 
-    def _at(self, record: LineageRecord, *, step: int, weight_version: int) -> LineageRecord:
-        return msgspec.structs.replace(
-            record, step=step, weight_version=weight_version, checkpoint=self._location
-        )
+    def _at(self, record: LineageRecord, **newest: int | str) -> LineageRecord:
+        return msgspec.structs.replace(record, checkpoint=self._location, **newest)
 
     async def _campaign(self) -> Leadership:
         return await self._coordinator.campaign(ELECTION, self._trainer, ttl_s=self._ttl_s)
@@ -206,22 +218,30 @@ class Lineage:
                 f"start_over = {self._start_over} needs an empty checkpoint.dir, and "
                 f"{self._location} has the checkpoint of step {checkpoint.step}"
             )
-        if ends or (checkpoint is None and not record.step):
+        if ends or not (here := self._lack(record, checkpoint)):
             return
-        if checkpoint is None:
-            here = "no checkpoint"
-        elif checkpoint.lineage != record.lineage:
-            here = f"a checkpoint of lineage {checkpoint.lineage}"
-        elif checkpoint.step < record.step and self._location != record.checkpoint:
-            here = f"only the checkpoint of step {checkpoint.step}"
-        else:
-            return
+        own_host, _, directory = self._location.partition(":")
+        copy = ("rsync", "-a", record.checkpoint.removeprefix(own_host + ":") + "/", directory)
         raise ConfigError(
             f"the queue is trained by lineage {record.lineage}, whose checkpoints are at "
             f"{record.checkpoint}, the newest of step {record.step}; {self._location} has {here}. "
-            "Copy or share that directory, or end the lineage and train from the starting weights "
-            f"with --start-over={record.lineage}"
+            f"Copy them with `{shlex.join(copy)}`, set checkpoint.dir to a directory that both "
+            "hosts share, or end the lineage and train from the starting weights with "
+            f"--start-over={record.lineage}"
         )
+
+    def _lack(self, record: LineageRecord, checkpoint: Checkpoint | None) -> str:
+        """What this host has instead of the newest checkpoint; empty if it has that."""
+        if checkpoint is None:
+            return "no checkpoint" if record.step else ""
+        if checkpoint.lineage != record.lineage:
+            return f"a checkpoint of lineage {checkpoint.lineage}, which must be removed first"
+        if checkpoint.step > record.step or self._location == record.checkpoint:
+            return ""
+        if checkpoint.step < record.step:
+            return f"only the checkpoint of step {checkpoint.step}"
+        is_copy = record.fingerprint in ("", checkpoint.fingerprint)
+        return "" if is_copy else f"another checkpoint of step {checkpoint.step}"
 
     def _refuse_trained(self, groups: int) -> None:
         if groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +19,13 @@ from tests.support.trainer.process import WEIGHTS_KEY, TrainerClient, TrainerPro
 
 pytestmark = pytest.mark.timeout(900)
 
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--uts", "--mount", "true"], capture_output=True
+    ).returncode
+    != 0,
+    reason="unshare is not permitted here",
+)
 SETTINGS = {"checkpoint__every_steps": 1}
 
 
@@ -90,6 +98,7 @@ async def test_a_moved_trainer_refuses_to_begin_again(hosts: TwoHosts) -> None:
     code, stderr = hosts.second.wait()
     assert code == 2 and stderr.count("\n") == 1
     assert str(hosts.first.checkpoints) in stderr and "--start-over=" in stderr
+    assert f"`rsync -a {hosts.first.checkpoints}/ {hosts.second.checkpoints}`" in stderr
     assert await hosts.weight_version() == version
 
     lineage = stderr.partition("--start-over=")[2].split()[0].rstrip(":;,.")
@@ -137,3 +146,38 @@ async def test_a_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     hosts.second.start(**SETTINGS)
     await until(lambda: hosts.second.logged("rewound") or None)
     assert hosts.second.logged("rewound")[-1]["step"] == 2
+
+
+async def test_another_checkpoint_of_the_same_step_is_refused(hosts: TwoHosts) -> None:
+    """A step may be repeated after a rewind: the record has the fingerprint of its checkpoint."""
+    await hosts.trained_by_first()
+    hosts.first.kill()
+    shutil.copytree(hosts.first.checkpoints, hosts.second.checkpoints, symlinks=True)
+    (state,) = hosts.second.checkpoints.glob("step-*/state.json")
+    state.write_text(state.read_text() + "\n")
+    hosts.second.start(**SETTINGS)
+    code, stderr = hosts.second.wait()
+    assert code == 2 and "another checkpoint of step 1" in stderr
+
+
+@needs_namespaces
+async def test_a_shared_directory_moves_the_run_to_another_host(hosts: TwoHosts) -> None:
+    """Two hosts mount one directory at different paths: the second trainer continues from the
+    first one's checkpoint, and the record names the second host."""
+    version = await hosts.trained_by_first()
+    hosts.first.kill()
+    hosts.second.start_on("second-host", hosts.first.checkpoints, **SETTINGS)
+    await until(lambda: hosts.second.logged("rewound") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 1
+    assert (await hosts.client.until_version(version + 1))["step"] == 1
+    await hosts.feed(2, 2)
+    await until(lambda: (hosts.first.checkpoints / "step-00000002").exists())
+    assert hosts.second.terminate() == 0
+
+    # Back without the mount, the refusal names the host to copy from.
+    (hosts.first.checkpoints / "step-00000002").rename(hosts.first.checkpoints / "lost")
+    hosts.first.start(**SETTINGS)
+    code, stderr = hosts.first.wait()
+    place = f"second-host:{hosts.second.checkpoints}"
+    assert code == 2 and "only the checkpoint of step 1" in stderr
+    assert f"`rsync -a {place}/ {hosts.first.checkpoints}`" in stderr

@@ -327,7 +327,7 @@ class Training(Actor):
         self._failing = False
         self._record.checkpoint_step = write.step
         self._checkpoint = path
-        await self._lineage.saved(step=write.step, weight_version=write.weight_version)
+        await self._lineage.saved(path, step=write.step, weight_version=write.weight_version)
         self._record.oldest_checkpoint_step = await self._flush()
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)

@@ -12,6 +12,7 @@ rest belongs to later checkpoints or to failed writes. So each directory is comp
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import STATE_FILE
+from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE
 from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
 
 KEPT = 2
@@ -47,6 +48,8 @@ class Checkpoint:
     weight_version: int
     """Newest published version when the state was captured."""
     lineage: str = UNNAMED
+    fingerprint: str = ""
+    """Equal for copies, and only for them."""
     history: list[Entry]
     """Entries up to its step."""
 
@@ -66,6 +69,8 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._saved: _Saved | None = None
+        self._known: set[Path] = set()
+        """Checkpoints that this process has saved, or found at a restore."""
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"*{_UNFINISHED}"):
             if leftover.is_symlink():
@@ -85,15 +90,17 @@ class CheckpointStore:
         """Call `write` to fill a directory, which becomes the checkpoint of `step`.
 
         `history` is that of the step's lineage; it may contain later entries. A valid checkpoint
-        of the same step is returned unchanged. Raises `ResourceExhausted` when it cannot be
+        of the same step is returned unchanged, unless a former trainer wrote it into a shared
+        directory after this one had restored. Raises `ResourceExhausted` when it cannot be
         written, for example to a full disk; the attempt is removed.
         """
         path = self._directory / f"{_PREFIX}{step:08d}"
         if path.exists():
-            try:
-                return _read(path).path
-            except DataLoss:
-                self._set_aside(path)
+            with suppress(DataLoss):
+                found = _read(path).path
+                if found in self._known:
+                    return found
+            self._set_aside(path)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             unfinished.mkdir()
@@ -119,6 +126,7 @@ class CheckpointStore:
             self._saved = _Saved(history=history, file=path / _HISTORY_FILE, extent=extent)
             _fsync(self._directory)
             self._point_to(path)
+            self._known.add(path)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceExhausted(f"checkpoint {path}: {error.strerror or error}") from error
@@ -137,7 +145,9 @@ class CheckpointStore:
         """
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):
             try:
-                yield _read(path)
+                checkpoint = _read(path)
+                self._known.add(path)
+                yield checkpoint
             except DataLoss as error:
                 log.error("checkpoint_damaged", path=str(path), error=str(error))
 
@@ -175,6 +185,13 @@ class CheckpointStore:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
+def fingerprint_of(path: Path) -> str:
+    """Return the fingerprint of a complete checkpoint, from its state and the digest of its
+    weights."""
+    files = (path / STATE_FILE, path / PUBLISHED_FILE)
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files if one.exists())).hexdigest()
+
+
 def _read(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -194,6 +211,7 @@ def _read(path: Path) -> Checkpoint:
             step=state["step"],
             weight_version=state["weight_version"],
             lineage=state.get("lineage", UNNAMED),
+            fingerprint=fingerprint_of(path),
             history=[from_json(fields) for fields in _history(path, state)],
         )
     except (OSError, KeyError, *MALFORMED) as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,22 @@ class TrainerProcess:
         ]
         self.process: ServiceProcess | None = None
 
+    def start_on(self, host: str, mounted: Path, **settings: object) -> None:
+        """Start under another host name, with the directory `mounted` at `checkpoints`."""
+        self.checkpoints.mkdir()
+        script = f'hostname {host} && mount --bind "$0" "$1" && shift && exec "$@"'
+        service = [sys.executable, "-m", "services.trainer", *self._argv, *_flags(settings)]
+        namespaces = ["unshare", "--user", "--map-root-user", "--uts", "--mount", "sh", "-c"]
+        self.process = subprocess.Popen(
+            [*namespaces, script, str(mounted), str(self.checkpoints), *service],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     def start(self, **settings: object) -> None:
         """`table__key` is the setting `table.key`."""
-        flags = [
-            f"--{key.replace('__', '.').replace('_', '-')}={value}"
-            for key, value in settings.items()
-        ]
         self.process = start_service(
-            "services.trainer", *self._argv, *flags, stderr=subprocess.PIPE
+            "services.trainer", *self._argv, *_flags(settings), stderr=subprocess.PIPE
         )
 
     def kill(self) -> None:
@@ -90,6 +99,12 @@ class TrainerProcess:
     def recorded_steps(self) -> list[int]:
         """Steps in the metrics file."""
         return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
+
+
+def _flags(settings: Mapping[str, object]) -> list[str]:
+    return [
+        f"--{key.replace('__', '.').replace('_', '-')}={value}" for key, value in settings.items()
+    ]
 
 
 class TrainerClient:

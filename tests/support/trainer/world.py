@@ -178,7 +178,7 @@ class FakeLineage:
     def require_leadership(self) -> None:
         pass
 
-    async def saved(self, *, step: int, weight_version: int) -> None:
+    async def saved(self, path: Path, *, step: int, weight_version: int) -> None:
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
+from forge.runtime.config import ServiceConfig, load, settings_of
 from forge.runtime.coordination.etcd_roles import ROLES
 from forge.runtime.coordination.etcd_users import password_file
 from forge.runtime.process.startup import CANNOT_START
+from services.pool.config import PoolConfig
 from services.trainer.config import TrainerConfig
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -54,13 +57,14 @@ def test_units_verify_without_a_word_on_stderr(installed: Path) -> None:
 
 
 @needs_systemd
-def test_units_with_the_documented_tls_verify(installed: Path, tmp_path: Path) -> None:
-    """The drop-ins of deploy/README.md; etcd has a certificate and no password of a service."""
+def test_units_with_the_documented_drop_ins_verify(installed: Path, tmp_path: Path) -> None:
+    """TLS, where etcd has a certificate and no password of a service, and shared checkpoints."""
     folder = tmp_path / "units"
     shutil.copytree(installed, folder)
     page = (DEPLOY / "README.md").read_text()
     drop_ins = re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S)
     assert [path for path, _ in drop_ins] == [
+        "forge-trainer@.service.d/20-shared.conf",
         "forge-.service.d/20-tls.conf",
         "forge-etcd.service.d/30-tls.conf",
     ]
@@ -134,6 +138,36 @@ def test_the_trainer_may_write_its_checkpoint_before_it_is_killed() -> None:
     limit = re.search(r"^TimeoutStopSec=(\d+)min$", text, re.M)
     assert limit is not None
     assert 60 * int(limit[1]) > TrainerConfig().drain_s
+
+
+@pytest.mark.parametrize(
+    ("unit", "config_type", "key"),
+    [
+        ("forge-trainer@.service", TrainerConfig, "checkpoint.dir"),
+        ("forge-trainer@.service", TrainerConfig, "metrics_file"),
+        ("forge-pool@.service", PoolConfig, "data_dir"),
+        ("forge-pool-replica@.service", PoolConfig, "data_dir"),
+    ],
+)
+def test_an_instances_environment_file_may_move_its_data(
+    unit: str, config_type: type[ServiceConfig], key: str
+) -> None:
+    """A flag of the unit would win over it."""
+    text = (SYSTEMD / unit).read_text()
+    assert text.index("\nEnvironment=") < text.index("\nEnvironmentFile=")
+    words = re.findall(r"^Environment=(.*)$", text, re.M)
+    environ = dict(word.split("=", 1) for line in words for word in line.split())
+    environ = {name: value.replace("%i", "1") for name, value in environ.items()}
+    (flags,) = re.findall(r"-m \S+ --config \S+(.*)$", text, re.M)
+    argv = shlex.split(flags)
+
+    def value() -> object:
+        config = load(config_type, service="any", argv=argv, environ=environ)
+        return settings_of(config)[key].value
+
+    assert str(value()).startswith("%S/forge/")
+    environ["FORGE_" + key.upper().replace(".", "__")] = "/mnt/shared"
+    assert value() == "/mnt/shared"
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)

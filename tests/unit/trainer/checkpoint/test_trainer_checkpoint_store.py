@@ -81,6 +81,20 @@ def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
     assert (found.path / "model.bin").read_bytes() == b"weights"
 
 
+def test_a_former_trainers_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """In a shared directory it may finish one after the next trainer has restored: of the same
+    step the present trainer's counts."""
+    former = CheckpointStore(tmp_path)
+    save(former, 1)
+    present = CheckpointStore(tmp_path)
+    assert [one.step for one in present.newest_first()] == [1]
+    save(former, 2, b"former")
+    save(present, 2, b"present")
+    assert save(present, 1, b"other").joinpath("model.bin").read_bytes() == b"weights"
+    newest = next(present.newest_first())
+    assert (newest.step, (newest.path / "model.bin").read_bytes()) == (2, b"present")
+
+
 def test_a_crash_while_writing_leaves_the_older_ones(tmp_path: Path) -> None:
     """A half-written directory is no checkpoint, and the next start removes it."""
     store = CheckpointStore(tmp_path)
