@@ -36,6 +36,7 @@ class Connection:
     tls_cert: str = ""
     tls_key: str = ""
     insecure: bool = False
+    accept_unsigned: bool = False
     etcd_user: str = ""
     etcd_password_file: str = ""
 
@@ -63,6 +64,7 @@ class Connection:
             tls_key=self.tls_key,
             insecure=self.insecure,
         )
+        security.accept_unsigned = self.accept_unsigned
         coordinator = await Coordinator.connect(
             self.etcd,
             cluster=self.cluster,

@@ -16,7 +16,7 @@ from forge.cli.connection import of_run
 from forge.cli.etcd import etcd_app
 from forge.cli.options import SystemOptions, with_options
 from forge.cli.pool import pool_app
-from forge.cli.queue import queue_app
+from forge.cli.queue import Json, queue_app
 from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.token import token_app
 from forge.core.errors import InvalidArgument
@@ -87,12 +87,17 @@ def up(options: RunOptions) -> None:
 def status(
     system: SystemOptions,
     directory: Annotated[Path | None, typer.Argument(help="The same as --run-dir.")] = None,
+    json: Json = False,
 ) -> None:
-    """Show the state of a running stack: processes, queue, weights."""
+    """Show the state of a running stack: services, queue, training, and a remedy for each problem.
+
+    With --json one object with the keys cluster, services, missing, problems, errors, scheduler,
+    inference and trainer; the last three have the fields of the services' status responses.
+    """
     from forge.cli.status import show_status
 
     async def main() -> None:
-        await show_status(of_run(directory) if directory else system.resolved())
+        await show_status(of_run(directory) if directory else system.resolved(), as_json=json)
 
     finish(main, "")
 

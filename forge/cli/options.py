@@ -55,6 +55,10 @@ class SystemOptions:
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plain TCP beyond the loopback interface.")
     ] = False
+    accept_unsigned: Annotated[
+        bool,
+        typer.Option("--accept-unsigned", help="Show services of a release without signatures."),
+    ] = False
     etcd_user: Annotated[
         str, typer.Option(help="With --etcd: user in etcd. Default: <cluster>.operator.")
     ] = ""
@@ -81,6 +85,7 @@ class SystemOptions:
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
             insecure=self.insecure,
+            accept_unsigned=self.accept_unsigned,
             etcd_user=self.etcd_user,
             etcd_password_file=self.etcd_password_file,
         )

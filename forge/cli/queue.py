@@ -13,7 +13,7 @@ from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.cli.submission import Submission
-from forge.cli.trouble import tombstone_lines, troubles
+from forge.cli.trouble import queue_lines, troubles
 
 if TYPE_CHECKING:
     from forge.v1 import scheduler_pb2
@@ -118,11 +118,8 @@ async def _show(at: Connection, *, as_json: bool) -> None:
         print_row(status)
         return
     _print(status)
-    for text in tombstone_lines(status.tombstones):
+    for text in queue_lines(status):
         console.print(text, markup=False, soft_wrap=True)
-    shown = sum(reason.groups for reason in status.tombstones)
-    if shown < status.tombstoned:
-        say(f"{status.tombstoned - shown} tombstoned: earlier, or for rarer reasons")
 
 
 async def _set(at: Connection, activity: str, *, wait: bool = False) -> None:

@@ -1,83 +1,116 @@
-"""`forge status`: prints the state of a running stack."""
+"""`forge status`: prints the state of a running stack for people, or as JSON."""
 
 from __future__ import annotations
 
-from asyncio import gather
-from collections.abc import Awaitable
+import sys
+from collections.abc import Iterator
 
 from rich.table import Column, Table
 from rich.text import Text
 
-from forge.cli.clocks import compare_clocks
 from forge.cli.command_exit import console
 from forge.cli.connection import Connection
-from forge.cli.stack import READY_KINDS
-from forge.cli.trouble import troubles
-from forge.client.operator import Operator
-from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.coordination import Coordinator
-from forge.runtime.process.agreement import AGREED_KEY
-from forge.runtime.process.clock_watch import REMEDY
-from forge.v1 import scheduler_pb2
+from forge.cli.display import evaluation_line, step_line
+from forge.cli.queue import line_of
+from forge.cli.system_state import SystemState, read_state
+from forge.cli.trouble import queue_lines
+from forge.core.errors import ForgeError
+from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
 
 
-async def show_status(at: Connection) -> None:
-    """Prints the instances and the status of each service. Raises `Unavailable` without etcd."""
+async def show_status(at: Connection, *, as_json: bool = False) -> None:
+    """Prints services, answers and problems. Raises `Unavailable` without etcd."""
     async with at.open() as (coordinator, channels):
-        console.print(await _instances(coordinator))
-        # Without retries: absent services are reported.
-        operator = Operator(coordinator, channels, retry_for_s=0.0)
-        scheduler, inference, trainer = await gather(
-            _status_or_error(operator.scheduler_status()),
-            _status_or_error(operator.inference_status()),
-            _status_or_error(_trainer_status(operator)),
+        state = await read_state(coordinator, channels, cluster=at.cluster)
+    if as_json:
+        sys.stdout.write(f"{state.as_json()}\n")
+        return
+    console.print(_table(state))
+    _print_section("scheduler", state.scheduler)
+    _print_section("inference", state.inference)
+    _print_section("trainer", state.trainer)
+    for problem in state.problems():
+        console.print(Text(problem, style="yellow"), soft_wrap=True)
+
+
+def _table(state: SystemState) -> Table:
+    names = ("kind", "instance", "address", "state", "version", "metadata")
+    columns = [Column(name, overflow="fold") for name in names]
+    table = Table(*columns, title=f"Services of cluster {state.cluster}")
+    for kind in state.missing:
+        table.add_row(kind, "[red]none[/red]")
+    for one in state.services:
+        known = one.state in ("ready", "standby")
+        metadata = " ".join(f"{key}={value}" for key, value in one.metadata.items())
+        table.add_row(
+            one.kind,
+            one.instance,
+            one.address,
+            Text((one.role or one.state) if known else one.state, style="" if known else "red"),
+            one.version,
+            metadata,
         )
-        if isinstance(scheduler, scheduler_pb2.GetSchedulerStatusResponse):
-            for trouble in troubles(scheduler).values():
-                console.print(Text(trouble, style="yellow"), soft_wrap=True)
-        answers = {"scheduler": scheduler, "inference": inference, "trainer": trainer}
-        for name, answer in answers.items():
-            console.print(Text(name, style="bold"))
-            style = "yellow" if isinstance(answer, ForgeError) else ""
-            console.print(Text(str(answer), style=style), soft_wrap=True)
-        _, clocks = await compare_clocks(coordinator, channels)
-        for line in clocks.lines():
-            console.print(Text(f"{line}: {REMEDY}", style="yellow"), soft_wrap=True)
-
-
-async def _trainer_status(operator: Operator) -> object:
-    """Returns the trainer's status without the outcomes per task, which are thousands of lines."""
-    status = await operator.trainer_status()
-    for domain in status.latest_evaluation.domains.values():
-        domain.ClearField("task_outcomes")
-    return status
-
-
-async def _status_or_error(status: Awaitable[object]) -> object:
-    try:
-        return await status
-    except ForgeError as error:
-        return error
-
-
-async def _instances(coordinator: Coordinator) -> Table:
-    columns = [
-        Column(name, overflow="fold") for name in ("kind", "instance", "address", "metadata")
-    ]
-    table = Table(*columns, title="Registered in etcd")
-    waits = [coordinator.discover(kind).wait(timeout_s=1.0) for kind in READY_KINDS]
-    registered = await gather(*waits, return_exceptions=True)
-    for kind, instances in zip(READY_KINDS, registered, strict=True):
-        if isinstance(instances, Unavailable):
-            table.add_row(kind, "[red]none[/red]", "", "")
-            continue
-        if isinstance(instances, BaseException):
-            raise instances
-        for instance in instances:
-            metadata = " ".join(
-                f"{key}={value}"
-                for key, value in sorted(instance.metadata.items())
-                if key != AGREED_KEY
-            )
-            table.add_row(kind, instance.instance_id, instance.address, metadata)
     return table
+
+
+def _print_section(
+    name: str,
+    status: scheduler_pb2.GetSchedulerStatusResponse
+    | inference_pb2.GetInferenceStatusResponse
+    | trainer_pb2.GetTrainerStatusResponse
+    | ForgeError,
+) -> None:
+    console.print(Text(name, style="bold"))
+    match status:
+        case scheduler_pb2.GetSchedulerStatusResponse():
+            lines = _scheduler_lines(status)
+        case inference_pb2.GetInferenceStatusResponse():
+            lines = _inference_lines(status)
+        case trainer_pb2.GetTrainerStatusResponse():
+            lines = _trainer_lines(status)
+        case ForgeError():
+            console.print(Text(str(status), style="yellow"), soft_wrap=True)
+            return
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _scheduler_lines(status: scheduler_pb2.GetSchedulerStatusResponse) -> Iterator[str]:
+    yield f"queue: {line_of(status)}"
+    yield f"trained: {status.trained} groups"
+    yield (
+        f"attempts: {status.running_rollouts} running, {status.retries} repeated, "
+        f"{status.faults} ended by the infrastructure"
+    )
+    for domain in status.domains:
+        yield (
+            f"domain {domain.domain}: mean outcome {domain.recent_reward:.2f}, "
+            f"{domain.completed_rollouts} rollouts"
+        )
+    yield from queue_lines(status)
+
+
+def _inference_lines(status: inference_pb2.GetInferenceStatusResponse) -> Iterator[str]:
+    yield (
+        f"model: {status.model}, context of {status.context_tokens} tokens, weights "
+        f"v{status.weight_version}"
+    )
+    yield f"load: {status.queued} queued, {status.sampled_tokens_per_s:.0f} sampled tokens/s"
+    for worker in status.workers:
+        yield (
+            f"{worker.role} {worker.instance_id}: weights v{worker.weight_version}, "
+            f"{worker.running} running, {worker.queued} queued"
+        )
+
+
+def _trainer_lines(status: trainer_pb2.GetTrainerStatusResponse) -> Iterator[str]:
+    phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+    limit = f" of {status.max_steps}" if status.max_steps else ""
+    yield (
+        f"steps trained: {status.step}{limit}, {phase}; weights v{status.weight_version}, "
+        f"checkpoint of step {status.checkpoint_step}"
+    )
+    if status.HasField("latest"):
+        yield step_line(status.latest, status.max_steps)
+    if status.HasField("latest_evaluation"):
+        yield evaluation_line(status.latest_evaluation)

@@ -35,3 +35,16 @@ def tombstone_lines(reasons: Iterable[scheduler_pb2.TombstoneReason]) -> list[st
     """Returns one line for each reason, with a task as an example; the most frequent first."""
     ordered = sorted(reasons, key=lambda one: -one.groups)
     return [f"{one.groups} tombstoned: {one.reason} (task {one.task_id})" for one in ordered]
+
+
+def queue_lines(status: scheduler_pb2.GetSchedulerStatusResponse) -> list[str]:
+    """Returns the kinds of tasks that no runner declares, and the reasons of tombstones."""
+    lines = [
+        f"no runner declares: domain {one.domain}, scaffold {one.scaffold}"
+        for one in status.unserved
+    ]
+    lines += tombstone_lines(status.tombstones)
+    shown = sum(reason.groups for reason in status.tombstones)
+    if shown < status.tombstoned:
+        lines.append(f"{status.tombstoned - shown} tombstoned: earlier, or for rarer reasons")
+    return lines

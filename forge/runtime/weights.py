@@ -22,6 +22,8 @@ from forge.v1.inference_pb2_grpc import WeightServiceServicer
 
 FULL_NAME = "forge.v1.WeightService"
 DEFAULT_POLICY = "default"
+TRAINER_STANDBYS = f"trainer/{DEFAULT_POLICY}/standby/"
+"""Prefix of the etcd keys of trainers that wait for their election."""
 
 
 def manifest_key(policy: str = DEFAULT_POLICY) -> str:

@@ -19,15 +19,17 @@ import secrets
 import shlex
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, StaleFence, Unavailable
-from forge.runtime.coordination import Coordinator, Leadership
+from forge.core.extras import DISTRIBUTION
+from forge.runtime.coordination import Coordinator, Leadership, Registration
 from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
-from forge.runtime.weights import DEFAULT_POLICY
+from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
 from services.trainer.checkpoint.store import Checkpoint, fingerprint_of
 from services.trainer.weight_publisher import Superseded
 
@@ -100,10 +102,35 @@ class Lineage:
     async def campaign(self, on_wait: Callable[[], None]) -> None:
         """Wait until elected; calls `on_wait` first if another trainer leads."""
         holder = await self._coordinator.get(f"leader/{ELECTION}")
-        if holder is not None:
-            log.info("standby", leader=holder.value.decode())
-            on_wait()
-        self._leadership = await self._campaign()
+        if holder is None:
+            self._leadership = await self._campaign()
+            return
+        log.info("standby", leader=holder.value.decode())
+        on_wait()
+        entry = await self._announce_standby()
+        try:
+            self._leadership = await self._campaign()
+        finally:
+            if entry is not None:
+                await entry.close()
+
+    async def _announce_standby(self) -> Registration | None:
+        """Shows this trainer to operators while it waits; without etcd it only waits."""
+        instance_id, _, incarnation = self._trainer.partition(" ")
+        try:
+            return await self._coordinator.hold(
+                f"{TRAINER_STANDBYS}{incarnation or instance_id}",
+                {
+                    "instance": instance_id,
+                    "host": self._location.partition(":")[0],
+                    "version": metadata.version(DISTRIBUTION),
+                },
+                ttl_s=self._ttl_s,
+                taken=lambda _: f"{self._trainer} stands by already",
+            )
+        except Unavailable as error:
+            log.warning("standby_not_announced", error=str(error))
+            return None
 
     async def superseded(self) -> None:
         """Returns once another trainer has begun; regains a leadership that was merely lost."""

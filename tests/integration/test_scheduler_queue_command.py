@@ -196,6 +196,7 @@ async def test_tasks_that_no_runner_can_do_are_dropped_by_hand(
     await forge.finish(leases[:1])
     assert (await forge.take(wait_s=0.0)).batch_id == "", "the head is a task without a runner"
 
+    assert "no runner declares: domain web, scaffold blackbox" in await operator.types("status")
     with_domain = ("drop", "--domain", "web", "--reason", "no runner has its code")
     assert await operator.types(*with_domain) == "2 groups dropped\n"
     assert await operator.types(*with_domain) == "0 groups dropped\n"

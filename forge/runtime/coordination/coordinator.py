@@ -198,6 +198,10 @@ class Coordinator:
             raise StaleFence(f"{key} is no longer at revision {expected_revision}")
         return revision
 
+    async def values(self, prefix: str) -> list[bytes]:
+        """Return the values under /forge/<cluster>/<prefix>, by key. Raises Unavailable."""
+        return [entry.value for _, entry in sorted((await self._etcd.list(prefix)).items())]
+
     def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
         """Yield the current value (None: absent), then each change; never misses the latest."""
         return self._etcd.follow(key)

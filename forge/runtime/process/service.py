@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -27,7 +28,7 @@ import sdnotify
 import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
-from forge.core.extras import extras_named
+from forge.core.extras import DISTRIBUTION, extras_named
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.audit import configure_audit
 from forge.runtime.bearer import bearer_of
@@ -223,6 +224,7 @@ class _Process:
         host = config.advertise_host or config.host
         metrics_port = serve_metrics(config.host, config.metrics_port, context.security)
         context.metadata.setdefault("metrics", f"{host}:{metrics_port}")
+        context.metadata.setdefault("version", metadata.version(DISTRIBUTION))
         address = f"{host}:{(await context.server.start()).rpartition(':')[2]}"
         context.set_listening(address)
         undo.push_async_callback(context.server.stop, grace_s=0.0)

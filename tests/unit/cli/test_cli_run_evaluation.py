@@ -16,7 +16,7 @@ from forge.cli.display import RunDisplay, evaluation_line, evaluations_table
 from forge.cli.presets import preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory
-from forge.cli.status import _trainer_status
+from forge.cli.system_state import trainer_status
 from forge.cli.training_run import open_run, plan_of, preset_of
 from forge.client.task_files import read_tasks
 from forge.core.errors import InvalidArgument, Unavailable
@@ -195,5 +195,5 @@ async def test_status_tells_no_single_task_of_an_evaluation() -> None:
             return pb.GetTrainerStatusResponse(step=9, latest_evaluation=evaluation)
 
     operator: Any = Operator()
-    shown = str(await _trainer_status(operator))
+    shown = str(await trainer_status(operator))
     assert "mean_reward: 0.625" in shown and "31" not in shown
