@@ -24,7 +24,8 @@ _INTRODUCTION = """# Settings
 Each process reads its settings once, at its start. From weak to strong: a key of the TOML file
 (`--config FILE` or `FORGE_CONFIG`), `FORGE_<KEY>`, `FORGE_<SERVICE>_<KEY>`, a flag `--<key>` with
 hyphens. An unknown key or a value outside of what is allowed ends the start with exit code 2.
-`--print-config` prints the settings in force as TOML.
+`--print-config` prints the settings in force as TOML; `--check` prints each problem of the settings
+and of this host.
 
 For example, `lease_ttl_s` of the pool is `FORGE_LEASE_TTL_S`, `FORGE_POOL_LEASE_TTL_S` or
 `--lease-ttl-s`; `window` of the table `[queue]` is `FORGE_QUEUE__WINDOW` or `--queue.window`.

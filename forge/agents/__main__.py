@@ -1,6 +1,7 @@
 """Run one runner: `forge agents run --help`, or `python -m forge.agents --help`."""
 
 import sys
+from collections.abc import Callable, Iterator
 
 from forge.agents.config import RunnerConfig
 from forge.runtime.process.startup import run
@@ -13,8 +14,17 @@ def load_app() -> type:
     return RunnerApp
 
 
+def host_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
+    """The program, and everything that a setting names for import."""
+    if config.command or config.scaffolds or config.domains or config.reward_functions:
+        # Late import: it takes half a second.
+        from forge.agents.app import plugin_checks
+
+        yield from plugin_checks(config)
+
+
 if __name__ == "__main__":
     # `forge agents` passes its arguments on, and "run" is the only subcommand.
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
-    run("runner", RunnerConfig, load_app)
+    run("runner", RunnerConfig, load_app, host_checks)

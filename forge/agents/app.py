@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from forge.agents.attempts import Attempts, Limits
@@ -35,9 +36,9 @@ class RunnerApp:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config: RunnerConfig = context.config
-        self._scaffolds = self._make_scaffolds()
-        self._rewards = self._make_rewards()
-        self._domains = self._make_domains()
+        self._scaffolds = _make_scaffolds(self._config)
+        self._rewards = _make_rewards(self._config)
+        self._domains = _make_domains(self._config, self._rewards.domains)
         self._scheduler = scheduler_remote(context.coordinator, context.channels)
         self._sync_scheduler = SyncScheduler(context.coordinator, context.security)
         self._runner = Runner(
@@ -122,48 +123,6 @@ class RunnerApp:
         lost: Sequence[str] = response.lost
         return lost
 
-    def _make_scaffolds(self) -> Scaffolds:
-        config = self._config
-        override = None
-        if config.command:
-            override = commands.Command(
-                config.command,
-                limits=commands.Limits(
-                    memory_bytes=config.command_memory_mb << 20,
-                    processes=config.command_processes,
-                ),
-                pass_environment=config.pass_environment,
-                tls_ca=config.tls_ca,
-                tls_cert=config.command_tls_cert,
-                tls_key=config.command_tls_key,
-            )
-        return Scaffolds(
-            timeout_s=config.call_timeout_s,
-            tls_ca=config.tls_ca,
-            extra=named_references("scaffolds", config.scaffolds),
-            override=override,
-        )
-
-    def _make_rewards(self) -> RewardPool:
-        config = self._config
-        return RewardPool(
-            named_references("reward_functions", config.reward_functions),
-            limits=RewardLimits(
-                call_s=config.reward_timeout_s,
-                memory_bytes=config.reward_memory_mb << 20,
-                processes=config.reward_processes,
-            ),
-            workers=config.reward_workers,
-            pass_environment=config.pass_environment,
-        )
-
-    def _make_domains(self) -> Domains:
-        domains = named_references("domains", self._config.domains)
-        return Domains(
-            {name: _make_domain(reference) for name, reference in domains.items()},
-            rewarded=self._rewards.domains,
-        )
-
     def _make_attempts(self) -> Attempts:
         config, context = self._config, self._context
         return Attempts(
@@ -180,6 +139,71 @@ class RunnerApp:
         )
 
 
+def _make_scaffolds(config: RunnerConfig) -> Scaffolds:
+    override = None
+    if config.command:
+        override = commands.Command(
+            config.command,
+            limits=commands.Limits(
+                memory_bytes=config.command_memory_mb << 20,
+                processes=config.command_processes,
+            ),
+            pass_environment=config.pass_environment,
+            tls_ca=config.tls_ca,
+            tls_cert=config.command_tls_cert,
+            tls_key=config.command_tls_key,
+        )
+    return Scaffolds(
+        timeout_s=config.call_timeout_s,
+        tls_ca=config.tls_ca,
+        extra=named_references("scaffolds", config.scaffolds),
+        override=override,
+    )
+
+
+def _make_rewards(config: RunnerConfig) -> RewardPool:
+    return RewardPool(
+        named_references("reward_functions", config.reward_functions),
+        limits=RewardLimits(
+            call_s=config.reward_timeout_s,
+            memory_bytes=config.reward_memory_mb << 20,
+            processes=config.reward_processes,
+        ),
+        workers=config.reward_workers,
+        pass_environment=config.pass_environment,
+    )
+
+
+def _make_domains(config: RunnerConfig, rewarded: frozenset[str]) -> Domains:
+    domains = named_references("domains", config.domains)
+    return Domains(
+        {name: _make_domain(reference) for name, reference in domains.items()}, rewarded=rewarded
+    )
+
+
 def _make_domain(reference: str) -> Domain:
     domain: Domain = load_attribute(reference)()
     return domain
+
+
+def plugin_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
+    """Checks of the command, scaffolds, domains and reward functions, each without the others."""
+    yield lambda: _make_scaffolds(config)
+    for entry in config.domains:
+        yield partial(_load_named, "domains", entry)
+    yield lambda: asyncio.run(_check_rewards(config))
+    for entry in config.scaffolds:
+        yield partial(_load_named, "scaffolds", entry)
+
+
+def _load_named(setting: str, entry: str) -> None:
+    for reference in named_references(setting, [entry]).values():
+        load_attribute(reference)
+
+
+async def _check_rewards(config: RunnerConfig) -> None:
+    rewards = _make_rewards(config)
+    try:
+        await rewards.check()
+    finally:
+        await rewards.close()

@@ -60,7 +60,8 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
 
 
 def fail(error: ForgeError) -> NoReturn:
-    """Prints the error in one line and exits."""
-    # Without markup: a wrong argument may look like markup.
-    Console(stderr=True).print(Text(f"forge: {error}", style="red"), soft_wrap=True)
+    """Prints each line of the error, most have one, and exits."""
+    for line in str(error).splitlines():
+        # Without markup: a wrong argument may look like markup.
+        Console(stderr=True).print(Text(f"forge: {line}", style="red"), soft_wrap=True)
     raise typer.Exit(2 if not error.retryable else 1) from None

@@ -27,6 +27,7 @@ from forge.core.errors import ForgeError
 from forge.core.extras import DISTRIBUTION, missing_packages, requirements
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.clock_watch import REMEDY
+from forge.runtime.process.host_check import nearest_existing
 from forge.runtime.rpc import Channels
 from forge.runtime.tls import is_loopback_etcd
 
@@ -178,7 +179,7 @@ def _loopback() -> Finding:
 
 def disk(root: Path) -> Finding:
     """Checks the disk space for a run under `root`."""
-    existing = next(p for p in (root.resolve(), *root.resolve().parents) if p.exists())
+    existing = nearest_existing(root.resolve())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding(
             ok=False,

@@ -6,13 +6,10 @@ so the command line stays light.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from forge.cli.programs import run_module
 from forge.core.errors import FailedPrecondition
 from forge.core.extras import require_extra
 
@@ -51,7 +48,10 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
             raise FailedPrecondition(
                 f"{models}: {error.strerror}; name another directory with --root"
             ) from None
-        if await _run(command) != 0:
+        # Threads that spin while they wait would slow each other down on a busy machine.
+        env = {"OMP_WAIT_POLICY": "passive"} | os.environ
+        code, _ = await run_module(command[0], command[1:], env)
+        if code != 0:
             raise FailedPrecondition(f"no starting weights for model {model!r}")
     return path.resolve()
 
@@ -59,20 +59,3 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
 def tiny_directory(root: Path, *, seed: int) -> Path:
     """Returns the directory of the tiny model's starting weights for `seed`."""
     return root / "models" / f"tiny-seed{seed}-course{TINY_COURSE}"
-
-
-async def _run(module: Sequence[str]) -> int:
-    """Returns the exit code of `python -m`. A cancel kills the process and its children."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *module),
-        # Threads that spin while they wait would slow each other down on a busy machine.
-        env={"OMP_WAIT_POLICY": "passive"} | os.environ,
-        # Without the parent's Ctrl-C, to which the process would react with a traceback.
-        start_new_session=True,
-    )
-    try:
-        return await process.wait()
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()

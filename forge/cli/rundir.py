@@ -121,6 +121,12 @@ class RunDirectory:
         except FailedPrecondition:
             return True
 
+    def require_unlocked(self) -> None:
+        """Raises as `locked` if another process has locked the directory; creates no file."""
+        if (self.path / "lock").exists():
+            with self.locked():
+                pass
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the directory for a block. Raises `FailedPrecondition` while another process has

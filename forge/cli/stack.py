@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
+from forge.cli.programs import run_module
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import ConfigError, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.first_done import first_done
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
@@ -91,31 +91,39 @@ def members(plan: StackPlan) -> list[Member]:
     return services
 
 
-def check_settings(settings: Settings) -> None:
-    """Checks settings with the programs themselves. Raises `InvalidArgument` with all errors."""
-    readers = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", PROCESSES[name], "--print-config", *_flags(chosen)],
-            env=_quiet_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Without the parent's Ctrl-C, which would look like a wrong setting.
-            start_new_session=True,
+async def check_members(plan: StackPlan) -> list[ForgeError]:
+    """Checks the settings and this host with the programs themselves; returns all problems."""
+    checked = members(plan)
+    ended = await asyncio.gather(
+        *(
+            run_module(
+                member.module,
+                ("--check", *_flags(_settings(plan, member, plan.etcd))),
+                _quiet_environment(),
+                quiet=True,
+            )
+            for member in checked
         )
-        for name, chosen in settings.items()
-    }
-    last_lines = {
-        name: reader.communicate()[1].strip().rpartition("\n")[2]
-        for name, reader in readers.items()
-    }
-    refused = [
-        f"{name} cannot start: {last_lines[name].partition(': ')[2]}"
-        for name, reader in readers.items()
-        if reader.returncode != 0
+    )
+    names: dict[str, list[str]] = {}
+    for member, (code, output) in zip(checked, ended, strict=True):
+        lines = [line for line in output.splitlines() if line.startswith("forge ")]
+        for line in lines or output.splitlines()[-1:] if code else ():
+            names.setdefault(line.partition(": ")[2], []).append(member.name)
+    return [
+        InvalidArgument(f"{', '.join(each)} cannot start: {problem}")
+        for problem, each in names.items()
     ]
-    if refused:
-        raise InvalidArgument("; ".join(refused))
+
+
+async def reach_etcd(endpoints: str, *, cluster: str, timeout_s: float = 10.0) -> None:
+    """Raises `ConfigError` for an etcd beyond loopback, `Unavailable` when it does not answer."""
+    if not is_loopback_etcd(endpoints):
+        raise ConfigError(
+            f"--etcd {endpoints}: a run on one machine takes an etcd on loopback; "
+            "deploy/README.md has services on several hosts"
+        )
+    await (await Coordinator.connect(endpoints, cluster=cluster, timeout_s=timeout_s)).close()
 
 
 class Stack:
@@ -134,22 +142,14 @@ class Stack:
         Raises `ConfigError` for an etcd elsewhere, `NotFound` without an etcd binary, `Unavailable`
         when etcd does not answer, with the reason if the stack started it.
         """
-        if not is_loopback_etcd(self.endpoints):
-            raise ConfigError(
-                f"--etcd {self.endpoints}: a run on one machine takes an etcd on loopback; "
-                "deploy/README.md has services on several hosts"
-            )
         self.plan.directory.create()
         if not self.endpoints:
             self.endpoints = await self._start_etcd()
         (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
         # Check etcd first: otherwise seven processes would report the same error.
-        await self.guard(self._reach_etcd())
+        await self.guard(reach_etcd(self.endpoints, cluster=self.plan.cluster))
         for member in members(self.plan):
             await self.supervisor.start(self._spec(member))
-
-    async def _reach_etcd(self) -> None:
-        await (await Coordinator.connect(self.endpoints, cluster=self.plan.cluster)).close()
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
         """Awaits `work`. Raises `Unavailable` when a process crashed too often."""
@@ -194,16 +194,10 @@ class Stack:
             self._given_up.set_result(event)
 
     def _spec(self, member: Member) -> ProcessSpec:
-        shared = {
-            "cluster": self.plan.cluster,
-            "etcd": self.endpoints,
-            "instance_id": member.name,
-            "key_file": str(self.plan.directory.key_file),
-            "drain_s": str(member.drain_s),
-        }
+        settings = _settings(self.plan, member, self.endpoints)
         return ProcessSpec(
             name=member.name,
-            argv=(sys.executable, "-m", member.module, *_flags(shared | dict(member.settings))),
+            argv=(sys.executable, "-m", member.module, *_flags(settings)),
             env=_quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
             stop_s=member.drain_s + _EXIT_S,
@@ -245,6 +239,20 @@ def etcd_binary() -> str:
             "cluster with --etcd host:port"
         )
     return binary
+
+
+def _settings(plan: StackPlan, member: Member, endpoints: str) -> dict[str, str]:
+    shared = {
+        "cluster": plan.cluster,
+        "instance_id": member.name,
+        "drain_s": str(member.drain_s),
+    }
+    # Neither exists before the first start.
+    if endpoints:
+        shared["etcd"] = endpoints
+    if plan.directory.key_file.exists():
+        shared["key_file"] = str(plan.directory.key_file)
+    return shared | dict(member.settings)
 
 
 def _flags(settings: Mapping[str, str]) -> list[str]:

@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from forge.agents.sandbox import SANDBOX
 from forge.cli.campaign import Campaign, CampaignResult
 from forge.cli.command_exit import console, say
 from forge.cli.dataset import held_out_tasks
@@ -23,13 +24,14 @@ from forge.cli.doctor import disk
 from forge.cli.kept import MeasuredModel, measured_model
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw, read_evaluations
+from forge.cli.preflight import preflight
 from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
-from forge.cli.stack import Stack, StackPlan, check_settings
+from forge.cli.stack import Stack, StackPlan
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
-from forge.core.errors import FailedPrecondition, ForgeError
+from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Security
@@ -61,33 +63,47 @@ def new_state(options: RunOptions) -> RunState:
     )
 
 
-async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
-    """Returns the run's state, saved or new, with its starting weights on disk.
-
-    Raises `InvalidArgument` for settings that a process refuses, before any weights are made.
-    """
+async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: bool = True) -> None:
+    """Raises one error with a line for each problem of the settings and of this machine, before any
+    weights are made. Writes nothing into `directory`."""
+    if directory.path.exists():
+        directory.require_unlocked()
     state = state_of(options, directory)
     preset = preset_of(options, state)
-    chosen = settings_of(options, directory, state, preset)
-    check_settings({name: chosen[name] for name in options.settings})
-    unsafe = chosen.get("runner", {}).get("unsafe_sandbox", "").lower() == "true"
-    if "code" in preset.domains and not unsafe and (problem := await SANDBOX.problem()):
-        raise FailedPrecondition(problem.replace("unsafe", "--set runner.unsafe"))
+    with TemporaryDirectory(prefix="forge-check-") as scratch:
+        # The trainer reads the tasks that the run is going to write.
+        own = RunDirectory(Path(scratch))
+        write_evaluation_tasks(options, own, state.seed, preset)
+        plan = plan_of(options, directory, state, preset)
+        plan = replace(plan, settings=settings_of(options, own, state, preset))
+        await preflight(plan, preset, model=state.model, campaign=campaign)
+
+
+async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
+    """Returns the run's state, saved or new, with its starting weights on disk."""
+    state = state_of(options, directory)
     if not state.model_path:
         path = await ensure_model(state.model, seed=state.seed, root=options.root)
         directory.create()
         state = replace(state, model_path=str(path))
     directory.save(state)
+    write_evaluation_tasks(options, directory, state.seed, preset_of(options, state))
+    return state
+
+
+def write_evaluation_tasks(
+    options: RunOptions, directory: RunDirectory, seed: int, preset: Preset
+) -> None:
+    """Writes the tasks of evaluations during training, if requested."""
     if options.eval_every_steps:
         tasks = held_out_tasks(
             preset.domains,
-            seed=state.seed,
+            seed=seed,
             count=preset.eval_tasks,
             attempts=preset.eval_attempts,
             tag="",
         )
         write_tasks(directory.eval_tasks, tasks)
-    return state
 
 
 def state_of(options: RunOptions, directory: RunDirectory) -> RunState:
@@ -171,6 +187,7 @@ async def train(options: RunOptions) -> None:
     """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
     directory = directory_of(options)
+    await check_run(options, directory)
     with directory.locked():
         state = await open_run(options, directory)
         preset = preset_of(options, state)
@@ -251,6 +268,7 @@ async def running(
 async def serve(options: RunOptions) -> None:
     """Runs the stack until cancelled. Raises `ForgeError` with a remedy."""
     directory = directory_of(options)
+    await check_run(options, directory, campaign=False)
     with directory.locked():
         state = await open_run(options, directory)
         preset = preset_of(options, state)

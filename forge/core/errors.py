@@ -22,6 +22,7 @@ The gRPC status of an error is its `code`; only `forge.runtime.rpc` translates, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -133,3 +134,12 @@ class DataLoss(ForgeError):
 
     code = "DATA_LOSS"
     http_status = 500
+
+
+def raise_all(errors: Sequence[ForgeError]) -> None:
+    """Raises one error with a line for each different one: `Unavailable` if all are retryable,
+    otherwise `InvalidArgument`. Without errors returns."""
+    if errors:
+        lines = dict.fromkeys(map(str, errors))
+        retryable = all(error.retryable for error in errors)
+        raise (Unavailable if retryable else InvalidArgument)("\n".join(lines))

@@ -40,6 +40,9 @@ class ServiceConfig:
     """TOML file with settings."""
     print_config: bool = False
     """Print the settings in force as TOML and exit."""
+    check: bool = False
+    """Check the settings and this host's files and ports, print a line for each problem and exit:
+    with 2 if there is one."""
     cluster: str = "default"
     """Name of the cluster; clusters share nothing in etcd."""
     etcd: str = "127.0.0.1:2379"
@@ -105,7 +108,7 @@ Each setting may come from, weak to strong: a key of the TOML file (--config FIL
 FORGE_CONFIG), FORGE_<KEY>, {prefix}<KEY>, a flag.
 In a variable, __ stands for the dot of a flag.
 """
-_NOT_IN_FILE = ("config", "print_config")
+_NOT_IN_FILE = ("config", "print_config", "check")
 _NOUNS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _NOUNS[tuple[str, ...]] = "a list of texts (a,b,c)"
 
@@ -153,25 +156,41 @@ def load(
 ) -> C:
     """Read all sources and return the config; `--help` and `--print-config` exit with 0.
 
-    Raises ConfigError, in one line, for an unknown key or a wrong value.
+    Raises ConfigError with a line for each unknown key and wrong value.
     """
+    return accepted(*read(config_type, service=service, argv=argv, environ=environ))
+
+
+def read(
+    config_type: type[C], *, service: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> tuple[C, list[str]]:
+    """Read all sources; return the config, not validated, and a line for each wrong setting, which
+    has its default. `--help` exits with 0."""
     known = settings_of(config_type())
     prefix = f"FORGE_{service.upper().replace('-', '_')}_"
     if {"--help", "-h"} & {*argv}:
         title = _HELP.format(service=service, purpose=inspect.getdoc(config_type), prefix=prefix)
         print(title + _flag_texts(known), end="")
         sys.exit(0)
-    values = _read(_variables(environ, prefix, known), known) | _read(_flags(argv, known), known)
-    file, printed = (values.pop(key, known.pop(key).value) for key in _NOT_IN_FILE)
-    tables: dict[str, Any] = {}
-    for key, value in (_read(_file(file, known), known) | values).items():
+    given = itertools.chain(_variables(environ, prefix, known), _flags(argv, known))
+    values, wrong = _read(given, known)
+    file, printed, check = (values.pop(key, known.pop(key).value) for key in _NOT_IN_FILE)
+    in_file, wrong_in_file = _read(_file(file, known), known)
+    tables: dict[str, Any] = {"": {"print_config": printed, "check": check}}
+    for key, value in (in_file | values).items():
         tables.setdefault(known[key].table, {})[known[key].name] = value
+    return msgspec.convert(tables.pop("") | tables, config_type), wrong + wrong_in_file
+
+
+def accepted(config: C, wrong: Sequence[str]) -> C:
+    """Return a validated config; `--print-config` exits with 0. Raises ConfigError."""
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     try:
-        config = msgspec.convert(tables.pop("", {}) | tables, config_type)
         config.validate()
     except InvalidArgument as error:
         raise ConfigError(str(error)) from error
-    if printed:
+    if config.print_config:
         print(to_toml(config), end="")
         sys.exit(0)
     return config
@@ -239,9 +258,11 @@ def _flag_texts(known: Known) -> str:
     return "".join(lines)
 
 
-def _read(given: Given, known: Known) -> dict[str, Any]:
-    """Return the values by key. Raises ConfigError; for an unknown key it names the nearest key."""
+def _read(given: Given, known: Known) -> tuple[dict[str, Any], list[str]]:
+    """Return the values by key, and a line for each wrong setting; for an unknown key it names the
+    nearest key."""
     values = {}
+    wrong = []
     for source, key, value in given:
         if key not in known:
             spellings = _spellings(known)
@@ -249,14 +270,15 @@ def _read(given: Given, known: Known) -> dict[str, Any]:
             hints = [f"did you mean {one} ({allowed(known[one].type)})?" for one in near]
             shown = f" = {value!r}" if value != "" else ""
             hint = "".join(hints) or "see --help"
-            raise ConfigError(f"{source}: there is no setting {key}{shown}; {hint}")
+            wrong.append(f"{source}: there is no setting {key}{shown}; {hint}")
+            continue
         kind = known[key].type
         try:
             values[key] = _converted(value, kind)
         except ValueError:
             refused = f"{key} = {value!r} is not allowed: {allowed(kind)}"
-            raise ConfigError(f"{source}: {refused}") from None
-    return values
+            wrong.append(f"{source}: {refused}")
+    return values, wrong
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -322,4 +344,7 @@ def _flags(argv: Sequence[str], known: Known) -> Given:
             if not words:
                 raise ConfigError(f"{flag}: a value must follow")
             text = words.pop(0)
+        elif not equals and words and not words[0].startswith("--"):
+            # The value of an unknown key: the flags after it are still read.
+            words.pop(0)
         yield flag, key, text

@@ -1,5 +1,7 @@
 """Run one pool instance: `python -m services.pool --help`."""
 
+from collections.abc import Callable, Iterator
+
 from forge.runtime.process.allocator import keep_freed_memory
 from forge.runtime.process.startup import run
 from services.pool.config import PoolConfig
@@ -15,6 +17,13 @@ def load_app() -> type:
     return PoolApp
 
 
+def host_checks(config: PoolConfig) -> Iterator[Callable[[], object]]:
+    """The data directory."""
+    from forge.runtime.process.host_check import require_writable
+
+    yield lambda: require_writable("data_dir", config.data_dir)
+
+
 if __name__ == "__main__":
     keep_freed_memory(KEPT_BYTES)
-    run("pool", PoolConfig, load_app)
+    run("pool", PoolConfig, load_app, host_checks)

@@ -1,5 +1,10 @@
 """Run the trainer: `python -m services.trainer --help`."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from forge.core.extras import require_extra
 from forge.runtime.process.startup import run
 from services.trainer.config import TrainerConfig
 
@@ -11,5 +16,33 @@ def load_app() -> type:
     return TrainerApp
 
 
+def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
+    """Models, tasks, output files, and the packages that some settings need."""
+    from forge.runtime.process.host_check import require_model, require_writable
+
+    yield lambda: require_model("model_path", config.model_path)
+    yield lambda: require_model("reference_path", config.reference_path)
+    yield lambda: require_writable("checkpoint.dir", config.checkpoint.dir)
+    yield lambda: require_writable("metrics_file", config.metrics_file)
+    yield lambda: require_writable("tensorboard_dir", config.tensorboard_dir)
+    if config.evaluation.tasks:
+        yield partial(_read_tasks, config.evaluation.tasks)
+    needs = {
+        "lora": config.lora.rank,
+        "adamw8bit": config.optimizer.name == "adamw_8bit",
+        "tensorboard": config.tensorboard_dir,
+    }
+    for extra, needed in needs.items():
+        if needed:
+            yield partial(require_extra, extra)
+
+
+def _read_tasks(file: str) -> None:
+    from forge.client.task_files import read_tasks
+    from services.trainer.evaluation import DEFAULTS
+
+    read_tasks(Path(file), DEFAULTS)
+
+
 if __name__ == "__main__":
-    run("trainer", TrainerConfig, load_app)
+    run("trainer", TrainerConfig, load_app, host_checks)

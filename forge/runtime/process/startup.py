@@ -9,34 +9,45 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, ForgeError, raise_all
 from forge.core.extras import extras_named
-from forge.runtime.config import ServiceConfig, load
+from forge.runtime.config import C, accepted, read
 
 CANNOT_START = 2
 """Exit code for wrong settings; a restart with the same settings gives it again."""
 
 
 def run(
-    service: str, config_type: type[ServiceConfig], load_app: Callable[[], type[Any]]
+    service: str,
+    config_type: type[C],
+    load_app: Callable[[], type[Any]],
+    host_checks: Callable[[C], Iterable[Callable[[], object]]] = lambda _: (),
 ) -> NoReturn:
     """Run a service process to its end: `python -m services.<service>`.
 
-    `load_app` imports and returns the service's `ServiceApp`. Exit codes: 0 after a drain; 1 an
-    actor or the app failed, or a dependency did not answer at the start; 2 the settings are wrong,
-    and one line on stderr has the cause.
+    `load_app` imports and returns the service's `ServiceApp`; `host_checks` returns checks for
+    `--check`, each raises `ForgeError`. Exit codes: 0 after a drain; 1 an actor or the app failed,
+    or a dependency did not answer at the start; 2 the settings are wrong, and stderr has a line for
+    each cause.
     """
     try:
-        config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
+        config, wrong = read(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
+        if config.check:
+            from forge.runtime.process.host_check import problems
+
+            raise_all([*map(ConfigError, wrong), *problems(config, host_checks(config))])
+            sys.exit(0)
+        accepted(config, wrong)
         with extras_named(service):
             from forge.runtime.process.service import serve
 
             code = 1 if serve(service, config, load_app()) else 0
     except ForgeError as error:
-        sys.stderr.write(f"forge {service}: {error}\n")
+        for line in str(error).splitlines():
+            sys.stderr.write(f"forge {service}: {line}\n")
         code = 1 if error.retryable else CANNOT_START
     # A collection over all modules of torch would take most of the exit.
     gc.freeze()

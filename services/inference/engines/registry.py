@@ -19,7 +19,12 @@ BUILT_IN = {"embedded": "services.inference.engines.embedded.engine"}
 
 
 def get_engine(name: str) -> EngineProvider:
-    """Import an engine. Raises `ConfigError`, which lists the installed engines."""
+    """Import an engine. Raises `ConfigError` as `engine_entry`, and if the import fails."""
+    return cast(EngineProvider, load_entry_point(engine_entry(name)))
+
+
+def engine_entry(name: str) -> EntryPoint:
+    """Find an engine. Raises `ConfigError`, which lists the installed engines."""
     entries = {key: EntryPoint(key, value, ENGINES_GROUP) for key, value in BUILT_IN.items()}
     if name not in entries:
         entries |= installed(ENGINES_GROUP)
@@ -29,4 +34,4 @@ def get_engine(name: str) -> EngineProvider:
             f"To add one, install a package with the entry point {name!r} in the group "
             f"{ENGINES_GROUP} (docs/inference.md)"
         )
-    return cast(EngineProvider, load_entry_point(entries[name]))
+    return entries[name]

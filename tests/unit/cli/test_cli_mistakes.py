@@ -26,14 +26,6 @@ FILE = "{tmp}/file"
             ("run", "--set", "scheduler.queue.mode=lifo", "--root", "{tmp}/new"),
             "scheduler cannot start: --queue.mode: queue.mode = 'lifo' is not allowed: ",
         ),
-        (
-            (
-                *("run", "--set", "scheduler.queue.mode=fifo", "--set", "scheduler.queue.window=4"),
-                *("--set", "runner.speed=1", "--root", "{tmp}/new"),
-            ),
-            "scheduler cannot start: queue.window = 4 has no effect with queue.mode = fifo: leave "
-            "it out; runner cannot start: --speed: there is no setting speed = '1'",
-        ),
         (("up", "--set", "runner.speed=1", "--root", "{tmp}/new"), "no setting speed"),
         (("run", "--root", FILE), "Not a directory; name another directory with --root"),
         (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another directory with --root"),

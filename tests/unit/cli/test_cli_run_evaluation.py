@@ -17,7 +17,7 @@ from forge.cli.presets import preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory
 from forge.cli.system_state import trainer_status
-from forge.cli.training_run import open_run, plan_of, preset_of
+from forge.cli.training_run import check_run, open_run, plan_of, preset_of
 from forge.client.task_files import read_tasks
 from forge.core.errors import InvalidArgument, Unavailable
 from forge.v1 import inference_pb2, scheduler_pb2
@@ -78,10 +78,12 @@ async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts
 ) -> None:
     """In the trainer's words."""
     options = options_of(tmp_path, overrides=["trainer.evaluation.every_steps=5"])
+    directory = RunDirectory(tmp_path / "run")
     with pytest.raises(
         InvalidArgument, match=r"evaluation\.every_steps = 5 is not allowed without"
     ):
-        await open_run(options, RunDirectory(tmp_path / "run"))
+        await check_run(options, directory)
+    assert not directory.path.exists()
 
 
 def test_an_evaluation_is_one_line_once() -> None:

@@ -1,0 +1,95 @@
+"""`--check`: the settings of a service against the files and ports of this host.
+
+Owns the checks that all services share; a service's `__main__` has its own. Connects to nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from forge.core.errors import ConfigError, ForgeError
+from forge.core.extras import extras_named
+from forge.runtime.config import Port, ServiceConfig, settings_of
+from forge.runtime.tls import Tls, read_pem
+
+
+def problems(config: ServiceConfig, own: Iterable[Callable[[], object]]) -> list[ForgeError]:
+    """Returns all problems of the settings and of this host. `own`: checks of the service."""
+    return failures([config.validate, *_shared(config), *own])
+
+
+def failures(checks: Iterable[Callable[[], object]]) -> list[ForgeError]:
+    """Returns the errors of failed checks."""
+    errors = []
+    for check in checks:
+        try:
+            with extras_named():
+                check()
+        except ForgeError as error:
+            errors.append(error)
+    return errors
+
+
+def _shared(config: ServiceConfig) -> Iterator[Callable[[], object]]:
+    yield partial(_check_security, config)
+    for key in ("log_file", "audit_file"):
+        yield partial(require_writable, key, getattr(config, key))
+    for key in ("key_file", "etcd_password_file"):
+        yield partial(read_pem, key, getattr(config, key))
+    for setting in settings_of(config).values():
+        if setting.type == Port and setting.value:
+            yield partial(_require_free_port, setting.key, config.host, setting.value)
+
+
+def _check_security(config: ServiceConfig) -> None:
+    """As the start of a service does, before it connects."""
+    tls = Tls(
+        cert=config.tls_cert,
+        key=config.tls_key,
+        ca=config.tls_ca,
+        client_auth=config.tls_client_auth,
+        insecure=config.insecure,
+    )
+    tls.server_credentials(config.host)
+    tls.metrics_context(config.host)
+    tls.etcd_credentials(config.etcd)
+
+
+def _require_free_port(key: str, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"{key} = {port}: {reason} on {host}; choose another, or 0 for any free one"
+            ) from None
+
+
+def require_writable(key: str, path: str) -> None:
+    """Raises `ConfigError` unless this process can write the file or directory, or create it."""
+    if not path:
+        return
+    existing = nearest_existing(Path(path))
+    if existing != Path(path).absolute() and not existing.is_dir():
+        raise ConfigError(f"{key} = {path!r}: {existing}: {os.strerror(errno.ENOTDIR)}")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"{key} = {path!r}: {existing}: {os.strerror(errno.EACCES)}")
+
+
+def nearest_existing(path: Path) -> Path:
+    """Returns the path, or its nearest parent that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def require_model(key: str, path: str) -> None:
+    """Raises `ConfigError` for a directory without a model's config.json; "" is not checked."""
+    if path and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{key} = {path!r} is not a model directory: it has no config.json")

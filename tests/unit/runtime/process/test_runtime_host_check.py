@@ -1,0 +1,99 @@
+"""`--check` of a service: its settings against the files and ports of this host."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.agents import __main__ as runner
+from forge.agents.config import RunnerConfig
+from forge.runtime.process import startup
+from services.gateway import __main__ as gateway
+from services.gateway.config import GatewayConfig
+from services.pool import __main__ as pool
+from services.pool.config import PoolConfig
+from services.trainer import __main__ as trainer
+from services.trainer.config import TrainerConfig
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gateway": (GatewayConfig, gateway.host_checks),
+    "pool": (PoolConfig, pool.host_checks),
+    "trainer": (TrainerConfig, trainer.host_checks),
+    "runner": (RunnerConfig, runner.host_checks),
+}
+
+
+def never() -> type:
+    raise AssertionError("the service is not imported")
+
+
+def checked(service: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns the exit code of `--check`."""
+    monkeypatch.setattr(sys, "argv", [service, "--check", *words])
+    with pytest.raises(SystemExit) as ended:
+        config_type, host_checks = KINDS[service]
+        startup.run(service, config_type, never, host_checks)
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("service", KINDS)
+def test_default_settings_have_no_problem(
+    service: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No output, and exit code 0."""
+    assert checked(service, [], monkeypatch) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("service", "words", "said"),
+    [
+        ("pool", "--data-dir={tmp}/file/pool", "data_dir = '{tmp}/file/pool': {tmp}/file: Not a d"),
+        ("pool", "--log-file={tmp}/file/log", "log_file = '{tmp}/file/log': {tmp}/file: Not a dir"),
+        ("pool", "--key-file={tmp}/none", "key_file = '{tmp}/none': No such file or directory"),
+        ("pool", "--tls-ca={tmp}/none", "tls_ca = '{tmp}/none': No such file or directory"),
+        ("pool", "--host=10.1.2.3", "host = '10.1.2.3' is not a loopback address, so TLS is"),
+        ("pool", "--etcd=10.1.2.3:1", "etcd = '10.1.2.3:1' is plaintext beyond loopback: write"),
+        ("trainer", "--model-path={tmp}", "model_path = '{tmp}' is not a model directory: it has"),
+        ("trainer", "--evaluation.tasks={tmp}/file", "{tmp}/file holds no task"),
+        ("trainer", "--metrics-file={tmp}/file/m", "metrics_file = '{tmp}/file/m': {tmp}/file: N"),
+        ("gateway", "--model.reasoning-format=aloud", "reasoning format 'aloud' is unknown; there"),
+        ("runner", "--scaffolds=x=no_module:make", "no_module:make: cannot import no_module: No m"),
+        ("runner", "--domains=x", "domains: 'x' is not of the form name=module:attribute"),
+    ],
+)
+def test_problem_is_one_line_with_the_setting(
+    tmp_path: Path,
+    service: str,
+    words: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the exit code of wrong settings."""
+    (tmp_path / "file").touch()
+    assert checked(service, [words.format(tmp=tmp_path)], monkeypatch) == startup.CANNOT_START
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"forge {service}: {said.format(tmp=tmp_path)}")
+    assert errors.count("\n") == 1
+
+
+def test_every_problem_of_a_service_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown keys, wrong values, contradictions and taken ports, in this order."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        words = ["--colour", "red", "--seed=x", "--evaluation.every-steps=2", f"--port={port}"]
+        assert checked("trainer", words, monkeypatch) == startup.CANNOT_START
+    lines = capsys.readouterr().err.splitlines()
+    begins = ("--colour: ", "--seed: seed = 'x'", "evaluation.every_steps = 2", f"port = {port}: ")
+    assert len(lines) == len(begins), lines
+    for line, begin in zip(lines, begins, strict=True):
+        assert line.startswith(f"forge trainer: {begin}"), line
