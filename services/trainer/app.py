@@ -74,7 +74,7 @@ class TrainerApp:
         lineage = await self._elected()
         actors = self._context.actors
         store = CheckpointStore(Path(self._config.checkpoint.dir))
-        await lineage.check(next(store.newest_first(), None))
+        await lineage.check(store)
         writer = await actors.spawn(lambda: CheckpointWriter(store), name="checkpoints")
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))

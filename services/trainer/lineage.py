@@ -30,7 +30,7 @@ from forge.runtime.coordination import Coordinator, Leadership, Registration
 from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
-from services.trainer.checkpoint.store import Checkpoint, fingerprint_of
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, fingerprint_of
 from services.trainer.weight_publisher import Superseded
 
 ELECTION = f"trainer/{DEFAULT_POLICY}"
@@ -83,7 +83,7 @@ class Lineage:
         self._start_over = start_over
         self._ttl_s = ttl_s
         self._leadership: Leadership | None = None
-        self._began_fence = 0
+        self.began_fence = 0
         """Fence of the record that this process wrote last."""
         self.name = ""
         """Id of the lineage, from `begin` on."""
@@ -142,7 +142,7 @@ class Lineage:
                 return
             self._leadership = campaign.result()
             record, _ = await self._read_patiently()
-            if record is not None and record.fence > self._began_fence:
+            if record is not None and record.fence > self.began_fence:
                 return
             log.info("leads_again", fence=self._leadership.fence)
 
@@ -151,11 +151,22 @@ class Lineage:
         if self._leadership is not None:
             await self._leadership.resign()
 
-    async def check(self, checkpoint: Checkpoint | None) -> None:
-        """Raises `ConfigError` if `checkpoint`, the newest here, does not continue the lineage."""
+    async def check(self, store: CheckpointStore) -> None:
+        """Raises `ConfigError` if the newest checkpoint here does not continue the lineage.
+
+        In a shared directory a former trainer may have finished one of a later step after the
+        record's trainer had begun, which has not continued from it: it is set aside.
+        """
         record, _ = await self._read()
-        if record is not None:
-            self._refuse_other(record, checkpoint)
+        if record is None:
+            return
+        for checkpoint in store.newest_first():
+            if not _is_former(checkpoint, record):
+                self._refuse_other(record, checkpoint)
+                return
+            log.warning("former_checkpoint", step=checkpoint.step, fence=checkpoint.fence)
+            store.set_aside(checkpoint)
+        self._refuse_other(record, None)
 
     async def begin(
         self, checkpoint: Checkpoint | None, trained_groups: Callable[[], Awaitable[int]]
@@ -236,7 +247,7 @@ class Lineage:
             await self._coordinator.compare_and_swap(RECORD_KEY, value, expected_revision=revision)
         except StaleFence as error:
             raise Unavailable("the lineage has changed meanwhile: read it again") from error
-        self._began_fence = fence
+        self.began_fence = fence
 
     def _refuse_other(self, record: LineageRecord, checkpoint: Checkpoint | None) -> None:
         ends = record.lineage == self._start_over
@@ -277,6 +288,15 @@ class Lineage:
                 "has their checkpoint: set checkpoint.dir to its directory, or train from the "
                 f"starting weights with --start-over={UNKNOWN}"
             )
+
+
+def _is_former(checkpoint: Checkpoint, record: LineageRecord) -> bool:
+    return (
+        checkpoint.lineage == record.lineage
+        and checkpoint.step > record.step
+        and checkpoint.fence is not None
+        and checkpoint.fence < record.fence
+    )
 
 
 def _new(checkpoint: Checkpoint | None) -> LineageRecord:

@@ -160,6 +160,25 @@ async def test_another_checkpoint_of_the_same_step_is_refused(hosts: TwoHosts) -
     assert code == 2 and "another checkpoint of step 1" in stderr
 
 
+async def test_a_former_trainers_late_checkpoint_is_set_aside(hosts: TwoHosts) -> None:
+    """The first trainer loses its lease, and finishes the checkpoint of step 2 in the shared
+    directory after the second one has continued from step 1."""
+    await hosts.trained_by_first()
+    hosts.first.kill()
+    hosts.second.checkpoints.symlink_to(hosts.first.checkpoints)
+    hosts.second.start(**SETTINGS)
+    await until(lambda: hosts.second.logged("rewound") or None)
+    hosts.second.kill()
+    late = hosts.first.checkpoints / "step-00000002"
+    shutil.copytree(hosts.first.checkpoints / "step-00000001", late)
+    state = json.loads((late / "state.json").read_text())
+    (late / "state.json").write_text(json.dumps(state | {"step": 2}))
+    hosts.second.start(**SETTINGS)
+    await until(lambda: len(hosts.second.logged("rewound")) == 2 or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 1
+    assert not late.exists()
+
+
 @needs_namespaces
 async def test_a_shared_directory_moves_the_run_to_another_host(hosts: TwoHosts) -> None:
     """Two hosts mount one directory at different paths: the second trainer continues from the

@@ -28,6 +28,7 @@ class Write:
     weight_version: int
     history: History
     lineage: str
+    fence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class CheckpointWriter(ThreadActor):
                     weight_version=message.weight_version,
                     history=message.history,
                     lineage=message.lineage,
+                    fence=message.fence,
                 )
             case Flush():
                 return self._store.oldest_step()

@@ -307,6 +307,7 @@ class Training(Actor):
             weight_version=self._record.weight_version,
             history=self._record.history,
             lineage=self._lineage.name,
+            fence=self._lineage.began_fence,
         )
         self._saving = asyncio.create_task(self._written(write))
         # A caller that does not wait for the task finds its error in the log.

@@ -48,6 +48,8 @@ class Checkpoint:
     weight_version: int
     """Newest published version when the state was captured."""
     lineage: str = UNNAMED
+    fence: int | None = None
+    """Of the trainer that wrote it; None from an earlier release."""
     fingerprint: str = ""
     """Equal for copies, and only for them."""
     history: list[Entry]
@@ -86,6 +88,7 @@ class CheckpointStore:
         weight_version: int,
         history: History,
         lineage: str = UNNAMED,
+        fence: int | None = None,
     ) -> Path:
         """Call `write` to fill a directory, which becomes the checkpoint of `step`.
 
@@ -117,6 +120,7 @@ class CheckpointStore:
                 "step": step,
                 "weight_version": weight_version,
                 "lineage": lineage,
+                "fence": fence,
                 "files": files,
             }
             (unfinished / STATE_FILE).write_text(json.dumps(state))
@@ -211,6 +215,7 @@ def _read(path: Path) -> Checkpoint:
             step=state["step"],
             weight_version=state["weight_version"],
             lineage=state.get("lineage", UNNAMED),
+            fence=state.get("fence"),
             fingerprint=fingerprint_of(path),
             history=[from_json(fields) for fields in _history(path, state)],
         )

@@ -170,7 +170,7 @@ class FakePublisher:
 
 class FakeLineage:
     name = "lineage"
-    fence = 1
+    fence = began_fence = 1
 
     async def begin(self, checkpoint: Checkpoint | None, trained_groups: Any) -> int:
         return checkpoint.weight_version if checkpoint else 0
