@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from pathlib import Path
 from typing import Any
 
 from forge.agents.plugins import load_attribute
@@ -20,8 +19,9 @@ from forge.cli.outages import Outages
 from forge.cli.submission import Submission
 from forge.client.operator import Operator, batches
 from forge.client.task_files import read_tasks
-from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument, raise_all
 from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
+from forge.runtime.process.host_check import failures
 from forge.v1 import common_pb2, scheduler_pb2
 
 CANDIDATES = 4096
@@ -93,15 +93,13 @@ class Submitter:
     """Submits one data set to its end."""
 
     def __init__(self, submission: Submission, outages: Outages) -> None:
-        """Raises InvalidArgument, ConfigError."""
+        """Raises InvalidArgument with a line for each problem of the files and the curriculum."""
         self._outages = outages
         self._submission = submission
-        self._tasks = read_tasks(submission.file, submission.defaults)
-        if submission.held_out is not None:
-            self._check_disjoint(submission.held_out)
-        self._curriculum = load_curriculum(submission.curriculum) if submission.curriculum else None
-        task_id_of(submission.name, Place(0, len(self._tasks)))
+        self._tasks: list[common_pb2.Task] = []
+        self._curriculum: Curriculum | None = None
         self.counts = Counts()
+        raise_all(failures([self._read_tasks, self._check_disjoint, self._load_curriculum]))
 
     @property
     def rows(self) -> int:
@@ -161,8 +159,20 @@ class Submitter:
             # Not the answer's count: the repetition of a call that took effect adds no task.
             self.counts.accepted += len(tasks)
 
-    def _check_disjoint(self, file: Path) -> None:
+    def _read_tasks(self) -> None:
+        submission = self._submission
+        self._tasks = read_tasks(submission.file, submission.defaults)
+        task_id_of(submission.name, Place(0, len(self._tasks)))
+
+    def _load_curriculum(self) -> None:
+        if self._submission.curriculum:
+            self._curriculum = load_curriculum(self._submission.curriculum)
+
+    def _check_disjoint(self) -> None:
         """Raises InvalidArgument with the first held-out task."""
+        file = self._submission.held_out
+        if file is None:
+            return
         tasks = read_tasks(file, self._submission.defaults)
         held_out = {_content(task): number for number, task in enumerate(tasks, 1)}
         for number, task in enumerate(self._tasks, 1):

@@ -137,8 +137,10 @@ class DataLoss(ForgeError):
 
 
 def raise_all(errors: Sequence[ForgeError]) -> None:
-    """Raises one error with a line for each different one: `Unavailable` if all are retryable,
-    otherwise `InvalidArgument`. Without errors returns."""
+    """Raises a single error itself, several as one with a line for each different one:
+    `Unavailable` if all are retryable, otherwise `InvalidArgument`. Without errors returns."""
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
         lines = dict.fromkeys(map(str, errors))
         retryable = all(error.retryable for error in errors)

@@ -109,6 +109,19 @@ async def test_curriculum_that_returns_no_positions_is_said(tmp_path: Path) -> N
         await submit(Queue(), submission)
 
 
+def test_every_problem_of_a_submission_is_a_line(tmp_path: Path) -> None:
+    """Before a connection: of both files and the curriculum."""
+    file = write(tmp_path / "t.jsonl", {"payload": 1})
+    submission = make_submission(file, held_out=tmp_path / "none", curriculum="no_module:choose")
+    with pytest.raises(InvalidArgument) as refused:
+        Submitter(submission, OUTAGES)
+    assert str(refused.value).splitlines() == [
+        f"{file}, line 1: must be a JSON object with an object `payload`",
+        f"{tmp_path}/none: No such file or directory",
+        "no_module:choose: cannot import no_module: No module named 'no_module'",
+    ]
+
+
 def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
     """Before anything is submitted, naming both lines; however the payload is written, and only in
     the domain that holds it out."""
