@@ -6,7 +6,6 @@ It has no tokens: off loopback its clients need a certificate, as those of the g
 from __future__ import annotations
 
 import socket
-import ssl
 import sys
 from socketserver import ThreadingMixIn
 from threading import Thread
@@ -22,9 +21,10 @@ from forge.runtime.tls import Tls
 
 def serve_metrics(host: str, port: int, tls: Tls) -> int:
     """Serve /metrics; return the port. Raises ConfigError, also where TLS is needed but not set."""
-    context = tls.metrics_context(host)
+    if tls.connection_context() is None:
+        tls.require_plain_allowed(host)
     try:
-        listener = _Listener(host, port, context)
+        listener = _Listener(host, port, tls)
     except OSError as error:
         raise ConfigError(
             f"metrics_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
@@ -46,7 +46,7 @@ class _Handler(WSGIRequestHandler):
 class _Listener(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, port: int, tls: Tls) -> None:
         self._tls = tls
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -54,9 +54,9 @@ class _Listener(ThreadingMixIn, WSGIServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, address = super().get_request()
-        if self._tls is not None:
+        if (context := self._tls.connection_context()) is not None:
             # The handshake is on the connection's thread: a silent client delays no other.
-            connection = self._tls.wrap_socket(
+            connection = context.wrap_socket(
                 connection, server_side=True, do_handshake_on_connect=False
             )
         return connection, address

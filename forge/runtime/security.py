@@ -75,6 +75,13 @@ class Security(Tls):
             raise ConfigError("key_file is not set: this process has a token and no key")
         return self._credential
 
+    def reload_key(self) -> bool:
+        """As `Keyring.reload`; tokens and entries of this process are signed by the new key."""
+        if isinstance(self._credential, Bearer) or not self._credential.reload():
+            return False
+        self._tokens.clear()
+        return True
+
     def token_for(self, audience: str) -> str:
         """Return the token of this process's calls to a proto service, narrowed to it.
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.file_changes import FileChanges
 from forge.runtime.private_file import write_private_file
 
 _VERSION = "v1"
@@ -91,10 +92,14 @@ def new_token_id() -> str:
 class Keyring:
     """The cluster's keys: the first signs, all verify; so a rotation needs no pause."""
 
-    def __init__(self, keys: tuple[bytes, ...]) -> None:
+    def __init__(
+        self, keys: tuple[bytes, ...], *, file: str | Path = "", changes: FileChanges | None = None
+    ) -> None:
         if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
             raise ConfigError(f"a signing key needs at least {_MIN_KEY_BYTES} bytes")
         self._keys = keys
+        self._file = file
+        self._changes = changes or FileChanges(file)
         self._verified: dict[str, Claims] = {}
 
     @classmethod
@@ -105,20 +110,18 @@ class Keyring:
     @classmethod
     def from_file(cls, path: str | Path) -> Keyring:
         """Read one key a line, at least 32 characters each; the first signs."""
-        try:
-            mode = Path(path).stat().st_mode
-            lines = Path(path).read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"key_file = {str(path)!r}: {error.strerror}") from None
-        if mode & 0o007:
-            raise ConfigError(f"key_file = {str(path)!r} is open to every user: chmod o= {path}")
-        keys = tuple(line.strip() for line in lines if line.strip())
-        if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
-            raise ConfigError(
-                f"key_file = {str(path)!r}: each line must be a key of at least "
-                f"{_MIN_KEY_BYTES} characters"
-            )
-        return cls(keys)
+        # The changes first: one during the read is then seen.
+        changes = FileChanges(path)
+        return cls(_read_keys(path), file=path, changes=changes)
+
+    def reload(self) -> bool:
+        """Read a changed file; return whether it changed. Raises ConfigError, once for each change,
+        for an invalid file; the keys before stay in use."""
+        if not self._changes.settled():
+            return False
+        self._keys = _read_keys(self._file)
+        self._verified.clear()
+        return True
 
     @classmethod
     def generate(cls, path: str | Path) -> Keyring:
@@ -207,6 +210,23 @@ class Keyring:
             for narrowing in narrowings:
                 mac = _mac(mac, narrowing)
             yield mac
+
+
+def _read_keys(path: str | Path) -> tuple[bytes, ...]:
+    try:
+        mode = Path(path).stat().st_mode
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"key_file = {str(path)!r}: {error.strerror}") from None
+    if mode & 0o007:
+        raise ConfigError(f"key_file = {str(path)!r} is open to every user: chmod o= {path}")
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
+        raise ConfigError(
+            f"key_file = {str(path)!r}: each line must be a key of at least "
+            f"{_MIN_KEY_BYTES} characters"
+        )
+    return keys
 
 
 def audience_of(method: str) -> str:

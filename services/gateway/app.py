@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,19 +139,10 @@ class GatewayApp:
             model_names=frozenset({turns.model.name, *config.model.aliases}),
         )
         self._http = HttpServer(edge, max_body_bytes=int(config.http.max_body_mib * (1 << 20)))
-        port = await self._http.start(config.host, config.http.port, _tls(config))
+        port = await self._http.start(config.host, config.http.port)
         self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
 
     async def _sweep(self, idle_s: float) -> None:
         while True:
             await asyncio.sleep(max(1.0, idle_s / 10))
             await self._sessions.evict_idle()
-
-
-def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
-    """Returns the TLS context with gRPC's certificate; agents send tokens, no certificates."""
-    if not config.tls_cert:
-        return None
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(config.tls_cert, config.tls_key)
-    return tls

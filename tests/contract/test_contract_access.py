@@ -272,7 +272,7 @@ async def test_every_route_accepts_the_credentials_of_its_row() -> None:
         model_names=frozenset({"m"}),
     )
     server = HttpServer(edge, max_body_bytes=1 << 20)
-    port = await server.start("127.0.0.1", 0, None)
+    port = await server.start("127.0.0.1", 0)
     app = server._application(1 << 20)
     rows: dict[str, set[str]] = {}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:

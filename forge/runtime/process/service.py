@@ -40,6 +40,7 @@ from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.metrics_listener import serve_metrics
 from forge.runtime.process.agreement import Agreement
 from forge.runtime.process.clock_watch import ClockWatch
+from forge.runtime.process.credential_reload import reload_credentials
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -273,7 +274,7 @@ class _Process:
         channels = Channels(security)
         undo.push_async_callback(channels.close)
         await self._follow_revocations(coordinator, security, undo)
-        return ServiceContext(
+        context = ServiceContext(
             config=config,
             security=security,
             coordinator=coordinator,
@@ -286,19 +287,17 @@ class _Process:
             stand_by=lambda: self._systemd.notify("READY=1"),
             fail=self._fail,
         )
+        # Others verify the entry of this process: a new key signs it again.
+        reload = reload_credentials(security, on_key=context.announce, on_tls=channels.renew)
+        _keep_running(reload, undo, name="credentials")
+        return context
 
     async def _follow_revocations(
         self, coordinator: Coordinator, security: Security, undo: AsyncExitStack
     ) -> None:
         # Before the server listens: a revoked token is never accepted.
         await read_revocations(coordinator, security)
-        follow = asyncio.create_task(follow_revocations(coordinator, security), name="revocations")
-
-        async def end() -> None:
-            follow.cancel()
-            await asyncio.wait({follow})
-
-        undo.push_async_callback(end)
+        _keep_running(follow_revocations(coordinator, security), undo, name="revocations")
 
     async def _enter(self, address: str) -> None:
         """Answer SERVING, then register: every registered instance serves."""
@@ -350,3 +349,13 @@ class _Process:
         except (TimeoutError, ForgeError) as error:
             log.warning("drain_cut_short", at_most_s=drain_s, error=repr(error))
         await self._context.server.stop(grace_s=max(0.0, deadline_s - time.monotonic()))
+
+
+def _keep_running(work: Coroutine[Any, Any, None], undo: AsyncExitStack, *, name: str) -> None:
+    task = asyncio.create_task(work, name=name)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait({task})
+
+    undo.push_async_callback(end)

@@ -6,12 +6,12 @@ loopback interface.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from forge.runtime.renewable_channel import RenewableChannel
 from forge.runtime.security import Security
 from forge.runtime.tokens import audience_of
 
@@ -51,7 +51,7 @@ class Channels:
 
     def __init__(self, security: Security) -> None:
         self._security = security
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, _AuthorizedChannel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to "host:port". Its calls carry this process's token unless
@@ -59,15 +59,14 @@ class Channels:
         """
         channel = self._channels.get(address)
         if channel is None:
-            credentials = self._security.channel_credentials(address)
-            inner = (
-                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-                if credentials is None
-                else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-            )
-            channel = _AuthorizedChannel(inner, self._security)
+            channel = _AuthorizedChannel(address, self._security)
             self._channels[address] = channel
         return channel
+
+    def renew(self) -> None:
+        """Use the present certificate files in later calls."""
+        for channel in self._channels.values():
+            channel.renew()
 
     async def close(self) -> None:
         """Close all channels."""
@@ -76,15 +75,25 @@ class Channels:
             await channel.close()
 
 
-class _AuthorizedChannel(grpc.aio.Channel):
+def open_channel(address: str, security: Security) -> grpc.aio.Channel:
+    """Open a channel; each call passes its own token. Raises ConfigError as `Channels.get`."""
+    credentials = security.channel_credentials(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+class _AuthorizedChannel(RenewableChannel):
     """A channel that adds a token to every call."""
 
-    def __init__(self, inner: grpc.aio.Channel, security: Security) -> None:
-        self._inner = inner
+    def __init__(self, address: str, security: Security) -> None:
+        super().__init__(lambda: open_channel(address, security))
         self._security = security
 
-    def _authorized(self, method: str, call: Callable[..., Any]) -> Any:
+    def multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class, with the token."""
         security, audience = self._security, audience_of(method)
+        call = super().multicallable(kind, method, *args, **kwargs)
 
         def invoke(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
             pairs = tuple(metadata) if metadata is not None else ()
@@ -93,33 +102,3 @@ class _AuthorizedChannel(grpc.aio.Channel):
             return call(request, metadata=pairs, **options)
 
         return invoke
-
-    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(method, self._inner.unary_unary(method, *args, **kwargs))
-
-    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(method, self._inner.unary_stream(method, *args, **kwargs))
-
-    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(method, self._inner.stream_unary(method, *args, **kwargs))
-
-    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._authorized(method, self._inner.stream_stream(method, *args, **kwargs))
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._inner.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
-
-    async def __aenter__(self) -> _AuthorizedChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()

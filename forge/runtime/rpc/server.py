@@ -58,6 +58,7 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         self._health_updates: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
+        self._credentials: grpc.ServerCredentials | None = None
 
     def add_service(
         self,
@@ -106,7 +107,8 @@ class RpcServer:
         except RuntimeError:
             raise self._port_taken("it cannot be bound") from None
         await server.start()
-        self._server = server
+        # The credentials too: gRPC calls them at each handshake.
+        self._server, self._credentials = server, credentials
         return f"{self._host}:{port}"
 
     def set_serving(self, serving: bool) -> None:

@@ -7,7 +7,6 @@ URL.
 
 from __future__ import annotations
 
-import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -47,10 +46,9 @@ class HttpServer:
             self._application(max_body_bytes), access_log=None, handler_cancellation=True
         )
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises `ConfigError` if the port is in use."""
-        if tls is None:
-            self._edge.security.require_plain_allowed(host)
+        tls = self._edge.security.http_context(host)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, ssl_context=tls, shutdown_timeout=1.0)
         try:

@@ -1,0 +1,84 @@
+"""A channel whose connection can be replaced, e.g. for new certificates, under its stubs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+_DRAIN_S = 1e8
+"""Without end: calls end by their own deadlines, and gRPC would cancel a stream."""
+
+
+class RenewableChannel(grpc.aio.Channel):
+    """Opens an inner channel; `renew` opens another for all later calls."""
+
+    def __init__(self, open_inner: Callable[[], grpc.aio.Channel]) -> None:
+        self._open_inner = open_inner
+        self._inner = open_inner()
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def renew(self) -> None:
+        """Replace the inner channel; calls in flight end on the old one."""
+        retired, self._inner = self._inner, self._open_inner()
+        drain = asyncio.create_task(retired.close(grace=_DRAIN_S))
+        self._retired[drain] = retired
+        drain.add_done_callback(self._retired.pop)
+
+    def multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a method of `kind`, e.g. unary_unary, on the inner channel of each call's time."""
+        inner = self._inner
+        call = getattr(inner, kind)(method, *args, **kwargs)
+
+        def invoke(*request: Any, **options: Any) -> Any:
+            nonlocal inner, call
+            if inner is not self._inner:
+                inner = self._inner
+                call = getattr(inner, kind)(method, *args, **kwargs)
+            return call(*request, **options)
+
+        return invoke
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `grpc.aio.Channel`."""
+        return self.multicallable("unary_unary", method, *args, **kwargs)
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `grpc.aio.Channel`."""
+        return self.multicallable("unary_stream", method, *args, **kwargs)
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `grpc.aio.Channel`."""
+        return self.multicallable("stream_unary", method, *args, **kwargs)
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `grpc.aio.Channel`."""
+        return self.multicallable("stream_stream", method, *args, **kwargs)
+
+    async def close(self, grace: float | None = None) -> None:
+        """As `grpc.aio.Channel`."""
+        for drain, retired in list(self._retired.items()):
+            drain.cancel()
+            await retired.close()
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As `grpc.aio.Channel`."""
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As `grpc.aio.Channel`."""
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As `grpc.aio.Channel`."""
+        await self._inner.channel_ready()
+
+    async def __aenter__(self) -> RenewableChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
