@@ -32,7 +32,7 @@ def _changed(files: str, reload: Callable[[], bool]) -> bool:
     try:
         changed = reload()
     except ConfigError as error:
-        log.error("credentials_not_reloaded", files=files, error=str(error))
+        log.warning("credentials_not_reloaded", files=files, error=str(error))
         return False
     if changed:
         log.info("credentials_reloaded", files=files)
