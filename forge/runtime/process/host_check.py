@@ -56,7 +56,6 @@ def _check_security(config: ServiceConfig) -> None:
         insecure=config.insecure,
     )
     tls.server_credentials(config.host)
-    tls.metrics_context(config.host)
     tls.etcd_credentials(config.etcd)
 
 
