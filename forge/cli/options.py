@@ -30,7 +30,7 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemOptions:
-    """Name a running system."""
+    """Name a running system. The variables are those of the services' settings."""
 
     run_dir: Annotated[
         Path | None,
@@ -38,31 +38,62 @@ class SystemOptions:
     ] = None
     root: Root = Path(".forge")
     etcd: Annotated[
-        str, typer.Option(help="host:port[,host:port]: etcd of a system that is not a run.")
+        str,
+        typer.Option(
+            envvar="FORGE_ETCD", help="host:port[,host:port]: etcd of a system that is not a run."
+        ),
     ] = ""
-    cluster: Annotated[str, typer.Option(help="With --etcd: name of the cluster.")] = "default"
+    cluster: Annotated[
+        str, typer.Option(envvar="FORGE_CLUSTER", help="With --etcd: name of the cluster.")
+    ] = "default"
     key_file: Annotated[
-        Path | None, typer.Option(help="With --etcd: file with the cluster's key.")
+        Path | None,
+        typer.Option(envvar="FORGE_KEY_FILE", help="With --etcd: file with the cluster's key."),
     ] = None
     token_file: Annotated[
-        str, typer.Option(help="File with an issued token, in place of the key; or FORGE_TOKEN.")
+        str,
+        typer.Option(
+            envvar="FORGE_TOKEN_FILE",
+            help="File with an issued token, in place of the key; or FORGE_TOKEN.",
+        ),
     ] = ""
     tls_ca: Annotated[
-        str, typer.Option(help="With --etcd: PEM certificates that verify its hosts.")
+        str,
+        typer.Option(
+            envvar="FORGE_TLS_CA", help="With --etcd: PEM certificates that verify its hosts."
+        ),
     ] = ""
-    tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = ""
-    tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = ""
+    tls_cert: Annotated[
+        str, typer.Option(envvar="FORGE_TLS_CERT", help="PEM certificate chain of this host.")
+    ] = ""
+    tls_key: Annotated[
+        str, typer.Option(envvar="FORGE_TLS_KEY", help="PEM private key of --tls-cert.")
+    ] = ""
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plain TCP beyond the loopback interface.")
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="FORGE_INSECURE",
+            help="Allow plain TCP beyond the loopback interface.",
+        ),
     ] = False
     accept_unsigned: Annotated[
         bool,
-        typer.Option("--accept-unsigned", help="Show services of a release without signatures."),
+        typer.Option(
+            "--accept-unsigned",
+            envvar="FORGE_ACCEPT_UNSIGNED",
+            help="Show services of a release without signatures.",
+        ),
     ] = False
     etcd_user: Annotated[
-        str, typer.Option(help="With --etcd: user in etcd. Default: <cluster>.operator.")
+        str,
+        typer.Option(
+            envvar="FORGE_ETCD_USER", help="With --etcd: user in etcd. Default: <cluster>.operator."
+        ),
     ] = ""
-    etcd_password_file: Annotated[str, typer.Option(help="File with its password.")] = ""
+    etcd_password_file: Annotated[
+        str, typer.Option(envvar="FORGE_ETCD_PASSWORD_FILE", help="File with its password.")
+    ] = ""
 
     @property
     def named(self) -> bool:
@@ -71,7 +102,7 @@ class SystemOptions:
 
     def resolved(self) -> Connection:
         """Returns the connection. Raises `InvalidArgument`."""
-        if not self.etcd:
+        if self.run_dir or not self.etcd:
             return newest_run(self.root) if self.run_dir is None else of_run(self.run_dir)
         bearer = None if self.key_file else bearer_of(self.token_file)
         if self.key_file is None and bearer is None:

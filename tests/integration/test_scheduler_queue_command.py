@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
+from forge.cli.command_exit import INTERRUPTED
 from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, ids_of, make_task
+
+FEED = Path(__file__).parents[2] / "deploy" / "systemd" / "forge-feed@.service"
 
 
 class Operator:
@@ -112,6 +118,69 @@ async def test_submission_of_refused_tasks_submits_the_others(
         "sums.e0.r0",
         "sums.e0.r2",
     }
+
+
+async def test_the_unit_of_a_feed_keeps_the_queue_filled(
+    forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """Its command, with an operator's token and systemd's socket: ready without a scheduler, beats,
+    epochs without end up to the depth, an orderly end by SIGTERM, and the same place afterwards."""
+    at = ["--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key")]
+    issue = [sys.executable, "-m", "forge.cli.main", "token", "issue", "operator", *at]
+    issue += ["--subject", "feed", "--out", str(tmp_path / "token")]
+    assert await (await asyncio.create_subprocess_exec(*issue)).wait() == 0
+    write_tasks(tmp_path / "sums.jsonl", 1, 1)
+    (start,) = re.findall(r"^ExecStart=\S+/forge (.+)$", FEED.read_text(), re.M)
+    start = start.replace("/var/lib/forge/feed/%i", str(tmp_path / "sums"))
+    words = start.replace("%d", str(tmp_path)).replace("$FORGE_FEED", "--domain code --queued 5")
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    said = set[bytes]()
+    asyncio.get_running_loop().add_reader(
+        systemd, lambda: said.add(systemd.recv(1000).split(b":")[0])
+    )
+    environ = os.environ | {
+        "FORGE_ETCD": etcd.endpoint,
+        "FORGE_CLUSTER": cluster,
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+        "WATCHDOG_USEC": "300000",
+    }
+
+    async def fed() -> Process:
+        argv = [sys.executable, "-m", "forge.cli.main", *words.split()]
+        return await asyncio.create_subprocess_exec(*argv, stdout=PIPE, env=environ)
+
+    async def queued(groups: int) -> None:
+        async def are_queued() -> bool:
+            return (await forge.status()).queued == groups
+
+        await until(are_queued)
+
+    feed = await fed()
+    await line_with(feed, "scheduler unreachable, waiting")
+    await until(
+        lambda: said == {b"READY=1", b"WATCHDOG=1", b"STATUS=scheduler unreachable, waiting"}
+    )
+    forge.start_scheduler()
+    await queued(5)
+    await forge.complete(1)
+    await queued(5)
+    feed.send_signal(signal.SIGTERM)
+    summary, _ = await feed.communicate()
+    assert feed.returncode == INTERRUPTED
+    # SIGTERM may come before the answer of the last call.
+    assert re.search(r"^sums: [56] new, 0 already queued", summary.decode(), re.M)
+    feed = await fed()
+    await line_with(feed, "sums: 6 tasks were submitted before: 5 queued, 1 complete")
+    await forge.complete(1)
+    await queued(5)
+    feed.send_signal(signal.SIGTERM)
+    assert await feed.wait() == INTERRUPTED
+    ids = [group.group.task.task_id for group in await forge.groups("sums")]
+    assert sorted(ids)[:6] == [f"sums.e{n // 2}.r{n % 2}" for n in range(6)]
+    assert len(ids) == 7 and max(ids).startswith("sums.e3.")
+    asyncio.get_running_loop().remove_reader(systemd)
+    systemd.close()
 
 
 async def test_submission_ends_after_its_timeout(

@@ -105,13 +105,15 @@ def test_every_service_has_a_user_of_its_own() -> None:
         assert f"u {name} " in users, unit
 
 
-def test_only_a_unit_of_agents_has_no_key_of_the_cluster() -> None:
-    """It has a runner's token: agents run programs of other people."""
+def test_only_units_of_agents_and_feeds_have_no_key_of_the_cluster() -> None:
+    """They have tokens: agents run programs of other people, and a feed only submits."""
     for unit in SERVICES:
         text = unit.read_text()
-        agents, etcd = unit.name == "forge-agents@.service", unit.name == "forge-etcd.service"
-        assert ("/etc/forge/key" in text) == (not agents and not etcd), unit
-        assert ("--token-file %d/token" in text) == agents, unit
+        name = unit.name.removesuffix(".service").removesuffix("@")
+        token, etcd = name in ("forge-agents", "forge-feed"), name == "forge-etcd"
+        assert ("/etc/forge/key" in text) == (not token and not etcd), unit
+        credential = f"LoadCredential=token:/etc/forge/{name.removeprefix('forge-')}-token\n"
+        assert (credential in text) == ("--token-file %d/token" in text) == token, unit
 
 
 def test_the_documented_files_of_tls_are_those_of_forge_certs() -> None:
@@ -174,6 +176,9 @@ def test_an_instances_environment_file_may_move_its_data(
 def test_unit_starts_a_module_that_exists(unit: Path) -> None:
     """A renamed module breaks this test before it breaks a host."""
     module = re.search(r"-m (\S+)", unit.read_text())
+    command = "ExecStart=/opt/forge/.venv/bin/forge queue submit "
     assert unit.name == "forge-etcd.service" or (
-        module is not None and importlib.util.find_spec(f"{module[1]}.__main__") is not None
+        command in unit.read_text()
+        if unit.name == "forge-feed@.service"
+        else module is not None and importlib.util.find_spec(f"{module[1]}.__main__") is not None
     )
