@@ -13,6 +13,7 @@ from forge.agents.domains import Domains
 from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
+from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import CALL_S, Runner
 from forge.agents.sandbox import SANDBOX
@@ -26,6 +27,9 @@ from forge.v1 import scheduler_pb2
 
 ABANDON_SHARE = 0.3
 """Share of the drain time that is reserved to stop the rollouts that did not end."""
+
+_SECRETS = ("key_file", "token_file", "tls_key", "command_tls_key", "etcd_password_file")
+"""Settings that name files with secrets."""
 
 
 class RunnerApp:
@@ -171,6 +175,16 @@ def _make_rewards(config: RunnerConfig) -> RewardPool:
         ),
         workers=config.reward_workers,
         pass_environment=config.pass_environment,
+        sandbox=ProcessSandbox(
+            modules=[
+                entry.partition("=")[2].partition(":")[0] for entry in config.reward_functions
+            ],
+            read=config.reward_read,
+            secrets=[getattr(config, name) for name in _SECRETS],
+            network=config.reward_network,
+            tmp_bytes=config.reward_tmp_mb << 20,
+        ),
+        unsafe=config.unsafe_sandbox,
     )
 
 

@@ -75,7 +75,14 @@ class Bubblewrap:
 def find() -> Bubblewrap:
     """Raises `FailedPrecondition` with the missing package."""
     return Bubblewrap(
-        words=(_executable(), *_namespaces(), *_file_system(), "--clearenv", "--chdir", "/"),
+        words=(
+            executable(),
+            *namespaces(network=False),
+            *_file_system(),
+            "--clearenv",
+            "--chdir",
+            "/",
+        ),
         system_calls=_system_calls(),
     )
 
@@ -85,7 +92,8 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def _executable() -> str:
+def executable() -> str:
+    """Returns the path of bwrap. Raises `FailedPrecondition` without one."""
     if installed := shutil.which("bwrap"):
         return installed
     # The wheel of the extra "agents", for hosts without the Debian package.
@@ -96,13 +104,10 @@ def _executable() -> str:
     raise FailedPrecondition("there is no bwrap")
 
 
-def _namespaces() -> tuple[str, ...]:
-    words: tuple[str, ...] = (
-        "--die-with-parent",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-    )
+def namespaces(*, network: bool) -> tuple[str, ...]:
+    """Returns the words for new namespaces and no capabilities; `network`: share the host's."""
+    words: tuple[str, ...] = ("--die-with-parent", "--unshare-pid", "--unshare-ipc")
+    words += () if network else ("--unshare-net",)
     words += ("--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL")
     if os.getuid():
         return (
@@ -114,7 +119,7 @@ def _namespaces() -> tuple[str, ...]:
             str(UNPRIVILEGED_ID),
         )
     # In a user namespace made by root, the unprivileged user would be root outside of it. Therefore
-    # the sandbox starts as root, and its prelude drops root before it reads the model's program.
+    # the sandbox starts as root, and its process drops root before it runs untrusted code.
     return (*words, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 
 

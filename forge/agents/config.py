@@ -61,8 +61,8 @@ class RunnerConfig(ServiceConfig):
     """Names of the runner's variables that commands and reward functions also get, e.g.
     JUDGE_API_KEY; PATH, HOME, LANG and a few others always pass."""
     unsafe_sandbox: bool = False
-    """Run programs of models (domain code) with resource limits only, on a host that cannot run
-    the sandbox; otherwise such a host refuses these tasks."""
+    """Run programs of models (domain code) and reward functions with resource limits only, on a
+    host that cannot run the sandbox; otherwise such a host refuses them."""
     scaffolds: tuple[str, ...] = ()
     """Additional scaffolds, each name=module:factory."""
     domains: tuple[str, ...] = ()
@@ -76,5 +76,12 @@ class RunnerConfig(ServiceConfig):
     a judge."""
     reward_memory_mb: Annotated[int, Meta(ge=0)] = 2048
     """Private memory of each reward process, in MiB; 0: no limit."""
+    reward_network: bool = False
+    """Let reward functions use the network, e.g. to call a judge."""
+    reward_read: tuple[str, ...] = ()
+    """Files and directories that reward functions read, besides Python, its packages and the
+    directories of their modules."""
+    reward_tmp_mb: Annotated[int, Meta(ge=1)] = 256
+    """Size of the private /tmp of each reward process, in MiB."""
     reward_processes: Annotated[int, Meta(ge=0)] = 4096
-    """Maximum processes and threads of the runner's user, with reward functions; 0: no limit."""
+    """Maximum processes and threads of the user of reward functions; 0: no limit."""

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
+from forge.agents.bubblewrap import UNPRIVILEGED_ID
 from forge.agents.child import (
     OutputTail,
     clean_environment,
@@ -34,8 +35,10 @@ from forge.agents.child import (
 )
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.own_time import OutOfTime, within
+from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.reward_worker import LENGTH_BYTES, framed
 from forge.agents.rewards import RewardTask
+from forge.agents.sandbox import REMEDY
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
 
@@ -47,6 +50,8 @@ STDERR_BYTES: Final = 8 << 10
 LAST_LINES_S: Final = 1.0
 """Time limit to read the output of a dead process: a child outside its group may keep it open."""
 LOGGED_CHARS: Final = 2000
+SIGNALLED: Final = 128
+"""bubblewrap's exit code for a process ended by a signal, less the signal's number."""
 
 _CALLS = histogram(
     "forge_runner_reward_seconds", "Time of one call of a reward function, including the wait."
@@ -109,8 +114,13 @@ class RewardPool:
         limits: RewardLimits,
         workers: int = 0,
         pass_environment: Collection[str] = (),
+        sandbox: ProcessSandbox | None = None,
+        unsafe: bool = False,
     ) -> None:
-        """`functions`: "module:function" by domain; `workers` 0 means one per core."""
+        """`functions`: "module:function" by domain; `workers` 0 means one per core; `unsafe`: run
+        without the sandbox on a host that lacks it."""
+        self._sandbox = sandbox
+        self._unsafe = unsafe
         self._pass_environment = pass_environment
         self._functions = dict(functions)
         self._limits = limits
@@ -123,7 +133,14 @@ class RewardPool:
         return frozenset(self._functions)
 
     async def check(self) -> None:
-        """Loads every function once. Raises `ConfigError` with the name of a failed one."""
+        """Loads every function once. Raises `ConfigError` with the name of a failed one, or with
+        the remedy if this host lacks the sandbox."""
+        if self._functions and self._sandbox and (problem := await self._sandbox.problem()):
+            text = f"no sandbox for reward functions: {problem}; {REMEDY}"
+            if not self._unsafe:
+                raise ConfigError(text)
+            log.warning("unsafe_sandbox", reason=text)
+            self._sandbox = None
         for reference in dict.fromkeys(self._functions.values()):
             try:
                 await self._ask(reference, {})
@@ -151,7 +168,7 @@ class RewardPool:
                     return await self._attempt(self._idle.pop(), reference, arguments)
                 except _Retryable:
                     log.info("reward_process_replaced", function=reference)
-            worker = _Worker(self._limits, self._pass_environment)
+            worker = _Worker(self._limits, self._pass_environment, self._sandbox)
             return await self._attempt(worker, reference, arguments, fresh=True)
 
     async def _attempt(
@@ -229,8 +246,14 @@ class RewardPool:
 class _Worker:
     """One worker process."""
 
-    def __init__(self, limits: RewardLimits, pass_environment: Collection[str]) -> None:
+    def __init__(
+        self,
+        limits: RewardLimits,
+        pass_environment: Collection[str],
+        sandbox: ProcessSandbox | None,
+    ) -> None:
         self.loaded: set[str] = set()
+        self._sandbox = sandbox
         self._pass_environment = pass_environment
         self._limits = limits
         self._calls = 0
@@ -275,13 +298,17 @@ class _Worker:
         self._reading.cancel()
 
     async def _start(self) -> Process:
-        limits = (self._limits.memory_bytes, self._limits.processes, os.getpid())
+        box, passed = self._sandbox, self._pass_environment
+        # The first process of the sandbox is bubblewrap's.
+        parent, user = (1, UNPRIVILEGED_ID) if box else (os.getpid(), 0)
+        numbers = (self._limits.memory_bytes, self._limits.processes, parent, user)
+        words = (sys.executable, "-m", "forge.agents.reward_worker", *map(str, numbers))
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "forge.agents.reward_worker", *map(str, limits)),
+            *(box.command(*words) if box else words),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            env=clean_environment(self._pass_environment),
+            env=box.environment(passed) if box else clean_environment(passed),
             start_new_session=True,
         )
         assert self._process.stderr
@@ -294,6 +321,8 @@ class _Worker:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), LAST_LINES_S)
         code = process.returncode
+        if self._sandbox and code is not None and code > SIGNALLED:
+            code = SIGNALLED - code
         how = "closed the pipe of its answers" if code is None else how_it_ended(code)
         await self.end()
         lines = last_lines(self.stderr, chars=200)

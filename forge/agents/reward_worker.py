@@ -41,8 +41,12 @@ ERROR_CHARS = 300
 
 def main() -> None:
     """Serves until standard input ends."""
-    memory_bytes, processes, parent = map(int, sys.argv[1:])
+    memory_bytes, processes, parent, user = map(int, sys.argv[1:])
     _contain(memory_bytes=memory_bytes, processes=processes, parent=parent)
+    if user and os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     requests, answers = _take_pipes()
     while frame := read_frame(requests):
         request = json.loads(frame)

@@ -28,7 +28,7 @@ from forge.agents.child import kill_group
 from forge.agents.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
 
-_REMEDY: Final = (
+REMEDY: Final = (
     "install bubblewrap and libseccomp2 (apt-get install bubblewrap libseccomp2) and allow user "
     "namespaces, or set unsafe_sandbox=true"
 )
@@ -144,7 +144,7 @@ class Sandbox:
                 reason = str(error)
             if reason:
                 self._wrapper = None
-            self._problem = reason and f"no sandbox for programs of models: {reason}; {_REMEDY}"
+            self._problem = reason and f"no sandbox for programs of models: {reason}; {REMEDY}"
         return self._problem
 
     async def _run(self, program: str) -> ProgramResult:

@@ -60,7 +60,7 @@ def sandbox() -> Sandbox:
 
 async def test_host_without_bubblewrap_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one line that names the package, unless the setting allows programs there."""
-    monkeypatch.setattr(bubblewrap, "_executable", lambda: "/bin/false")
+    monkeypatch.setattr(bubblewrap, "executable", lambda: "/bin/false")
     sandbox = Sandbox()
     with pytest.raises(FailedPrecondition, match=r"install bubblewrap.*unsafe_sandbox=true"):
         await sandbox.run("print(4)")

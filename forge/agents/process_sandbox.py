@@ -1,0 +1,177 @@
+"""The sandbox of a process that runs a user's code for long: a root directory of its own.
+
+Owns its file system, namespaces and user; the process sets its own limits. It has the packages of
+Python and of the system, read-only, a private /tmp, /dev/shm and /proc, and no other process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from forge.agents import bubblewrap
+from forge.agents.child import clean_environment, last_lines
+from forge.core.errors import ConfigError, FailedPrecondition
+
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SETTINGS: Final = ("alternatives", "ca-certificates", "hosts", "ld.so.cache", "localtime",
+                    "nsswitch.conf", "pki", "resolv.conf", "ssl")  # fmt: skip
+"""Entries of /etc: names, certificates and libraries, no secrets."""
+_CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSandbox:
+    """What a process in the sandbox sees."""
+
+    modules: Collection[str] = ()
+    """Modules whose directories it imports from."""
+    read: Collection[str] = ()
+    """Further files and directories, read-only."""
+    secrets: Collection[str] = ()
+    """Files that stay hidden, with their directories where no module is in them."""
+    network: bool = False
+    """Share the network of the host."""
+    tmp_bytes: int
+    """Size of /tmp, and of /dev/shm."""
+
+    async def problem(self) -> str:
+        """Returns the reason if this host cannot run the sandbox; "" if it can. Raises
+        `ConfigError` for a path of `read` that does not exist."""
+        for path in self.read:
+            if not os.path.lexists(path):
+                raise ConfigError(f"reward_read: there is no {path}")
+        try:
+            command = self.command(sys.executable, "-I", "-S", "-c", "")
+        except FailedPrecondition as error:
+            return str(error)
+        probe = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=self.environment(())
+        )
+        _, errors = await probe.communicate()
+        lines = last_lines(errors.decode(errors="replace"), chars=200)
+        return (lines[-1] if lines else "bwrap failed") if probe.returncode else ""
+
+    def environment(self, passed: Collection[str]) -> dict[str, str]:
+        """Returns the variables of the process."""
+        return clean_environment(passed) | {"HOME": "/tmp", "TMPDIR": "/tmp"}
+
+    def command(self, *words: str) -> tuple[str, ...]:
+        """Returns the command line that runs `words` in the sandbox."""
+        return (
+            bubblewrap.executable(),
+            *bubblewrap.namespaces(network=self.network),
+            *self._file_system(),
+            "--",
+            *words,
+        )
+
+    def _file_system(self) -> Iterator[str]:
+        """Later entries cover earlier ones."""
+        sources = {path for entry in self._sources() for path in _without_home(entry)}
+        environment = (Path(os.environ[name]) for name in _CERTIFICATES if os.environ.get(name))
+        python = {Path(sys.prefix), Path(sys.base_prefix), *environment}
+        chosen = {Path(path).absolute() for path in self.read}
+        etc = {Path("/etc", name) for name in _SETTINGS}
+        shown = {path for path in sources | python | etc | chosen if path.exists()}
+        for name in _SYSTEM:
+            if Path(name).is_symlink():
+                yield from ("--symlink", str(Path(name).readlink()), name)
+            elif Path(name).is_dir():
+                yield from ("--ro-bind", name, name)
+        size = str(self.tmp_bytes)
+        # Before the directories below it.
+        yield from ("--perms", "1777", "--size", size, "--tmpfs", "/tmp")
+        # bubblewrap makes the missing parents with the mode of the host's, for example 700 for
+        # /root.
+        parents = {parent for path in shown for parent in path.parents}
+        for parent in sorted(parent for parent in parents if not _is_system(parent)):
+            yield from ("--perms", "0755", "--dir", str(parent))
+        yield from ("--proc", "/proc", "--dev", "/dev")
+        yield from ("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
+        for path in sorted(path for path in shown if not _is_system(path)):
+            yield from _bind(path)
+        covers = set(self._secret_paths(shown))
+        for source in sources - python - chosen:
+            covers.update(_private_entries(source, shown))
+        yield from _cover(path for path in covers if covers.isdisjoint(path.parents))
+        directory = Path.cwd()
+        is_shown = any(directory.is_relative_to(path) for path in shown)
+        yield from ("--chdir", str(directory) if is_shown else "/")
+        yield from ("--remount-ro", "/dev", "--remount-ro", "/")
+
+    def _sources(self) -> Iterator[Path]:
+        """Directories from which the process imports."""
+        yield Path.cwd()
+        yield Path(__file__).parents[2]
+        yield from (Path(entry) for entry in sys.path if entry)
+        for name in self.modules:
+            try:
+                found = importlib.util.find_spec(name.partition(".")[0])
+            except (ImportError, ValueError):
+                continue
+            places = [*(found.submodule_search_locations or ())] if found else []
+            if found and found.origin:
+                places.append(str(Path(found.origin).parent if places else found.origin))
+            yield from (Path(place).parent for place in places if Path(place).is_absolute())
+
+    def _secret_paths(self, shown: Collection[Path]) -> Iterator[Path]:
+        for secret in self.secrets:
+            path = Path(secret).absolute()
+            for each in {path, path.resolve()}:
+                visible = any(each.is_relative_to(root) for root in shown)
+                if not (secret and visible and each.exists()):
+                    continue
+                holds_source = any(root.is_relative_to(each.parent) for root in shown)
+                yield each if holds_source else each.parent
+
+
+def _bind(path: Path) -> Iterator[str]:
+    if os.getuid() == 0 and path.is_dir() and path.stat().st_mode & 0o005 != 0o005:
+        # The user of the process cannot enter it: show its entries in a directory of the sandbox.
+        yield from ("--perms", "0755", "--dir", str(path))
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                yield from ("--symlink", str(entry.readlink()), str(entry))
+            else:
+                yield from ("--ro-bind", str(entry), str(entry))
+    else:
+        yield from ("--ro-bind", str(path), str(path))
+
+
+def _is_system(path: Path) -> bool:
+    return any(path.is_relative_to(name) for name in _SYSTEM) or path == Path("/")
+
+
+def _without_home(directory: Path) -> Iterator[Path]:
+    """Returns the directory; of the home directory, and those above it, only Python modules."""
+    path = directory.absolute()
+    if not Path.home().is_relative_to(path):
+        yield path
+    elif path.is_dir() and path != Path("/"):
+        for entry in path.iterdir():
+            if entry.suffix == ".py" or (entry / "__init__.py").is_file():
+                yield entry
+
+
+def _private_entries(directory: Path, shown: Collection[Path]) -> Iterator[Path]:
+    """Returns `.forge`, `.git`, `.env` and the like, except a virtual environment."""
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        needed = any(path.is_relative_to(entry) for path in shown)
+        if entry.name[0] == "." and not needed and not entry.is_symlink():
+            yield entry
+
+
+def _cover(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        if path.is_dir():
+            yield from ("--perms", "0755", "--tmpfs", str(path), "--remount-ro", str(path))
+        else:
+            yield from ("--ro-bind", "/dev/null", str(path))
