@@ -12,7 +12,7 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,14 @@ class ProcessSandbox:
     """Share the network of the host."""
     tmp_bytes: int
     """Size of /tmp, and of /dev/shm."""
+    proc: bool = True
+    """Mount a private /proc."""
+
+    async def fitted(self) -> ProcessSandbox:
+        """Returns the sandbox without /proc, if this host permits no mount of it: in a container or
+        unit that masks parts of its own /proc, the kernel refuses plain users a new one."""
+        without = replace(self, proc=False)
+        return without if await self.problem() and not await without.problem() else self
 
     async def problem(self) -> str:
         """Returns the reason if this host cannot run the sandbox; "" if it can. Raises
@@ -94,7 +102,7 @@ class ProcessSandbox:
         parents = {parent for path in shown for parent in path.parents}
         for parent in sorted(parent for parent in parents if not _is_system(parent)):
             yield from ("--perms", "0755", "--dir", str(parent))
-        yield from ("--proc", "/proc", "--dev", "/dev")
+        yield from (*(("--proc", "/proc") if self.proc else ()), "--dev", "/dev")
         yield from ("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
         for path in sorted(path for path in shown if not _is_system(path)):
             yield from _bind(path)

@@ -135,6 +135,8 @@ class RewardPool:
     async def check(self) -> None:
         """Loads every function once. Raises `ConfigError` with the name of a failed one, or with
         the remedy if this host lacks the sandbox."""
+        if self._functions and self._sandbox:
+            self._sandbox = await self._sandbox.fitted()
         if self._functions and self._sandbox and (problem := await self._sandbox.problem()):
             text = f"no sandbox for reward functions: {problem}; {REMEDY}"
             if not self._unsafe:

@@ -272,6 +272,8 @@ async def test_host_without_bubblewrap_refuses(
     await allowed.close()
 
 
+MASKED_PROC = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&"
+"""As ProtectKernelTunables= of the runner's unit."""
 ATTACKS = """
 import asyncio, os, sys
 from tests.integration.test_reward_escapes import Rewards, make_pool
@@ -285,8 +287,10 @@ asyncio.run(main())
 """
 
 
-def test_a_plain_user_has_the_same_walls(modules: Path) -> None:
-    """A runner without privileges: its user reads nothing of its own, and signals nothing."""
+@pytest.mark.parametrize("masked", [False, True], ids=["plain /proc", "masked /proc"])
+def test_a_plain_user_has_the_same_walls(modules: Path, masked: bool) -> None:
+    """A runner without privileges: its user reads nothing of its own, and signals nothing. Where
+    systemd or a container masks parts of /proc, the kernel refuses a new one: there is none."""
     if os.getuid():
         pytest.skip("every test of this file has a plain user")
     for path in (modules, *modules.rglob("*")):
@@ -296,7 +300,8 @@ def test_a_plain_user_has_the_same_walls(modules: Path) -> None:
         (modules / shown).mkdir()
     interpreter = modules / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
     packages = str(Path(psutil.__file__).parents[1])
-    words = ["unshare", "--mount", "sh", "-c", AS_PLAIN_USER, str(modules), sys.base_prefix]
+    words = ["unshare", "--mount", "sh", "-c", MASKED_PROC * masked + AS_PLAIN_USER]
+    words += [str(modules), sys.base_prefix]
     words += [str(REPOSITORY), packages, str(interpreter)]
     search = os.pathsep.join(str(modules / name) for name in ("", "packages", "forge"))
     environment = os.environ | {"PYTHONPATH": search, "HOME": "/nonexistent"}
