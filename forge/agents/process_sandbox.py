@@ -88,7 +88,11 @@ class ProcessSandbox:
         python = {Path(sys.prefix), Path(sys.base_prefix), *environment}
         chosen = {Path(path).absolute() for path in self.read}
         etc = {Path("/etc", name) for name in _SETTINGS}
-        shown = {path for path in sources | python | etc | chosen if path.exists()}
+        named = {path for path in sources | python | etc | chosen if path.exists()}
+        # bubblewrap mounts nothing over a link: real paths are mounted, and links made to them.
+        shown = {path.resolve() for path in named}
+        links = {path for path in named - shown if not _is_within(path, (*shown, *_SYSTEM))}
+        kept = {path.resolve() for path in python | chosen}
         for name in _SYSTEM:
             if Path(name).is_symlink():
                 yield from ("--symlink", str(Path(name).readlink()), name)
@@ -99,20 +103,21 @@ class ProcessSandbox:
         yield from ("--perms", "1777", "--size", size, "--tmpfs", "/tmp")
         # bubblewrap makes the missing parents with the mode of the host's, for example 700 for
         # /root.
-        parents = {parent for path in shown for parent in path.parents}
+        parents = {parent for path in shown | links for parent in path.parents}
         for parent in sorted(parent for parent in parents if not _is_system(parent)):
             yield from ("--perms", "0755", "--dir", str(parent))
         yield from (*(("--proc", "/proc") if self.proc else ()), "--dev", "/dev")
         yield from ("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
         for path in sorted(path for path in shown if not _is_system(path)):
             yield from _bind(path)
+        for path in links:
+            yield from ("--symlink", str(path.resolve()), str(path))
         covers = set(self._secret_paths(shown))
-        for source in sources - python - chosen:
+        for source in sources & shown - kept:
             covers.update(_private_entries(source, shown))
         yield from _cover(path for path in covers if covers.isdisjoint(path.parents))
         directory = Path.cwd()
-        is_shown = any(directory.is_relative_to(path) for path in shown)
-        yield from ("--chdir", str(directory) if is_shown else "/")
+        yield from ("--chdir", str(directory) if _is_within(directory, shown) else "/")
         yield from ("--remount-ro", "/dev", "--remount-ro", "/")
 
     def _sources(self) -> Iterator[Path]:
@@ -132,13 +137,10 @@ class ProcessSandbox:
 
     def _secret_paths(self, shown: Collection[Path]) -> Iterator[Path]:
         for secret in self.secrets:
-            path = Path(secret).absolute()
-            for each in {path, path.resolve()}:
-                visible = any(each.is_relative_to(root) for root in shown)
-                if not (secret and visible and each.exists()):
-                    continue
-                holds_source = any(root.is_relative_to(each.parent) for root in shown)
-                yield each if holds_source else each.parent
+            path = Path(secret).resolve()
+            if secret and path.exists() and _is_within(path, shown):
+                holds_source = any(root.is_relative_to(path.parent) for root in shown)
+                yield path if holds_source else path.parent
 
 
 def _bind(path: Path) -> Iterator[str]:
@@ -155,13 +157,17 @@ def _bind(path: Path) -> Iterator[str]:
 
 
 def _is_system(path: Path) -> bool:
-    return any(path.is_relative_to(name) for name in _SYSTEM) or path == Path("/")
+    return _is_within(path, _SYSTEM) or path == Path("/")
+
+
+def _is_within(path: Path, roots: Iterable[str | Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)
 
 
 def _without_home(directory: Path) -> Iterator[Path]:
     """Returns the directory; of the home directory, and those above it, only Python modules."""
-    path = directory.absolute()
-    if not Path.home().is_relative_to(path):
+    path = directory.resolve()
+    if not Path.home().resolve().is_relative_to(path):
         yield path
     elif path.is_dir() and path != Path("/"):
         for entry in path.iterdir():

@@ -5,6 +5,7 @@ Each attack is an expression that a reward function of the sandbox evaluates.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -248,6 +249,29 @@ async def test_files_of_a_setting_are_readable(modules: Path) -> None:
         assert await Rewards(pool=pool).value(f"reached(open, {str(path)!r})") == answer
         assert await Rewards(pool=pool).value(f"reached(open, {str(path)!r}, 'ab')") == 0.0
         await pool.close()
+
+
+async def test_a_linked_directory_of_modules_is_shown(
+    rewards: Rewards, modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a link inside of a shown directory, as a virtual environment may be; a secret behind a
+    link stays hidden."""
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "linked_rewards.py").write_text(MODULE)
+    (modules / "linked").symlink_to(real)
+    monkeypatch.syspath_prepend(str(modules / "linked"))
+    monkeypatch.setenv("PYTHONPATH", f"{modules / 'linked'}:{os.environ['PYTHONPATH']}")
+    (real / "key").write_text(SECRET)
+    sandbox = ProcessSandbox(secrets=[str(modules / "linked" / "key")], tmp_bytes=1 << 20)
+    functions = {"grade": "linked_rewards:grade"}
+    pool = RewardPool(functions, limits=limits(), sandbox=sandbox)
+    await pool.check()
+    for directory, name in itertools.product((real, modules / "linked"), ("key", "new")):
+        path = str(directory / name)
+        mode = "rb" if name == "key" else "wb"
+        assert await Rewards(pool=pool).value(f"reached(open, {path!r}, {mode!r})") == 0.0
+    await pool.close()
 
 
 async def test_a_crash_has_its_signal(rewards: Rewards) -> None:
