@@ -9,7 +9,7 @@ ROUNDS ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-wheel coverage lint docs dist protos \
-	protos-baseline chaos crash fuzz bench bench-peers families
+	protos-baseline chaos crash fuzz audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -95,6 +95,11 @@ fuzz: setup  ## Property tests with new random examples, ROUNDS times over
 		echo "round $$round of $(ROUNDS)"; \
 		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz tests/unit || exit 1; \
 	done
+
+# --strict: a version that the advisory service does not know, or a service out of reach, is a failure.
+audit: setup  ## Known vulnerabilities of the pinned versions (asks PyPI)
+	@$(PY) -m pip install --quiet -c constraints.txt -e ".[audit]"
+	@$(PY) -m pip_audit --strict --disable-pip --no-deps --progress-spinner off -r constraints.txt
 
 bench: setup  ## What training and the services cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree
