@@ -24,7 +24,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
 from forge.runtime.tokens import Keyring
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
-from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.etcd import Certificates, EtcdServer
 from tests.support.runtime.log_lines import log_lines
 from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
@@ -190,6 +190,93 @@ async def test_a_ca_is_rotated_under_a_running_process(
     await assert_refused(address, old.security())
     with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
         await get_metrics(metrics, old)
+
+
+@pytest.fixture
+def etcd_host(tmp_path: Path, ca: Path) -> Host:
+    return Host(tmp_path / "etcd-host").issue(ca)
+
+
+@pytest_asyncio.fixture
+async def tls_etcd(tmp_path: Path, etcd_host: Host) -> AsyncIterator[EtcdServer]:
+    """It reads its certificate for each handshake, and its CA at its start."""
+    files = etcd_host.files()
+    tls = Certificates(ca=files["tls_ca"], cert=files["tls_cert"], key=files["tls_key"])
+    server = EtcdServer(tmp_path / "etcd", tls=tls)
+    await asyncio.to_thread(server.start)
+    yield server
+    await asyncio.to_thread(server.stop)
+
+
+async def coordinator(server: EtcdServer, host: Host, cluster: str) -> Coordinator:
+    security = host.security()
+    endpoint = f"https://{server.endpoint}"
+    return await Coordinator.connect(
+        endpoint,
+        cluster=cluster,
+        timeout_s=TIMEOUT_S,
+        credentials=security.etcd_credentials(endpoint),
+        signatures=security,
+    )
+
+
+async def test_a_process_stays_in_discovery_when_the_ca_of_etcd_is_rotated(
+    server_host: Host, etcd_host: Host, tls_etcd: EtcdServer, ca: Path, tmp_path: Path, cluster: str
+) -> None:
+    """etcd restarts with a certificate of the new CA alone; the process updates its entry there."""
+    echo = Echo(tmp_path, server_host, f"https://{tls_etcd.endpoint}", cluster)
+    channels: Channels | None = None
+    try:
+        address = (await echo.serving())["address"]
+        rotate(ca)
+        await echo.reloaded("tls", lambda: server_host.trust(ca))
+        await echo.reloaded("tls", lambda: server_host.issue(ca))
+        finish(ca)
+        etcd_host.issue(ca)
+        await asyncio.to_thread(tls_etcd.restart)
+        channels = Channels(server_host.security())
+        await EchoStub(channels.get(address)).Unary(b"paint:blue", timeout=TIMEOUT_S)
+        observer = await coordinator(tls_etcd, etcd_host, cluster)
+        try:
+            discovery = observer.discover("echo")
+            await until(
+                lambda: [one.metadata.get("color") for one in discovery.instances] == ["blue"]
+            )
+        finally:
+            await observer.close()
+    finally:
+        if channels is not None:
+            await channels.close()
+        echo.process.kill()
+        await asyncio.to_thread(echo.process.wait)
+
+
+async def test_an_open_watch_follows_etcd_to_the_new_ca(
+    client_host: Host, etcd_host: Host, tls_etcd: EtcdServer, ca: Path, cluster: str
+) -> None:
+    """It stays open when the credentials change, and opens again when its connection ends."""
+    observer = await coordinator(tls_etcd, client_host, cluster)
+    try:
+        discovery = observer.discover("echo")
+        rotate(ca)
+        client_host.issue(ca)
+        credentials = client_host.security().etcd_credentials(f"https://{tls_etcd.endpoint}")
+        assert credentials is not None
+        await discovery.known()
+        observer.use(credentials)
+        first = await coordinator(tls_etcd, etcd_host, cluster)
+        await first.register("echo", "echo-1", "127.0.0.1:1")
+        await until(lambda: len(discovery.instances) == 1)
+        await first.close()
+        finish(ca)
+        etcd_host.issue(ca)
+        await asyncio.to_thread(tls_etcd.restart)
+        second = await coordinator(tls_etcd, etcd_host, cluster)
+        await second.register("echo", "echo-2", "127.0.0.1:2")
+        await until(lambda: "echo-2" in [one.instance_id for one in discovery.instances])
+        await second.close()
+    finally:
+        await observer.close()
 
 
 async def test_wrong_files_keep_the_certificates_before(

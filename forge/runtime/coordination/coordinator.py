@@ -206,6 +206,10 @@ class Coordinator:
         """Yield the current value (None: absent), then each change; never misses the latest."""
         return self._etcd.follow(key)
 
+    def use(self, credentials: grpc.ChannelCredentials) -> None:
+        """Connect later calls to etcd with these; open watches stay on their connection."""
+        self._etcd.use(credentials)
+
     async def close(self) -> None:
         """Disconnect. Registrations and leadership end with their leases."""
         self._pulse.cancel()

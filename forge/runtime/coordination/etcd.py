@@ -25,6 +25,7 @@ from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
 from forge.core.errors import ConfigError, Unauthenticated, Unavailable
+from forge.runtime.renewable_channel import RenewableChannel
 from forge.runtime.telemetry import log
 
 TIMEOUT_S = 5.0
@@ -87,12 +88,35 @@ class Change:
     deleted: Sequence[str] = ()
 
 
+class EtcdChannel(RenewableChannel):
+    """A round-robin channel to the members of an etcd."""
+
+    def __init__(
+        self,
+        target: str,
+        options: Sequence[tuple[str, Any]],
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        self._target, self._options, self._credentials = target, options, credentials
+        super().__init__(self._connect)
+
+    def use(self, credentials: grpc.ChannelCredentials) -> None:
+        """Connect later calls with these."""
+        self._credentials = credentials
+        self.renew()
+
+    def _connect(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._target, options=self._options)
+        return grpc.aio.secure_channel(self._target, self._credentials, options=self._options)
+
+
 class Etcd:
     """The keys of one cluster, relative to its prefix; failures are Unavailable."""
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: EtcdChannel,
         *,
         endpoints: str,
         cluster: str,
@@ -116,6 +140,10 @@ class Etcd:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+    def use(self, credentials: grpc.ChannelCredentials) -> None:
+        """Connect later calls with these."""
+        self._channel.use(credentials)
 
     async def log_in(self) -> None:
         """Get a token for the user of this process. Raises Unavailable, and Unauthenticated for a
@@ -324,9 +352,7 @@ def _is_stale(error: EtcdError | grpc.aio.AioRpcError) -> bool:
     return any(text in _reason(error) for text in _STALE)
 
 
-async def open_channel(
-    endpoints: str, credentials: grpc.ChannelCredentials | None
-) -> grpc.aio.Channel:
+async def open_channel(endpoints: str, credentials: grpc.ChannelCredentials | None) -> EtcdChannel:
     """Open a round-robin channel to the endpoints; it reconnects within a second."""
     addresses = [address for address in map(_address, endpoints.split(",")) if address]
     if not addresses:
@@ -348,11 +374,10 @@ async def open_channel(
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_http_proxy", 0),
     ]
-    if credentials is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    # Several members have one certificate in common, or each names the first one's host too.
-    options.append(("grpc.ssl_target_name_override", addresses[0].rpartition(":")[0]))
-    return grpc.aio.secure_channel(target, credentials, options=options)
+    if credentials is not None:
+        # Several members have one certificate in common, or each names the first one's host too.
+        options.append(("grpc.ssl_target_name_override", addresses[0].rpartition(":")[0]))
+    return EtcdChannel(target, options, credentials)
 
 
 def _address(endpoint: str) -> str:

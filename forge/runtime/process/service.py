@@ -91,6 +91,12 @@ class ServiceContext:
         if self.registration is not None:
             await self.registration.update(self.metadata)
 
+    def renew(self) -> None:
+        """Connect later calls, to etcd too, with the present certificate files."""
+        self.channels.renew()
+        if (credentials := self.security.etcd_credentials(self.config.etcd)) is not None:
+            self.coordinator.use(credentials)
+
     async def announce_clock_offset(self, offset_s: float | None) -> None:
         """Announce the offset of this host's clock; None: the clock is right."""
         shown = self.metadata.get(CLOCK_OFFSET_KEY)
@@ -288,7 +294,7 @@ class _Process:
             fail=self._fail,
         )
         # Others verify the entry of this process: a new key signs it again.
-        reload = reload_credentials(security, on_key=context.announce, on_tls=channels.renew)
+        reload = reload_credentials(security, on_key=context.announce, on_tls=context.renew)
         _keep_running(reload, undo, name="credentials")
         return context
 
