@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
 
-LOOK = {
+LOOK: Any = {
     "type": "function",
     "function": {
         "name": "look",
@@ -27,7 +27,7 @@ LOOK = {
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at":"shelf"}}\n</tool_call>'
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 

@@ -16,7 +16,7 @@ from tests.support.gateway.chat_templates import make_model
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
 
 FAMILY = "qwen3"
-LOOK: dict[str, Any] = {
+LOOK: Any = {
     "name": "look",
     "description": "Look somewhere.",
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
@@ -31,7 +31,7 @@ def call(at: str) -> str:
     return f'<tool_call>\n{{"name": "look", "arguments": {{"at": "{at}"}}}}\n</tool_call>'
 
 
-def user(*content: Any) -> dict[str, Any]:
+def user(*content: Any) -> Any:
     """A text, or blocks."""
     return {"role": "user", "content": content[0] if isinstance(content[0], str) else [*content]}
 

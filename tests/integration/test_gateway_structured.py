@@ -185,7 +185,7 @@ async def test_the_likeliest_tokens_are_told_and_never_stored(
     asked: Any = {"model": "policy", "messages": ask(), "seed": 4, "max_tokens": 12}
     whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=20)
     told = whole.choices[0].logprobs
-    streamed = []
+    streamed: list[Any] = []
     stream = await client.chat.completions.create(
         **asked, logprobs=True, top_logprobs=20, stream=True
     )
@@ -222,7 +222,8 @@ async def test_the_likeliest_tokens_are_told_and_never_stored(
 async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instance) -> None:
     """Random weights call the tool with arguments of its schema, and the answer ends there."""
     client = stack.openai(gateway, stack.token("calls:0:0"))
-    for choice in ("required", {"type": "function", "function": {"name": "take"}}):
+    choices: Any = ("required", {"type": "function", "function": {"name": "take"}})
+    for choice in choices:
         completion = await client.chat.completions.create(
             model="policy",
             messages=ask(),
@@ -286,7 +287,7 @@ async def test_an_answer_survives_its_worker(
     schema = {"type": "string", "pattern": "^[ab]{400}$"}
     await inference.workers("decode", 2)
     client = stack.openai(gateway, stack.token("killed:0:0"))
-    named = {"name": "it", "schema": schema, "strict": True}
+    named: Any = {"name": "it", "schema": schema, "strict": True}
     answering = asyncio.create_task(
         client.chat.completions.create(
             model="policy",

@@ -38,11 +38,11 @@ async def test_who_is_there_is_known_before_anybody_comes(coordinator: Coordinat
     """Empty is an answer once etcd was asked, and none before."""
     await coordinator.register("pool", "pool-0", "127.0.0.1:7001")
     pools, trainers = coordinator.discover("pool"), coordinator.discover("trainer")
-    assert pools.instances == ()
+    assert not pools.instances
     await pools.known()
     await trainers.known()
     assert [pool.instance_id for pool in pools.instances] == ["pool-0"]
-    assert trainers.instances == ()
+    assert not trainers.instances
 
 
 async def test_registration_outlives_a_pause_in_its_making(

@@ -187,10 +187,11 @@ async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
     metadata = (("authorization", f"Bearer {security.token_for('PoolService')}"),)
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"
-        for call in (
+        calls: tuple[Any, ...] = (
             channel.unary_unary(put)(b"\xff\xff", timeout=30, metadata=metadata),
             gather(channel.stream_stream(append)([b"\xff"], timeout=30, metadata=metadata)),
-        ):
+        )
+        for call in calls:
             with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read") as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

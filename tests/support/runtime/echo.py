@@ -79,7 +79,7 @@ class EchoServicer:
 
 
 def add_to_server(servicer: EchoServicer, server: grpc.aio.Server) -> None:
-    handlers = {
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Unary": grpc.unary_unary_rpc_method_handler(servicer.unary),
         "UnaryStream": grpc.unary_stream_rpc_method_handler(servicer.unary_stream),
         "StreamUnary": grpc.stream_unary_rpc_method_handler(servicer.stream_unary),
@@ -99,10 +99,10 @@ class EchoStub:
     """The client's side."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.Unary = channel.unary_unary(f"/{FULL_NAME}/Unary")
-        self.UnaryStream = channel.unary_stream(f"/{FULL_NAME}/UnaryStream")
-        self.StreamUnary = channel.stream_unary(f"/{FULL_NAME}/StreamUnary")
-        self.StreamStream = channel.stream_stream(f"/{FULL_NAME}/StreamStream")
-        self.Written = channel.unary_stream(f"/{FULL_NAME}/Written")
-        self.Open = channel.unary_unary(f"/{FULL_NAME}/Open")
-        self.ForSessions = channel.unary_unary(f"/{FULL_NAME}/ForSessions")
+        self.Unary: Any = channel.unary_unary(f"/{FULL_NAME}/Unary")
+        self.UnaryStream: Any = channel.unary_stream(f"/{FULL_NAME}/UnaryStream")
+        self.StreamUnary: Any = channel.stream_unary(f"/{FULL_NAME}/StreamUnary")
+        self.StreamStream: Any = channel.stream_stream(f"/{FULL_NAME}/StreamStream")
+        self.Written: Any = channel.unary_stream(f"/{FULL_NAME}/Written")
+        self.Open: Any = channel.unary_unary(f"/{FULL_NAME}/Open")
+        self.ForSessions: Any = channel.unary_unary(f"/{FULL_NAME}/ForSessions")

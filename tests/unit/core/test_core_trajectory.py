@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,8 @@ def turn(index: int, *, parent: int = -1, prefix: int = 0, prompt=(), sampled=()
 @st.composite
 def trees(draw):
     """Turns of a random tree, with the sequences and contexts they spell, built naively."""
-    turns, contexts, sequences = [], [], []
+    sequences: list[Any] = []
+    turns, contexts = [], []
     for index in range(draw(st.integers(1, 12))):
         parent = draw(st.integers(-1, index - 1))
         shareable = sequences[parent] if parent >= 0 else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.errors import (
@@ -261,7 +263,8 @@ def test_pages_of_groups_add_up(store):
     """Paging by count or by bytes visits every group once, in order."""
     put_groups(store, *(make_group(f"t{index}", index) for index in range(10)))
     for limits in ({"limit": 3}, {"limit_bytes": 1}):
-        found, after = [], b""
+        found: list[Any] = []
+        after = b""
         while not found or after:
             page = groups_page(store, after=after, **limits)
             found += [response.group.task.task_id for response in page.groups]

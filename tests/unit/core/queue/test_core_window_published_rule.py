@@ -30,7 +30,9 @@ def test_batches_are_those_of_the_published_rule(window: int, size: int, order: 
 
 def _published(window: int, size: int, order: list[int]) -> list[list[tuple[int, ...]]]:
     """The batches after each completion, by the rule and nothing else."""
-    head, complete, used, filling = 0, set(), set(), []
+    complete: set[int] = set()
+    used: set[int] = set()
+    head, filling = 0, []
     batches: list[tuple[int, ...]] = []
     after = []
     for index in order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +35,7 @@ def test_every_epoch_has_its_own_order_and_the_seed_repeats_it() -> None:
 def test_without_shuffling_it_is_the_order_of_the_file() -> None:
     """Again in each epoch; epochs without end go on."""
     cursor = DatasetCursor(rows=2, epochs=0, seed=0, shuffle=False)
-    found = []
+    found: list[Any] = []
     for _ in range(5):
         places = cursor.waiting(1)
         found += places

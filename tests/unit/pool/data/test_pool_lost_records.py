@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -190,7 +191,8 @@ def queued(store: PoolStore) -> list[str]:
 
 
 def every_group(store: PoolStore):
-    scan, found = store.scan(), []
+    found: list[Any] = []
+    scan = store.scan()
     while (page := scan.next_page(limit=1)) is not None:
         found += page
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -109,7 +110,8 @@ async def test_search_goes_on_page_by_page(
         add_orphan(store, f"lost{number}")
     put_groups(store, make_group("kept"))
     append(store, make_turn("kept:0:0"))
-    after, found = b"", []
+    found: list[Any] = []
+    after = b""
     while True:
         page = store.orphans(after=after, limit=3)
         found += page.task_ids

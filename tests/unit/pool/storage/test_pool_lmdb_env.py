@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
-from forge.core.trajectory import parse_trajectory_id
+from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.actors.writer import Writer
@@ -314,7 +314,7 @@ def test_a_damaged_group_is_over_and_its_neighbours_are_not(open_store, tmp_path
     assert lost.task.purpose == common_pb2.PURPOSE_TRAIN and lost.pool_shard == kept.pool_shard
     assert kept.state == common_pb2.GROUP_STATE_PENDING and kept.task.payload_json == "NEEDLE1"
     assert (trained.state, trained.step) == (common_pb2.GROUP_STATE_TRAINED, 7)
-    scan = store.scan_tasks(["t0", "t1"])
+    scan = store.scan_tasks([TaskId("t0"), TaskId("t1")])
     assert [each.group.task.task_id for each in scan.next_page()] == ["t1"]
     assert scan.next_page() is None
     store.close()

@@ -92,7 +92,8 @@ def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.M
 
     def watch(*columns: Tensor, **options: Any) -> Any:
         given.extend(column.dtype for column in columns)
-        return flex_kernel(*columns, **options)
+        kernel: Any = flex_kernel
+        return kernel(*columns, **options)
 
     monkeypatch.setattr(flex, "_kernel", lambda _: watch)
     schedule = schedule_of()

@@ -44,7 +44,9 @@ def of_trl(folder: Path, *, rloo: bool = False, **options: Any) -> list[list[flo
     trainer._logs = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
     trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
     ids, texts = [[1]] * count, ["answer"] * count
-    answers = (ids, ids, texts) if rloo else (ids, ids, None, texts, None, {}, None, None)
+    answers: tuple[Any, ...] = (
+        (ids, ids, texts) if rloo else (ids, ids, None, texts, None, {}, None, None)
+    )
     trainer._generate = lambda prompts: answers
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
         torch.zeros(count, 1),

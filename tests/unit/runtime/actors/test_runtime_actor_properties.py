@@ -122,7 +122,8 @@ def test_restart_budget_never_allows_more_than_its_policy(
     """In any window of within_s there are at most max_restarts restarts, each within bounds."""
     policy = Restart(max_restarts=max_restarts, within_s=within_s, backoff_s=0.1, max_backoff_s=1.0)
     budget = RestartBudget(policy)
-    now_s, restarts = 0.0, []
+    restarts: list[Any] = []
+    now_s = 0.0
     for gap_s in crashes:
         now_s += gap_s
         delay_s = budget.backoff_s(now_s)

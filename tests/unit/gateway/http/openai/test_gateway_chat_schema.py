@@ -193,7 +193,7 @@ def test_tool_choice(choice: Any, required: str | None) -> None:
 
 def test_what_sdks_send_of_themselves_changes_nothing() -> None:
     """Nulls, bookkeeping and hints come with every SDK: the request is the same without them."""
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "hm",
         "refusal": None,

@@ -36,7 +36,7 @@ def items_of_turn(
     items: list[dict[str, Any]] = []
     if said:
         items.append({"type": "message", "role": "assistant", "content": said, **ids})
-    results = []
+    results: list[Any] = []
     for at in range(calls):
         call_id = f"call-{number}-{at}"
         call = {"type": "function_call", "call_id": call_id, "name": "look", "arguments": "{}"}
