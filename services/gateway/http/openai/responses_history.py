@@ -127,7 +127,9 @@ class _Reader:
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
         if first:
-            with suppress(InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError):
+            with suppress(
+                InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+            ):
                 return messages_of(msgspec.json.decode(array, type=list[dict[str, Any]]))
             # Only a decoding of all items gives the place of the error.
             return self(self.array, 0)[first:]

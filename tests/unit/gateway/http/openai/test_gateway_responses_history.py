@@ -141,6 +141,17 @@ def test_only_new_items_are_read() -> None:
         conversation.draft(history_of(wrong, "Brief."), ())
 
 
+def test_new_item_nested_too_deeply_is_refused() -> None:
+    """Behind a recognized prefix, too, deep nesting is an error of the input."""
+    conversation = Conversation(model=make_model("chatml"))
+    first = b'[{"role":"user","content":"One?"}'
+    answered(conversation, history_of(first + b"]", None), Message(role="assistant", content="1"))
+    deep = b"[" * 100_000 + b"]" * 100_000
+    request = b'%s,{"role":"assistant","content":"1"},{"role":"user","content":%s}]' % (first, deep)
+    with pytest.raises(InvalidArgument, match="input"):
+        conversation.draft(history_of(request, None), ())
+
+
 @pytest.mark.parametrize("given_input", [b"null", b"[]", b"3", b"[3]", b'{"a": 1}'])
 @pytest.mark.parametrize("instructions", [None, "Brief."])
 def test_what_is_no_input_is_refused(given_input: bytes, instructions: str | None) -> None:
