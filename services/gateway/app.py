@@ -137,8 +137,13 @@ class GatewayApp:
             pool=pool,
             security=self._context.security,
             model_names=frozenset({turns.model.name, *config.model.aliases}),
+            body_timeout_s=config.connections.body_timeout_s,
         )
-        self._http = HttpServer(edge, max_body_bytes=int(config.http.max_body_mib * (1 << 20)))
+        self._http = HttpServer(
+            edge,
+            max_body_bytes=int(config.http.max_body_mib * (1 << 20)),
+            connections=config.connections,
+        )
         port = await self._http.start(config.host, config.http.port)
         self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
 

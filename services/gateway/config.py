@@ -41,6 +41,20 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """The connections of the HTTP listener."""
+
+    max_connections: Annotated[int, Meta(ge=1)] = 16_384
+    """Open connections; further ones get 503."""
+    max_per_address: Annotated[int, Meta(ge=1)] = 8192
+    """Open connections of one peer address; all agents behind one proxy share its address."""
+    header_timeout_s: Annotated[float, Meta(ge=0.1)] = 30.0
+    """Longest time to receive a request header, also the first one of a connection."""
+    body_timeout_s: Annotated[float, Meta(ge=0.1)] = 120.0
+    """Longest time to receive a request body; then 408."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallSettings:
     """Model calls in flight."""
 
@@ -82,6 +96,7 @@ class GatewayConfig(ServiceConfig):
     """Deadline of one call to the pool."""
     model: ModelSettings = field(default_factory=ModelSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     calls: CallSettings = field(default_factory=CallSettings)
     sessions: SessionsSettings = field(default_factory=SessionsSettings)
 

@@ -27,6 +27,7 @@ from forge.runtime.rpc import RpcServer, current_claims
 from forge.runtime.security import Security
 from forge.runtime.tokens import Claims, Keyring
 from services.gateway import service as gateway
+from services.gateway.config import ConnectionSettings
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.inference.router.role import SCOPES as ROUTER
@@ -270,8 +271,9 @@ async def test_every_route_accepts_the_credentials_of_its_row() -> None:
         pool=SimpleNamespace(),  # type: ignore[arg-type]
         security=security(),
         model_names=frozenset({"m"}),
+        body_timeout_s=60.0,
     )
-    server = HttpServer(edge, max_body_bytes=1 << 20)
+    server = HttpServer(edge, max_body_bytes=1 << 20, connections=ConnectionSettings())
     port = await server.start("127.0.0.1", 0)
     app = server._application(1 << 20)
     rows: dict[str, set[str]] = {}

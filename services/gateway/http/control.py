@@ -58,7 +58,7 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request, scope="session|grader")
-        asked = request_body.decode(await request.read(), CloseRequest)
+        asked = request_body.decode(await edge.read_body(request), CloseRequest)
         async with edge.sessions.use_session(claims) as session:
             summary = await close_session(
                 edge.sessions,

@@ -5,6 +5,7 @@ Owns no protocol: each is a class with `add_routes` that gets an `Edge`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
 from services.gateway.errors import UnknownModel
 from services.gateway.http.errors import public_error
+from services.gateway.metrics import REFUSED
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.turns.run import Turns
@@ -49,6 +51,8 @@ class Edge:
     security: Security
     model_names: frozenset[str]
     """Names of the model that requests may use; "*": any name."""
+    body_timeout_s: float
+    """Longest time to receive a request body."""
 
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
         """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
@@ -60,6 +64,17 @@ class Edge:
             needed = scope.replace("|", " or ")
             raise PermissionDenied(f"the token of {claims.subject} is not a {needed} token")
         return claims
+
+    async def read_body(self, request: web.Request) -> bytes:
+        """Returns the body of a request. Raises `HTTPRequestTimeout` for a late one."""
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                return await request.read()
+        except TimeoutError:
+            REFUSED.labels("body_timeout").inc()
+            raise web.HTTPRequestTimeout(
+                reason=f"the request body took over {self.body_timeout_s:g} s"
+            ) from None
 
     def check_model(self, name: str) -> None:
         """Raises `UnknownModel` for a name of another model."""

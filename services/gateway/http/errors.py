@@ -25,11 +25,13 @@ _OPENAI_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {
+    408: "timeout_error",
     413: "request_too_large",
     # Anthropic's API uses 529. Clients retry both, and proxies know only 503.
     503: "overloaded_error",

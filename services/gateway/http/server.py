@@ -7,6 +7,7 @@ URL.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,9 @@ from aiohttp import web
 from forge.core.errors import ConfigError
 from forge.runtime.audit import write_audit
 from forge.runtime.telemetry import log
+from services.gateway.config import ConnectionSettings
 from services.gateway.http.anthropic.messages import AnthropicMessages
+from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
 from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response
 from services.gateway.http.errors import (
@@ -35,34 +38,47 @@ from services.gateway.metrics import REQUESTS
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PREFIXES = ("", "/s/{token}")
+LISTEN_BACKLOG = 128
 
 
 class HttpServer:
     """Serves all protocols on one port."""
 
-    def __init__(self, edge: Edge, *, max_body_bytes: int) -> None:
+    def __init__(self, edge: Edge, *, max_body_bytes: int, connections: ConnectionSettings) -> None:
         self._edge = edge
+        self._connections = Connections(connections)
         self._runner = web.AppRunner(
-            self._application(max_body_bytes), access_log=None, handler_cancellation=True
+            self._application(max_body_bytes), handler_cancellation=True, shutdown_timeout=1.0
         )
+        self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises `ConfigError` if the port is in use."""
         tls = self._edge.security.http_context(host)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=tls, shutdown_timeout=1.0)
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert server is not None, "set up before"
         try:
-            await site.start()
+            self._listener = await loop.create_server(
+                lambda: Connection(server, self._connections, loop),
+                host,
+                port,
+                ssl=tls,
+                ssl_handshake_timeout=self._connections.settings.header_timeout_s if tls else None,
+                backlog=LISTEN_BACKLOG,
+            )
         except OSError as error:
             raise ConfigError(
                 f"http.port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
                 "choose another with --http.port, or 0 for any free one"
             ) from None
-        bound: int = self._runner.addresses[0][1]
+        bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
     async def stop(self) -> None:
         """Ends all connections."""
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
     def _application(self, max_body_bytes: int) -> web.Application:
@@ -91,8 +107,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     started_s, failure = time.perf_counter(), None
     if speaks_anthropic(request):
         request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+    connection = request.protocol
+    assert isinstance(connection, Connection), "made by HttpServer"
     try:
-        response = await handler(request)
+        with connection.request():
+            response = await handler(request)
     except web.HTTPException as error:
         failure = Failure(status=error.status, message=_explain(request, error), code="http")
         response = _refusal(request, failure)

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from forge.core.conversation.messages import Message
 from forge.core.formats import TextDelta
 from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
+from services.gateway.config import ConnectionSettings
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
@@ -63,18 +63,29 @@ class AnySession:
 
 
 @asynccontextmanager
-async def served(turns: ScriptedTurns, *, max_body_bytes: int = 1 << 20) -> AsyncIterator[str]:
+async def served(
+    turns: ScriptedTurns,
+    *,
+    max_body_bytes: int = 1 << 20,
+    connections: ConnectionSettings | None = None,
+) -> AsyncIterator[str]:
     """Where it listens; any key is a session's."""
     claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
+    connections = connections or ConnectionSettings()
+    security = SimpleNamespace(verify=lambda token, service: claims, http_context=lambda host: None)
     edge = Edge(
         turns=cast(Any, turns),
         sessions=cast(Any, AnySession()),
         pool=cast(Any, None),
-        security=cast(Any, SimpleNamespace(verify=lambda token, service: claims)),
+        security=cast(Any, security),
         model_names=frozenset({turns.model.name}),
+        body_timeout_s=connections.body_timeout_s,
     )
-    server = HttpServer(edge, max_body_bytes=max_body_bytes)
+    server = HttpServer(edge, max_body_bytes=max_body_bytes, connections=connections)
     # Captured, as a traceback takes seconds to be printed well.
     with capture_logs():
-        async with TestServer(server._runner.app) as listening:
-            yield str(listening.make_url("")).rstrip("/")
+        port = await server.start("127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            await server.stop()

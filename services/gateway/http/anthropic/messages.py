@@ -56,7 +56,7 @@ class AnthropicMessages:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = decode(await request.read(), schema.MessagesRequest)
+        asked = decode(await edge.read_body(request), schema.MessagesRequest)
         sampling = schema.sampling_of(asked)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(asked)))
         turn = self._turn(
@@ -81,7 +81,7 @@ class AnthropicMessages:
     async def _count(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        asked = decode(await request.read(), schema.CountTokensRequest)
+        asked = decode(await edge.read_body(request), schema.CountTokensRequest)
         turn = self._turn(asked, arrived=Moment.now(), sampling=common_pb2.SamplingParams())
         async with edge.sessions.use_session(claims) as session:
             return json_response(

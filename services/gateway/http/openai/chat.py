@@ -46,7 +46,9 @@ class ChatCompletions:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = request_body.decode(await request.read(), chat_schema.ChatCompletionRequest)
+        asked = request_body.decode(
+            await edge.read_body(request), chat_schema.ChatCompletionRequest
+        )
         edge.check_model(asked.model)
         sampling = chat_schema.sampling_of(asked)
         sampling.MergeFrom(

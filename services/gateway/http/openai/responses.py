@@ -64,7 +64,7 @@ class Responses:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = request_body.decode(await request.read(), ResponsesRequest)
+        asked = request_body.decode(await edge.read_body(request), ResponsesRequest)
         edge.check_model(asked.model)
         head, turn = _head_and_turn(asked, edge.turns.model, arrived)
         grammar = await responses_schema.answer_grammar_of(asked)

@@ -1,0 +1,121 @@
+"""HTTP connections: their number, and the deadline of a request header.
+
+Owns both limits; aiohttp has neither. Not here: the deadline of a body (`Edge.read_body`) and of an
+idle connection (aiohttp's keepalive timeout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from aiohttp import web
+
+from services.gateway.config import ConnectionSettings
+from services.gateway.metrics import CONNECTIONS, REFUSED
+
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\n"
+    b"Retry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
+
+
+class Connections:
+    """The open connections of one server, by peer address."""
+
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self.settings = settings
+        self._by_address: Counter[str] = Counter()
+        self._open = 0
+        CONNECTIONS.set_function(lambda: self._open)
+
+    def admit(self, address: str) -> bool:
+        """Counts a new connection; returns False above a limit."""
+        if self._open >= self.settings.max_connections:
+            REFUSED.labels("connections").inc()
+            return False
+        if self._by_address[address] >= self.settings.max_per_address:
+            REFUSED.labels("address_connections").inc()
+            return False
+        self._by_address[address] += 1
+        self._open += 1
+        return True
+
+    def remove(self, address: str) -> None:
+        """Ends the count of an admitted connection."""
+        self._open -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+class Connection(web.RequestHandler):
+    """One connection. A header has to be complete within the deadline after the connection opens,
+    and after the first byte of each later request."""
+
+    __slots__ = ("_address", "_connections", "_deadline", "_in_request")
+
+    def __init__(
+        self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        # None turns access logs off; aiohttp's annotation omits it.
+        super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]
+        self._connections = connections
+        self._address: str | None = None
+        """None unless the connection is admitted."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_request = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begins the first header, or refuses the connection."""
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if peer else ""
+        if not self._connections.admit(address):
+            self.force_close()
+            # uvloop's transports are no subclasses of asyncio's.
+            cast(asyncio.Transport, transport).write(_REFUSAL)
+            transport.close()
+            return
+        self._address = address
+        super().connection_made(transport)
+        self._start_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes between two requests begin a header."""
+        super().data_received(data)
+        if not self._in_request and self._deadline is None:
+            self._start_deadline()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Ends the count."""
+        self._stop_deadline()
+        if self._address is not None:
+            self._connections.remove(self._address)
+            self._address = None
+        super().connection_lost(exc)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Handles one request, with a complete header, for the length of a block."""
+        self._stop_deadline()
+        self._in_request = True
+        try:
+            yield
+        finally:
+            self._in_request = False
+
+    def _start_deadline(self) -> None:
+        timeout_s = self._connections.settings.header_timeout_s
+        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._close_late)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close_late(self) -> None:
+        REFUSED.labels("header_timeout").inc()
+        self.force_close()

@@ -1,0 +1,124 @@
+"""Limits on HTTP connections, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import REGISTRY
+
+from services.gateway.config import ConnectionSettings
+from services.gateway.turns.types import Piece, Turn
+from tests.support.gateway.scripted_turns import ScriptedTurns, served
+
+HALF_OPEN = 300
+HALF_HEADER = b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Slow: "
+TIMEOUT_S = 60.0
+BODY = {"model": "chatml-test", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+
+Socket = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class PausedTurns(ScriptedTurns):
+    """Its answers end when the test allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = ("one", "two")
+        self.may_end = asyncio.Event()
+
+    async def run_turn(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
+        async for event in super().run_turn(session, request):
+            yield event
+            await self.may_end.wait()
+
+
+def refused(limit: str) -> float:
+    return REGISTRY.get_sample_value("forge_gateway_refused_total", {"limit": limit}) or 0.0
+
+
+async def connect(url: str, sent: bytes = b"") -> Socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    return reader, writer
+
+
+async def received(reader: asyncio.StreamReader) -> bytes:
+    """Returns all bytes up to the close by the gateway."""
+    async with asyncio.timeout(TIMEOUT_S):
+        return await reader.read()
+
+
+async def test_half_open_connections_close_while_a_stream_continues() -> None:
+    """Headers that never end are closed at the deadline; a streamed answer takes longer."""
+    turns, before = PausedTurns(), refused("header_timeout")
+    limits = ConnectionSettings(header_timeout_s=1.0)
+    async with served(turns, connections=limits) as url, aiohttp.ClientSession() as client:
+        half_open = [await connect(url, HALF_HEADER) for _ in range(HALF_OPEN)]
+        key = {"Authorization": "Bearer k"}
+        async with client.post(f"{url}/v1/chat/completions", json=BODY, headers=key) as answer:
+            first = await answer.content.readline()
+            assert [await received(reader) for reader, _ in half_open] == [b""] * HALF_OPEN
+            turns.may_end.set()
+            rest = await answer.content.read()
+        for _, writer in half_open:
+            writer.close()
+    assert b"data:" in first and rest.endswith(b"data: [DONE]\n\n")
+    assert refused("header_timeout") - before == HALF_OPEN
+
+
+async def test_deadline_holds_for_each_header_of_a_connection() -> None:
+    """A complete first request does not exempt the second header."""
+    limits = ConnectionSettings(header_timeout_s=0.5)
+    async with served(ScriptedTurns(), connections=limits) as url:
+        reader, writer = await connect(url, b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
+        await reader.readuntil(b"}")
+        writer.write(HALF_HEADER)
+        assert await received(reader) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("chat/completions", b'"invalid_request_error"'), ("messages", b'"timeout_error"')],
+)
+async def test_late_body_gets_408(path: str, kind: bytes) -> None:
+    """A body that stops gets 408 in the form of the protocol, and the connection closes."""
+    before = refused("body_timeout")
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: g\r\nx-api-key: k\r\nContent-Length: 99\r\n\r\n"
+    async with served(ScriptedTurns(), connections=ConnectionSettings(body_timeout_s=0.2)) as url:
+        reader, writer = await connect(url, head.encode() + b'{"model"')
+        answer = await received(reader)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ") and kind in answer
+    assert refused("body_timeout") - before == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        (ConnectionSettings(max_connections=2), "connections"),
+        (ConnectionSettings(max_per_address=2), "address_connections"),
+    ],
+)
+async def test_connections_above_a_limit_get_503(limits: ConnectionSettings, limit: str) -> None:
+    """The third connection is refused; the end of one makes room."""
+    before = refused(limit)
+    async with served(ScriptedTurns(), connections=limits) as url:
+        _, writer = await connect(url)
+        second, other = await connect(url, b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
+        await second.readuntil(b"}")
+        third, refused_writer = await connect(url)
+        assert (await received(third)).startswith(b"HTTP/1.1 503 ")
+        # The gateway closes this one itself, so its count has ended at the end of the bytes.
+        other.write(b"GET /healthz HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+        await received(second)
+        fourth, last = await connect(url, b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
+        assert (await fourth.readline()) == b"HTTP/1.1 200 OK\r\n"
+        for one in (writer, other, refused_writer, last):
+            one.close()
+    assert refused(limit) - before == 1
