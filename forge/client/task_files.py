@@ -44,6 +44,8 @@ def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
             tasks.append(_task(json.loads(line), defaults))
         except json.JSONDecodeError as error:
             raise InvalidArgument(f"{file}, line {number} is not JSON: {error}") from None
+        except RecursionError:
+            raise InvalidArgument(f"{file}, line {number} is nested too deeply") from None
         except (ValueError, InvalidArgument) as error:
             raise InvalidArgument(f"{file}, line {number}: {error}") from None
     if not tasks:
@@ -98,5 +100,5 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
 def _set(task: common_pb2.Task, field: str, value: Any) -> None:
     try:
         setattr(task, field, value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidArgument(f"{field} {value} is out of range") from None

@@ -309,6 +309,8 @@ def _file(file: str, known: Known) -> Given:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: is nested too deeply") from None
     for name, value in content.items():
         table = isinstance(value, dict) and name not in known
         for part, one in value.items() if table else ((None, value),):

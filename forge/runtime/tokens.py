@@ -200,7 +200,7 @@ class Keyring:
             if not any(genuine):
                 raise Unauthenticated("the token was not signed by this cluster's key")
             return _claims(*(json.loads(_decode(part)) for part in parts))
-        except (binascii.Error, ValueError, TypeError, KeyError):
+        except (binascii.Error, ValueError, TypeError, KeyError, RecursionError):
             raise Unauthenticated("the token is malformed") from None
 
     def _macs(self, payload: str, *narrowings: str) -> Iterator[bytes]:

@@ -63,7 +63,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         """Raises `DataLoss` for a value that is not a manifest."""
         try:
             return msgspec.json.decode(value, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DataLoss(f"the weight manifest is unreadable: {error}") from error
 
 

@@ -51,6 +51,10 @@ def _check_ids(rewards: Sequence[common_pb2.RewardEvent]) -> None:
     for reward in rewards:
         if not reward.event_id or not reward.name:
             raise InvalidArgument(f"a reward needs event_id and name: {reward!s:.200}")
+        if reward.kind not in common_pb2.RewardKind.values():
+            raise InvalidArgument(
+                f"reward {reward.event_id} has kind {reward.kind}, which is unknown"
+            )
         if reward.event_id in seen:
             raise InvalidArgument(f"event_id {reward.event_id!r} is given to two rewards")
         seen.add(reward.event_id)

@@ -60,7 +60,7 @@ class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Raises `DataLoss` for a value that is not a record."""
         try:
             return msgspec.json.decode(value, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DataLoss(f"{RECORD_KEY} in etcd is unreadable: {error}") from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from aiohttp import web
 
@@ -18,7 +20,7 @@ class RewardBody(msgspec.Struct):
     name: str
     value: float
     kind: RewardKind = "outcome"
-    turn_index: int = -1
+    turn_index: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
     event_id: str = ""
 
 

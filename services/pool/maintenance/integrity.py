@@ -12,6 +12,7 @@ Reads one snapshot, holds one trajectory in memory, and continues after damage.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -314,7 +315,9 @@ class Checker:
             yield
 
     def _check_changes(self) -> Iterator[None]:
-        newest = newest_change(self._records)
+        newest: float = math.inf
+        with suppress(DataLoss):  # Found by the scan of its table.
+            newest = newest_change(self._records)
         for key, payload in self._scan(Table.CHANGES):
             number = number_of_change_key(key)
             try:

@@ -47,6 +47,8 @@ def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
         ('{"payload": {}, "group_size": -1}', "group_size -1 is out of range"),
         ('{"payload": {}, "group_size": 0}', "group_size 0 must be at least 1"),
         ('{"payload": {}, "difficulty": 2}', "difficulty 2.0 must be from 0 to 1"),
+        (f'{{"payload": {{}}, "difficulty": {"9" * 400}}}', "difficulty 999"),
+        ('{"payload": ' + "[" * 5000, "is nested too deeply"),
         ('{"payload": {}, "scaffold": "a b"}', "scaffold 'a b' must be 1 to 64 of "),
     ],
 )

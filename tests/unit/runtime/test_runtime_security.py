@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import stat
@@ -18,7 +19,7 @@ from forge.runtime.bearer import Bearer
 from forge.runtime.config import ServiceConfig
 from forge.runtime.security import Security
 from forge.runtime.tls import is_loopback
-from forge.runtime.tokens import Claims, Keyring, narrow
+from forge.runtime.tokens import Claims, Keyring, narrow, sign_text
 
 KEY = b"k" * 32
 SESSION = Claims(
@@ -270,6 +271,15 @@ def test_a_holder_narrows_a_token_and_cannot_widen_it() -> None:
     ):
         with pytest.raises(Unauthenticated, match=reason):
             keyring.verify(refused, now_s=0)
+
+
+def test_a_deeply_nested_narrowing_is_refused() -> None:
+    """A holder signs its narrowing without the key, so it may be any text."""
+    keyring = Keyring.from_bytes(KEY)
+    narrowing = base64.urlsafe_b64encode(b"[" * 5001).decode()
+    signed = sign_text(keyring.sign(SESSION), narrowing)
+    with pytest.raises(Unauthenticated, match="malformed"):
+        keyring.verify(f"{signed['signer']}.{narrowing}.{signed['signature']}", now_s=0)
 
 
 def test_a_short_life_of_a_persons_token_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ def test_a_field_of_a_later_release_is_ignored() -> None:
     assert WeightManifest.decode(later) == WeightManifest.decode(STORED)
 
 
-@pytest.mark.parametrize("value", [b"", b"{}", b'{"weight_version": "7"}', b"\xff"])
+@pytest.mark.parametrize(
+    "value", [b"", b"{}", b'{"weight_version": "7"}', b"\xff", b'{"\xff', b'{"a":' * 5000]
+)
 def test_a_value_that_is_no_manifest_is_data_loss(value: bytes) -> None:
     """The error says what is wrong with the value."""
     with pytest.raises(DataLoss, match="the weight manifest is unreadable: "):

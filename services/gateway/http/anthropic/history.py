@@ -193,7 +193,10 @@ def _user(blocks: Sequence[Block], where: str) -> Iterator[Message]:
 
 
 def _call(block: Block, where: str) -> ToolCall:
-    arguments = bytes(block.input).decode()
+    try:
+        arguments = bytes(block.input).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{where}.input is not valid: {error}") from None
     if not block.name or not arguments.lstrip().startswith("{"):
         raise InvalidArgument(f"{where}: a tool_use block has a name, and an object as its input")
     return ToolCall(name=block.name, arguments=arguments, call_id=block.id)

@@ -37,7 +37,7 @@ from tests.support.rl.models import (
 )
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
-"""`make fuzz` computes ten times as many."""
+"""`make properties` computes ten times as many."""
 TREES = 10_000 if FUZZ else 1_000
 FORESTS = 3_200 if FUZZ else 350
 """Of some three to four trees each."""

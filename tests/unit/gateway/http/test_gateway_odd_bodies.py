@@ -1,0 +1,41 @@
+"""Requests at the limits of types: refused with 400, never an internal error."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.errors import InvalidArgument
+from forge.runtime.tokens import Claims
+from forge.v1 import common_pb2
+from services.gateway.http import control, request_body
+from services.gateway.http.anthropic.history import messages_of
+from services.gateway.http.anthropic.schema import MessagesRequest
+from services.gateway.reward_rules import admitted_rewards
+
+
+@pytest.mark.parametrize("turn_index", [-(2**63), -2, 2**31, 2**70])
+def test_a_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
+    """The message names the field."""
+    body = b'{"rewards": [{"name": "a", "value": 1, "turn_index": %d}]}' % turn_index
+    with pytest.raises(InvalidArgument, match="turn_index"):
+        control.rewards_of(request_body.decode(body, control.CloseRequest))
+
+
+def test_arguments_that_are_not_utf_8_are_refused() -> None:
+    """The input of a tool call stays undecoded JSON, and must still be text."""
+    call = b'{"type": "tool_use", "id": "x", "name": "look", "input": {"at": "\xff"}}'
+    user = b'{"role": "user", "content": "hi"}'
+    body = (
+        b'{"model": "m", "max_tokens": 1, "messages": [%s, {"role": "assistant", "content": [%s]}]}'
+    )
+    with pytest.raises(InvalidArgument, match="not valid"):
+        list(messages_of(request_body.decode(body % (user, call), MessagesRequest)))
+
+
+@pytest.mark.parametrize("scope", ["session", "grader"])
+def test_a_reward_of_an_unknown_kind_is_refused(scope: str) -> None:
+    """A client of a later release may send a kind that this one does not know."""
+    claims = Claims(subject="t:0:0", scopes=frozenset({scope}), agent_rewards=True)
+    reward = common_pb2.RewardEvent(event_id="e", name="a", kind=99)
+    with pytest.raises(InvalidArgument, match="kind 99"):
+        admitted_rewards(claims, [reward])
