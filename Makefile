@@ -4,12 +4,13 @@ MODEL ?= tiny
 SEED ?= 0
 
 ROUNDS ?= 10
+N ?= 10000
 
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-wheel coverage lint docs dist protos \
-	protos-baseline chaos crash fuzz audit bench bench-peers families
+	protos-baseline chaos crash fuzz properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -90,7 +91,10 @@ chaos: setup  ## Kill each service in the middle of a run, for real
 crash: setup  ## Kill the pool 200 times under load and read everything back
 	@FORGE_CRASH_ROUNDS=200 $(PY) -m pytest --timeout=7200 -s tests/integration/test_pool_crash.py
 
-fuzz: setup  ## Property tests with new random examples, ROUNDS times over
+fuzz: setup  ## Each fuzz target on N new random inputs
+	@$(PY) -m tests.fuzz --inputs $(N)
+
+properties: setup  ## Property tests with new random examples, ROUNDS times over
 	@for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz tests/unit || exit 1; \

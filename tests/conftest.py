@@ -29,7 +29,7 @@ start_guard()
 _clusters = itertools.count()
 
 # No test asserts a time: on a busy machine an example may take as long as it likes. The default run
-# says the same of the same code every time; `make fuzz` looks for examples that nobody thought of.
+# has the same examples each time; `make properties` and `make fuzz` take new ones.
 # Phase.explain traces each line: a failure is reported within the time a test may take without it.
 _phases = set(Phase) - {Phase.explain}
 settings.register_profile("forge", deadline=None, derandomize=True, phases=_phases)
