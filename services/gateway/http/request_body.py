@@ -86,5 +86,7 @@ def within(name: str, value: float, low: float, high: float) -> float:
     """Returns `value`; raises `InvalidArgument` out of range."""
     # In this form NaN is refused too.
     if not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value:.10g} must be from {low:g} to {high:.10g}")
+        # An integer may be beyond any float.
+        shown = f"{value!r:.40}" if isinstance(value, int) else f"{value:.10g}"
+        raise InvalidArgument(f"{name} = {shown} must be from {low:g} to {high:.10g}")
     return value

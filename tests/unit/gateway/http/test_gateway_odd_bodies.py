@@ -21,6 +21,13 @@ def test_a_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
         control.rewards_of(request_body.decode(body, control.CloseRequest))
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400)], ids=["large", "small"])
+def test_a_number_beyond_any_float_is_refused(number: int) -> None:
+    """The message begins with the field and the number."""
+    with pytest.raises(InvalidArgument, match=f"max_tokens = {str(number)[:30]}"):
+        request_body.sampling_params(max_tokens=number, temperature=None, top_p=None)
+
+
 def test_arguments_that_are_not_utf_8_are_refused() -> None:
     """The input of a tool call stays undecoded JSON, and must still be text."""
     call = b'{"type": "tool_use", "id": "x", "name": "look", "input": {"at": "\xff"}}'
