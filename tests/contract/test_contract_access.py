@@ -112,6 +112,7 @@ MATRIX = {
     "GET /v1/models": SESSIONS,
     "GET /v1/models/{model}": SESSIONS,
     CLOSE: GRADERS,
+    "GET /openapi.json": SESSIONS,
 }
 """Accepted credentials of each call; routes below /s/{token} are the same with the token in the
 path. A session reaches its own trajectory alone, by the claims of its token."""

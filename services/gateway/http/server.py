@@ -33,6 +33,7 @@ from services.gateway.http.errors import (
 from services.gateway.http.models import Models
 from services.gateway.http.openai.chat import ChatCompletions
 from services.gateway.http.openai.responses import Responses
+from services.gateway.http.openapi import OpenApi
 from services.gateway.metrics import REQUESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -91,6 +92,7 @@ class HttpServer:
             AnthropicMessages(self._edge),
             Models(self._edge),
             Control(self._edge),
+            OpenApi(self._edge),
         )
         for prefix in PREFIXES:
             for protocol in protocols:

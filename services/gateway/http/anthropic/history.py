@@ -40,7 +40,7 @@ class Block(msgspec.Struct):
     thinking: str | None = None
     id: str = ""
     name: str = ""
-    input: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """In the agent's own spelling, so that no number is rounded."""
     tool_use_id: str = ""
     content: str | list[Block] | dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -80,7 +81,7 @@ class CountTokensRequest(msgspec.Struct):
     model: str
     messages: msgspec.Raw
     """Decoded by `history`, like `system`."""
-    system: msgspec.Raw = msgspec.Raw(b"null")
+    system: msgspec.Raw = msgspec.field(default_factory=partial(msgspec.Raw, b"null"))
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None

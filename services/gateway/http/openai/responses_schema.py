@@ -8,6 +8,7 @@ a wrong type or an unsupported effect is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -63,7 +64,7 @@ class ResponsesRequest(msgspec.Struct):
     """The used fields of a request."""
 
     model: str
-    input: msgspec.Raw = msgspec.Raw(b"null")
+    input: msgspec.Raw = msgspec.field(default_factory=partial(msgspec.Raw, b"null"))
     """A text or items; `responses_history` decodes the new part."""
     instructions: str | None = None
     previous_response_id: str | None = None

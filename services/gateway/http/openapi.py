@@ -1,0 +1,107 @@
+"""`GET /openapi.json`: the OpenAPI document of the gateway's routes.
+
+Owns the request body of each route; the schemas are the protocols' own structs. Answers have the
+formats of OpenAI and Anthropic; their schemas are not repeated here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+
+from services.gateway.http import control
+from services.gateway.http.anthropic import history, schema
+from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.openai import chat_schema, responses_schema
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": chat_schema.ChatCompletionRequest,
+    "/v1/responses": responses_schema.ResponsesRequest,
+    "/v1/messages": schema.MessagesRequest,
+    "/v1/messages/count_tokens": schema.CountTokensRequest,
+    "/v1/forge/close": control.CloseRequest,
+}
+"""Request body of each POST, by its path without `/s/{token}`."""
+
+_ANTHROPIC = {
+    "messages": list[history.InputMessage],
+    "system": str | list[history.Block] | None,
+}
+_LATE: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
+    chat_schema.ChatCompletionRequest: {"messages": list[chat_schema.ChatMessage]},
+    responses_schema.ResponsesRequest: {"input": str | list[dict[str, Any]]},
+    schema.MessagesRequest: _ANTHROPIC,
+    schema.CountTokensRequest: _ANTHROPIC,
+}
+"""Fields that are decoded later, with their types."""
+
+
+class OpenApi:
+    """`GET /openapi.json`, for any session token."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
+        router.add_get(f"{prefix}/openapi.json", self._document)
+
+    async def _document(self, request: web.Request) -> web.Response:
+        self._edge.claims(request)
+        return json_response(document(request.app.router.routes()))
+
+
+def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
+    """Returns the OpenAPI document of routes."""
+    schemas, components = _schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if route.resource is not None and route.method != hdrs.METH_HEAD:
+            path = route.resource.canonical
+            operation = _operation(path, schemas.get(path.removeprefix("/s/{token}")))
+            paths.setdefault(path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Forge gateway", "version": "v1"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", path)
+    operation: dict[str, Any] = {
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ],
+        "responses": {"default": {"description": "The answer, or an error object"}},
+        "security": [] if path == "/healthz" or "token" in names else [{"bearer": []}, {"key": []}],
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return operation
+
+
+def _schemas() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the content of each body by path, and the schemas of all structs by name."""
+    late = [(kind, name, form) for kind in _LATE for name, form in _LATE[kind].items()]
+    schemas, components = msgspec.json.schema_components(
+        [*BODIES.values(), *(form for _, _, form in late)],
+        ref_template="#/components/schemas/{name}",
+    )
+    references = dict(zip(BODIES.values(), schemas, strict=False))
+    for (kind, name, _), form in zip(late, schemas[len(BODIES) :], strict=True):
+        struct = components[references[kind]["$ref"].rpartition("/")[2]]
+        struct["properties"][name] = form
+    return {path: {"schema": references[kind]} for path, kind in BODIES.items()}, components
