@@ -16,6 +16,7 @@ from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.http.edge import Edge
+from services.gateway.http.images import image_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.pool_client import Pool
@@ -138,6 +139,7 @@ class GatewayApp:
             security=self._context.security,
             model_names=frozenset({turns.model.name, *config.model.aliases}),
             body_timeout_s=config.connections.body_timeout_s,
+            images=image_policy(config.http.images, config.model_path),
         )
         self._http = HttpServer(
             edge,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from forge.runtime.agreed_settings import agreed_model, agreed_settings, agreed_template
 from forge.runtime.config import Port, ServiceConfig
+
+ImageSetting = Literal["placeholder", "refuse", "pass"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,9 @@ class HttpSettings:
     """HTTP port; 0 takes a free one."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
+    images: ImageSetting = "placeholder"
+    """What becomes of images in messages: placeholder (a text with type and size stands for each),
+    refuse (400), pass (to the engine; none serves images yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

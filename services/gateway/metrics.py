@@ -43,6 +43,11 @@ UNENFORCED = counter(
     "forge_gateway_unenforced_strict_total",
     "Calls with strict tools whose arguments cannot be enforced in the model's call syntax.",
 )
+IMAGES = counter(
+    "forge_gateway_images_total",
+    "Images of agents: placeholder (a text stands for it in a recorded turn) or refused.",
+    ["outcome"],
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers sampled again on another router."
 )

@@ -315,13 +315,13 @@ async def test_errors_are_the_sdk_s_exceptions(stack: GatewayStack, gateway: Ins
     foreign = stack.token("errors:0:0", scopes=frozenset({"operator"}))
     error = await refused(foreign, anthropic.PermissionDeniedError)
     assert error["type"] == "permission_error"
-    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    paper = {"type": "document", "source": {"type": "url", "url": "http://x/y.pdf"}}
     error = await refused(
-        token, anthropic.BadRequestError, messages=[user("a"), user(image, image)]
+        token, anthropic.BadRequestError, messages=[user("a"), user(paper, paper)]
     )
     assert error["type"] == "invalid_request_error"
     assert "messages[1].content[0]" in error["message"]
-    assert "'image'" in error["message"]
+    assert "'document'" in error["message"]
     error = await refused(token, anthropic.BadRequestError, messages=[user("a b c d e " * 2000)])
     assert "4096" in error["message"]
 

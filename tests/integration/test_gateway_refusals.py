@@ -46,7 +46,7 @@ def user(text: str) -> dict[str, Any]:
             "max_tokens = 0 must be from 1 to 2147483647",
         ),
         (
-            b'{"model": "policy", "messages": [{"role":"user","content":[{"type":"image_url"}]}]}',
+            b'{"model": "policy", "messages": [{"role":"user","content":[{"type":"audio"}]}]}',
             400,
             "text only",
         ),

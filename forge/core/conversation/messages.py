@@ -46,6 +46,15 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An image that a text in the content of its message stands for."""
+
+    media_type: str
+    size_bytes: int | None = None
+    """None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
 
@@ -58,6 +67,9 @@ class Message:
     tool_call_id: str = ""
     """Of a tool result: the call it answers."""
     name: str = ""
+    images: tuple[Image, ...] = ()
+    """In the order of their texts. Two messages are the same whatever their images: the texts are
+    compared."""
 
     @property
     def key(self) -> MessageKey:
@@ -135,6 +147,11 @@ def to_openai(message: Message) -> dict[str, Any]:
         plain["tool_call_id"] = message.tool_call_id
     if message.name:
         plain["name"] = message.name
+    if message.images:
+        plain["images"] = [
+            {"media_type": image.media_type, "size_bytes": image.size_bytes}
+            for image in message.images
+        ]
     return plain
 
 
@@ -154,4 +171,5 @@ def from_openai(plain: Mapping[str, Any]) -> Message:
         ),
         tool_call_id=plain.get("tool_call_id", ""),
         name=plain.get("name", ""),
+        images=tuple(Image(**image) for image in plain.get("images", ())),
     )

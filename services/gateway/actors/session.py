@@ -39,6 +39,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import ContextTooLong, SessionClosed
 from services.gateway.metrics import (
     CONTEXTS,
+    IMAGES,
     MALFORMED,
     NEW_TOKENS,
     REBUILT,
@@ -366,6 +367,8 @@ class SessionActor(Actor):
         NEW_TOKENS.inc(prompt.tokens - turn.prefix_tokens)
         if turn.parse_error:
             MALFORMED.inc()
+        if prompt.new_images:
+            IMAGES.labels("placeholder").inc(prompt.new_images)
         return turn.turn_index
 
     def _start_close(self, close: StartClose) -> asyncio.Future[None]:

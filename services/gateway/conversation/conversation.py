@@ -99,6 +99,12 @@ class Prompt:
         """Length of the prompt."""
         return len(self.ids) // TOKEN_BYTES
 
+    @property
+    def new_images(self) -> int:
+        """Number of images in the messages that the context tree lacks."""
+        place = self.draft.place
+        return sum(len(message.images) for message in place.beyond) if place is not None else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge.core.conversation.messages import Message
 from forge.v1 import common_pb2
@@ -34,4 +34,6 @@ class TurnRequest:
     """Name of the turn, unless the turn is aborted."""
     stream: bool = False
     """True: the agent gets each delta at once, so a started answer is never sampled again."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers of the HTTP response; they say what was done otherwise than asked."""
     arrived: Moment

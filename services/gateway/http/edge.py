@@ -20,6 +20,8 @@ from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
 from services.gateway.errors import UnknownModel
 from services.gateway.http.errors import public_error
+from services.gateway.http.images import REFUSED as REFUSED_IMAGES
+from services.gateway.http.images import ImagePolicy
 from services.gateway.metrics import REFUSED
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
@@ -53,6 +55,7 @@ class Edge:
     """Names of the model that requests may use; "*": any name."""
     body_timeout_s: float
     """Longest time to receive a request body."""
+    images: ImagePolicy = REFUSED_IMAGES
 
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
         """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
@@ -111,17 +114,19 @@ async def stream_events(
     events: AsyncGenerator[bytes, None],
     *,
     error_event: Callable[[ForgeError], bytes],
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Sends server-sent events, one write per item of `events`.
 
     The response begins with the first event. An earlier error is raised and gets its status; a
-    later one is sent as an event.
+    later one is sent as an event. `headers` are read at the first event.
     """
     response = web.StreamResponse(headers=SSE_HEADERS)
     async with aclosing(events):
         try:
             async for event in events:
                 if not response.prepared:
+                    response.headers.update(headers)
                     await response.prepare(request)
                 if isinstance(event, Ending):
                     await response.write_eof(event)

@@ -29,6 +29,8 @@ from services.gateway.turns.types import Piece, Turn
 
 ASK_TIMEOUT_S = 60.0
 """Deadline of a request to a session actor, with a possible rebuild from the pool."""
+IMAGES_OMITTED = "X-Forge-Images-Omitted"
+"""Header of the response: number of new images for which a text stands in the prompt."""
 
 
 class Turns:
@@ -77,6 +79,8 @@ class Turns:
 
             try:
                 prompt = await self._begin(session, request, opening, call)
+                if prompt.new_images:
+                    request.headers[IMAGES_OMITTED] = str(prompt.new_images)
                 inside = self.model.starts_inside(prompt.ids, opening=opening)
                 parser = turn_parser(self.model, request, opening=opening, inside=inside)
                 grammar = turn_grammar(self.model, request, opening=opening, inside=inside)

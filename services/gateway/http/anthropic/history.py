@@ -17,19 +17,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from forge.core.conversation.messages import Message, ToolCall, normal_role
+from forge.core.conversation.messages import Image, Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
+from services.gateway.http.images import REFUSED, GivenImage, ImagePolicy
+
+_Heard = tuple[str, Image | None]
+"""The text of a block, and the image that it stands for."""
 
 ACCOUNTING = "x-anthropic-billing-header:"
 """Begins the accounting line that Claude Code puts before its system prompt. The line differs in
 each call; without its removal every call would be a branch."""
+
+
+class Source(msgspec.Struct):
+    """The source of an `image` block."""
+
+    type: str = ""
+    media_type: str = ""
+    data: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    """Base64 text of an image; blocks of other types have other data."""
+    url: str = ""
 
 
 class Block(msgspec.Struct):
@@ -46,6 +60,7 @@ class Block(msgspec.Struct):
     content: str | list[Block] | dict[str, Any] | None = None
     """Text or blocks of a tool result. Block types with an object here are refused."""
     is_error: bool | None = None
+    source: Source | None = None
 
 
 class InputMessage(msgspec.Struct):
@@ -55,7 +70,7 @@ class InputMessage(msgspec.Struct):
     content: str | list[Block]
 
 
-def messages_of(request: CountTokensRequest) -> History:
+def messages_of(request: CountTokensRequest, images: ImagePolicy = REFUSED) -> History:
     """Returns the conversation, system prompt first. Reading an unsupported or misplaced block
     raises `InvalidArgument` with its place."""
     messages, system = bytes(request.messages).strip(), bytes(request.system).strip()
@@ -68,7 +83,7 @@ def messages_of(request: CountTokensRequest) -> History:
         # One array, so that the recognized prefix includes the system prompt.
         comma = b"" if messages[1:].lstrip().startswith(b"]") else b","
         messages = b'[{"role":"system","content":' + system + b"}" + comma + messages[1:]
-    return History(messages, _Reader(array=messages, has_system=has_system))
+    return History(messages, _Reader(array=messages, has_system=has_system, images=images))
 
 
 def _without_accounting(system: bytes) -> bytes:
@@ -90,6 +105,7 @@ class _Reader:
     array: bytes
     """All messages."""
     has_system: bool
+    images: ImagePolicy
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
         try:
@@ -114,7 +130,7 @@ class _Reader:
             if whole and self.has_system and not at:
                 messages += _system(message)
             else:
-                messages += _messages(message, self._where(at))
+                messages += _messages(message, self._where(at), self.images)
         if messages and messages[-1].role == "assistant":
             raise InvalidArgument(
                 f"{self._where(len(decoded) - 1)} is the assistant's: "
@@ -140,7 +156,7 @@ def _system(message: InputMessage) -> Iterable[Message]:
     return (Message(role="system", content=text),) if text else ()
 
 
-def _messages(message: InputMessage, where: str) -> Iterable[Message]:
+def _messages(message: InputMessage, where: str, images: ImagePolicy) -> Iterable[Message]:
     try:
         role = normal_role(message.role)
     except InvalidArgument as error:
@@ -152,7 +168,7 @@ def _messages(message: InputMessage, where: str) -> Iterable[Message]:
     if role == "assistant":
         return (_assistant(message.content, where),)
     if role == "user":
-        return _user(message.content, where)
+        return _user(message.content, where, images)
     return (Message(role=role, content=_texts(message.content, where)),)
 
 
@@ -178,18 +194,28 @@ def _assistant(blocks: Sequence[Block], where: str) -> Message:
     )
 
 
-def _user(blocks: Sequence[Block], where: str) -> Iterator[Message]:
-    text: list[str] = []
+def _user(blocks: Sequence[Block], where: str, images: ImagePolicy) -> Iterator[Message]:
+    heard: list[_Heard] = []
     for at, block in enumerate(blocks):
         if block.type == "tool_result":
-            if text:
-                yield Message(role="user", content="".join(text))
-                text = []
-            yield _result(block, f"{where}.content[{at}]")
+            if heard:
+                yield _message("user", heard)
+                heard = []
+            yield _result(block, f"{where}.content[{at}]", images)
         else:
-            text.append(_text(block, f"{where}.content[{at}]"))
-    if text or not blocks:
-        yield Message(role="user", content="".join(text))
+            heard.append(_heard(block, f"{where}.content[{at}]", images))
+    if heard or not blocks:
+        yield _message("user", heard)
+
+
+def _message(role: str, heard: Sequence[_Heard], tool_call_id: str = "") -> Message:
+    """Returns a message of texts and images."""
+    return Message(
+        role=role,
+        content="".join(text for text, _ in heard),
+        images=tuple(image for _, image in heard if image is not None),
+        tool_call_id=tool_call_id,
+    )
 
 
 def _call(block: Block, where: str) -> ToolCall:
@@ -202,20 +228,37 @@ def _call(block: Block, where: str) -> ToolCall:
     return ToolCall(name=block.name, arguments=arguments, call_id=block.id)
 
 
-def _result(block: Block, where: str) -> Message:
+def _result(block: Block, where: str, images: ImagePolicy) -> Message:
     if not block.tool_use_id:
         raise InvalidArgument(f"{where}: a tool_result block needs its tool_use_id")
     content = "" if block.content is None else block.content
     if isinstance(content, dict):
         raise InvalidArgument(f"{where}.content must be text or blocks of text")
-    text = content if isinstance(content, str) else _texts(content, where)
+    heard: list[_Heard] = [(content, None)] if isinstance(content, str) else []
+    for at, inner in enumerate(() if isinstance(content, str) else content):
+        heard.append(_heard(inner, f"{where}.content[{at}]", images))
+    message = _message("tool", heard, tool_call_id=block.tool_use_id)
+    text = message.content
     if block.is_error and not text.lower().startswith("error"):
-        text = f"Error: {text}" if text else "Error"
-    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+        return replace(message, content=f"Error: {text}" if text else "Error")
+    return message
 
 
 def _texts(blocks: Sequence[Block], where: str) -> str:
     return "".join(_text(block, f"{where}.content[{at}]") for at, block in enumerate(blocks))
+
+
+def _heard(block: Block, where: str, images: ImagePolicy) -> _Heard:
+    """Returns the text of a block, and its image."""
+    if block.type != "image":
+        return _text(block, where), None
+    source = block.source or Source()
+    data = bytes(source.data).decode(errors="replace").strip('"')
+    image = GivenImage(part="image", media_type=source.media_type, base64=data, url=source.url)
+    try:
+        return images.text_of(image), image.facts()
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error}") from None
 
 
 def _text(block: Block, where: str) -> str:

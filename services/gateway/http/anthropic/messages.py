@@ -71,12 +71,14 @@ class AnthropicMessages:
                 turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
             )
             if not turn.stream:
-                return json_response(await answer.complete())
+                return json_response(await answer.complete(), headers=turn.headers)
 
             def error_event(error: ForgeError) -> bytes:
                 return typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
 
-            return await stream_events(request, answer.events(), error_event=error_event)
+            return await stream_events(
+                request, answer.events(), error_event=error_event, headers=turn.headers
+            )
 
     async def _count(self, request: web.Request) -> web.Response:
         edge = self._edge
@@ -101,7 +103,7 @@ class AnthropicMessages:
         schema.check(asked)
         tools = schema.tools_of(asked)
         return TurnRequest(
-            messages=messages_of(asked),
+            messages=messages_of(asked, self._edge.images),
             tools=tools,
             call_tools=schema.calls_tools(asked),
             parallel_calls=schema.parallel_calls(asked),

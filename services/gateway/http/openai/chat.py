@@ -55,7 +55,7 @@ class ChatCompletions:
             common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
         )
         turn = TurnRequest(
-            messages=chat_schema.messages_of(asked),
+            messages=chat_schema.messages_of(asked, edge.images),
             tools=chat_schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
             parallel_calls=asked.parallel_tool_calls is not False,
@@ -77,8 +77,10 @@ class ChatCompletions:
             )
             if turn.stream:
                 # OpenAI's clients expect an error event.
-                return await stream_events(request, completion.events(), error_event=_error_event)
-            return json_response(await completion.complete())
+                return await stream_events(
+                    request, completion.events(), error_event=_error_event, headers=turn.headers
+                )
+            return json_response(await completion.complete(), headers=turn.headers)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,8 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
-from services.gateway.http.openai.content import Part, text_of
+from services.gateway.http.images import REFUSED, ImagePolicy
+from services.gateway.http.openai.content import Part, content_of
 from services.gateway.http.request_body import (
     checked_stops,
     sampling_params,
@@ -121,19 +123,19 @@ class ChatCompletionRequest(msgspec.Struct):
     web_search_options: dict[str, Any] | None = None
 
 
-def messages_of(request: ChatCompletionRequest) -> History:
+def messages_of(request: ChatCompletionRequest, images: ImagePolicy = REFUSED) -> History:
     """Returns the messages; reading an invalid one raises `InvalidArgument`."""
-    return History(memoryview(request.messages), _read_messages)
+    return History(memoryview(request.messages), partial(_read_messages, images))
 
 
-def _read_messages(array: bytes, first: int) -> list[Message]:
+def _read_messages(images: ImagePolicy, array: bytes, first: int) -> list[Message]:
     try:
         messages = msgspec.json.decode(array, type=list[ChatMessage])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         where = f"messages[{first}:]" if first else "messages"
         wrong = str(error).replace("`$", f"`$.{where}")
         raise InvalidArgument(f"the request body is not valid: {wrong}") from None
-    return [_message(message, first + at) for at, message in enumerate(messages)]
+    return [_message(message, first + at, images) for at, message in enumerate(messages)]
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
@@ -207,10 +209,10 @@ def choices_of(request: ChatCompletionRequest) -> int:
     return int(within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
 
 
-def _message(message: ChatMessage, at: int) -> Message:
+def _message(message: ChatMessage, at: int, images: ImagePolicy) -> Message:
     try:
         role = normal_role(message.role)
-        content = text_of(message.content, ("text",))
+        content, seen = content_of(message.content, ("text",), images)
         if message.function_call:
             raise InvalidArgument("function_call is not supported: send it in tool_calls")
     except InvalidArgument as error:
@@ -230,6 +232,7 @@ def _message(message: ChatMessage, at: int) -> Message:
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
+        images=seen,
     )
 
 

@@ -1,4 +1,4 @@
-"""The content of OpenAI's messages: a text, or parts with text."""
+"""The content of OpenAI's messages: a text, or parts with text and images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from collections.abc import Collection
 
 import msgspec
 
+from forge.core.conversation.messages import Image
 from forge.core.errors import InvalidArgument
+from services.gateway.http.images import GivenImage, ImagePolicy
+
+IMAGE_PARTS = frozenset({"image_url", "input_image"})
+
+
+class ImageUrl(msgspec.Struct):
+    """The image of a chat message's part."""
+
+    url: str = ""
 
 
 class Part(msgspec.Struct):
@@ -15,6 +25,8 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+    """A URL with the data, or the address of the image."""
 
 
 def text_of(content: str | list[Part] | None, kinds: Collection[str]) -> str:
@@ -22,7 +34,34 @@ def text_of(content: str | list[Part] | None, kinds: Collection[str]) -> str:
     refusal."""
     if content is None or isinstance(content, str):
         return content or ""
+    return "".join(_text(part, kinds) for part in content)
+
+
+def content_of(
+    content: str | list[Part] | None, kinds: Collection[str], images: ImagePolicy
+) -> tuple[str, tuple[Image, ...]]:
+    """Returns the joined text with the texts of images, and the images. Raises as `text_of`, and
+    for an image that the policy refuses."""
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    texts: list[str] = []
+    seen: list[Image] = []
     for part in content:
-        if part.type not in kinds and part.type != "refusal":
-            raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
-    return "".join(part.text or part.refusal or "" for part in content)
+        if part.type in IMAGE_PARTS:
+            image = _image(part)
+            texts.append(images.text_of(image))
+            seen.append(image.facts())
+        else:
+            texts.append(_text(part, kinds))
+    return "".join(texts), tuple(seen)
+
+
+def _text(part: Part, kinds: Collection[str]) -> str:
+    if part.type not in kinds and part.type != "refusal":
+        raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
+    return part.text or part.refusal or ""
+
+
+def _image(part: Part) -> GivenImage:
+    url = part.image_url
+    return GivenImage(part=part.type, url=url.url if isinstance(url, ImageUrl) else url or "")

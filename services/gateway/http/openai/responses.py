@@ -73,17 +73,18 @@ class Responses:
             response = Response(
                 turns=edge.turns,
                 session=session,
-                request=replace(turn, messages=await _history(session, asked, edge.turns.model)),
+                request=replace(turn, messages=await _history(session, asked, edge)),
                 head=head,
                 logprobs=bool(asked.top_logprobs) or LOGPROBS in (asked.include or ()),
             )
             if not turn.stream:
-                return json_response(await response.complete())
+                return json_response(await response.complete(), headers=turn.headers)
             events = Events(head)
             return await stream_events(
                 request,
                 response.events(events),
                 error_event=lambda error: b"".join(map(typed_sse, _failure(events, error))),
+                headers=turn.headers,
             )
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -204,14 +205,13 @@ def _head_and_turn(
     return head, turn
 
 
-async def _history(
-    session: Session, asked: ResponsesRequest, model: ChatModel
-) -> Sequence[Message]:
+async def _history(session: Session, asked: ResponsesRequest, edge: Edge) -> Sequence[Message]:
     """Returns the complete conversation: instructions, earlier messages, new messages."""
     raw = bytes(asked.input)
     if not asked.previous_response_id and b"item_reference" not in raw:
-        return history_of(raw, asked.instructions)
-    new = messages_of(await _dereferenced(session, items_of(raw), model))
+        return history_of(raw, asked.instructions, edge.images)
+    items = await _dereferenced(session, items_of(raw), edge.turns.model)
+    new = messages_of(items, edge.images)
     before: Sequence[Message] = ()
     if asked.previous_response_id:
         recalled = await _recall(session, response_key(asked.previous_response_id))

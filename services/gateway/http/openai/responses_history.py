@@ -24,7 +24,8 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
-from services.gateway.http.openai.content import Part, text_of
+from services.gateway.http.images import REFUSED, ImagePolicy
+from services.gateway.http.openai.content import Part, content_of, text_of
 from services.gateway.http.openai.responses_items import key_of_item
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -68,7 +69,9 @@ class FunctionCallOutputItem(msgspec.Struct):
     output: str | list[Part] | None = None
 
 
-def history_of(given: bytes, instructions: str | None) -> Sequence[Message]:
+def history_of(
+    given: bytes, instructions: str | None, images: ImagePolicy = REFUSED
+) -> Sequence[Message]:
     """Returns the conversation of a request without references, instructions first; `given` is its
     `input`. Reading an unsupported item raises `InvalidArgument` with its place."""
     array = given.strip()
@@ -80,7 +83,8 @@ def history_of(given: bytes, instructions: str | None) -> Sequence[Message]:
         item = msgspec.json.encode({"role": "system", "content": instructions})
         comma = b"" if array[1:].lstrip().startswith(b"]") else b","
         array = b"[" + item + comma + array[1:]
-    return _InputHistory(array, _Reader(array=array, instructed=bool(instructions)))
+    reader = _Reader(array=array, instructed=bool(instructions), images=images)
+    return _InputHistory(array, reader)
 
 
 def items_of(given: bytes) -> str | list[dict[str, Any]]:
@@ -124,28 +128,35 @@ class _Reader:
     array: bytes
     """All items."""
     instructed: bool
+    images: ImagePolicy
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
         if first:
             with suppress(
                 InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError, RecursionError
             ):
-                return messages_of(msgspec.json.decode(array, type=list[dict[str, Any]]))
+                items = msgspec.json.decode(array, type=list[dict[str, Any]])
+                return messages_of(items, self.images)
             # Only a decoding of all items gives the place of the error.
             return self(self.array, 0)[first:]
-        items = items_of(array)
-        assert isinstance(items, list)
-        if len(items) == self.instructed:
+        every = items_of(array)
+        assert isinstance(every, list)
+        if len(every) == self.instructed:
             raise InvalidArgument("input must not be empty")
-        return messages_of(items, first=-int(self.instructed))
+        return messages_of(every, self.images, first=-int(self.instructed))
 
 
-def messages_of(items: str | Sequence[dict[str, Any]] | None, *, first: int = 0) -> list[Message]:
+def messages_of(
+    items: str | Sequence[dict[str, Any]] | None,
+    images: ImagePolicy = REFUSED,
+    *,
+    first: int = 0,
+) -> list[Message]:
     """Converts items to messages; `first` is the number of the first item. Raises `InvalidArgument`
     with the number of the item."""
     if isinstance(items, str):
         return [Message(role="user", content=items)]
-    history = _History()
+    history = _History(images)
     for at, item in enumerate(items or (), first):
         try:
             history.add_item(item)
@@ -186,7 +197,8 @@ class _Answer:
 class _History:
     """Messages so far; the last answer may get more items."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImagePolicy) -> None:
+        self._images = images
         self._entries: list[Message | _Answer] = []
         self._answer: _Answer | None = None
         """The last answer, while only tool results follow it."""
@@ -208,9 +220,7 @@ class _History:
                 )
             case "function_call_output":
                 output = _as(item, FunctionCallOutputItem)
-                self._entries.append(
-                    Message(role="tool", content=_text(output.output), tool_call_id=output.call_id)
-                )
+                self._entries.append(self._result(output))
             case _:
                 raise InvalidArgument(f"items of type {str(kind)[:40]!r} are not supported")
 
@@ -218,12 +228,16 @@ class _History:
         role = normal_role(item.role)
         if role == "tool":
             raise InvalidArgument("a tool result must be an item of type 'function_call_output'")
-        content = _text(item.content)
         if role == "assistant":
-            self._part("message", item.id).content.append(content)
+            self._part("message", item.id).content.append(_text(item.content))
         else:
             self._answer = None
-            self._entries.append(Message(role=role, content=content))
+            content, seen = content_of(item.content, _TEXTS, self._images)
+            self._entries.append(Message(role=role, content=content, images=seen))
+
+    def _result(self, output: FunctionCallOutputItem) -> Message:
+        content, seen = content_of(output.output, _TEXTS, self._images)
+        return Message(role="tool", content=content, tool_call_id=output.call_id, images=seen)
 
     def _reasoning(self, item: ReasoningItem) -> None:
         # If an item has both, the summary repeats the content.
