@@ -3,6 +3,7 @@
     ForgeError
       InvalidArgument      a field is wrong: the message names field and value
         ConfigError        a setting is wrong: names file, key, value and the allowed values
+        ContextTooLong     the prompt leaves no room for an answer
       Unauthenticated      no credential, a forged or an expired one
       PermissionDenied     a genuine credential without the required scope
       NotFound             an unknown task, trajectory, batch, session, model or version
@@ -49,6 +50,28 @@ class InvalidArgument(ForgeError):
 
 class ConfigError(InvalidArgument):
     """A setting is wrong."""
+
+
+class ContextTooLong(InvalidArgument):
+    """The prompt leaves no room for an answer; agents may compact their history and go on.
+
+    The message has the words by which clients of OpenAI's and Anthropic's APIs find this error.
+    """
+
+    @classmethod
+    def of(
+        cls, *, tokens: int, limit: int, at_least: bool = False, domain: str = ""
+    ) -> ContextTooLong:
+        """Returns the error of a prompt with `tokens` tokens in a context of `limit` tokens, answer
+        included. `at_least`: `tokens` is a lower bound. `domain`: the domain that sets the limit;
+        "" for the model's own."""
+        bound = " (at least)" if at_least else ""
+        owner = f", as set for domain {domain}" if domain else ""
+        return cls(
+            f"prompt is too long: {tokens} tokens > {limit - 1} maximum{bound}. It exceeds the "
+            f"context window: this model's maximum context length is {limit} tokens, answer "
+            f"included{owner}. Reduce the length of the messages."
+        )
 
 
 class Unauthenticated(ForgeError):

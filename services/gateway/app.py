@@ -56,7 +56,7 @@ class GatewayApp:
             reasoning_format=config.model.reasoning_format,
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
-        pool = Pool(pools, timeout_s=config.pool_timeout_s)
+        pool = Pool(pools, timeout_s=config.pool_timeout_s, wait_s=config.pool_wait_s)
         self._sessions = sessions = self._make_sessions(config, model, pool)
         routers = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
         self._streams = RouterStreams(routers)

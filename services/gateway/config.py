@@ -99,6 +99,9 @@ class GatewayConfig(ServiceConfig):
     """Longest context, prompt and answer; 0: the value in the model's config.json."""
     pool_timeout_s: Annotated[float, Meta(ge=0.1)] = 30.0
     """Deadline of one call to the pool."""
+    pool_wait_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Longest wait of a call for a pool shard that no instance serves. A shard that served this
+    gateway within the last pool_timeout_s is awaited for that time, so that it can restart."""
     model: ModelSettings = field(default_factory=ModelSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)

@@ -5,10 +5,6 @@ from __future__ import annotations
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 
-class ContextTooLong(InvalidArgument):
-    """The prompt leaves no room for an answer; the message has the numbers."""
-
-
 class UnknownModel(NotFound):
     """This gateway serves another model."""
 
@@ -23,6 +19,10 @@ class SessionClosed(FailedPrecondition):
 
 class UnknownResponse(NotFound):
     """No turn of this session has this response id, or its response was deleted."""
+
+
+class BrokenBody(InvalidArgument):
+    """The request body does not follow its Content-Encoding; its connection is closed."""
 
 
 class UnknownPreviousResponse(InvalidArgument):

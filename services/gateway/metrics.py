@@ -48,6 +48,10 @@ IMAGES = counter(
     "Images of agents: placeholder (a text stands for it in a recorded turn) or refused.",
     ["outcome"],
 )
+REPLACED_SURROGATES = counter(
+    "forge_gateway_replaced_surrogates_total",
+    "Lone surrogates in request bodies, replaced by U+FFFD.",
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers sampled again on another router."
 )

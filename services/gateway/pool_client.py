@@ -5,10 +5,12 @@ Owns the RPCs and their retries; all of them are idempotent. `actors.shard_write
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from forge.core.errors import NotFound
+from forge.core.errors import NotFound, Unavailable
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
@@ -27,9 +29,14 @@ GLANCE_TIMEOUT_S = 5.0
 class Pool:
     """The pool shards, found by name."""
 
-    def __init__(self, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float) -> None:
+    def __init__(
+        self, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float, wait_s: float
+    ) -> None:
         self._remote = remote
         self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._served: dict[str, float] = {}
+        """By shard: the monotonic time of the latest call that found an instance."""
 
     async def stored(self, claims: Claims) -> int:
         """Returns the number of stored turns of the session's trajectory, without retries."""
@@ -106,7 +113,19 @@ class Pool:
     async def _call(self, claims: Claims, method: str, request: Any, **times: float) -> Any:
         """Calls the session's shard; `times` replaces the deadline and the retry time."""
         limits = {"timeout_s": self._timeout_s, "retry_for_s": self._timeout_s} | times
+        await self._wait_for(claims.pool_shard, limits["timeout_s"])
         return await self._remote.call(method, request, where=_shard(claims.pool_shard), **limits)
+
+    async def _wait_for(self, pool_shard: str, timeout_s: float) -> None:
+        """Raises `Unavailable` for a shard that no instance serves."""
+        served_s = self._served.get(pool_shard, -math.inf)
+        restarts = time.monotonic() - served_s < self._timeout_s
+        wait_s = min(timeout_s, self._timeout_s if restarts else self._wait_s)
+        try:
+            await self._remote.pick(where=_shard(pool_shard), timeout_s=wait_s)
+        except Unavailable as error:
+            raise Unavailable(f"no instance serves pool shard {pool_shard!r}: {error}") from error
+        self._served[pool_shard] = time.monotonic()
 
 
 def _shard(pool_shard: str) -> Callable[[Instance], bool]:

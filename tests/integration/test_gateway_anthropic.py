@@ -358,3 +358,26 @@ async def test_token_in_the_path_in_the_header_or_as_a_bearer(
             assert (got.status, (await got.json())["type"]) == (401, "error")
     models = await stack.anthropic(gateway, token).models.list()
     assert [(model.id, model.max_input_tokens) for model in models.data] == [("model", 4096)]
+
+
+async def test_a_tool_that_anthropic_defines_is_executed_by_the_agent(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """The SDK's bash tool, by its type alone: the model reads its input schema and calls it."""
+    client = stack.anthropic(gateway, stack.token("bash:0:0"))
+    bash: Any = {"type": "bash_20250124", "name": "bash"}
+    called = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    history = [user(f"List. SAY[[{called}]]")]
+    first = await answer(client, streamed=False, messages=history, tools=[bash])
+    (block,) = first.content
+    assert block.type == "tool_use"
+    assert (block.name, block.input) == ("bash", {"command": "ls"})
+    history += [
+        {"role": "assistant", "content": first.content},
+        user(result(block.id, "a.txt SAY[[One file.]]")),
+    ]
+    await answer(client, streamed=True, messages=history, tools=[bash])
+    trajectory = await closed(stack, gateway, own_coordinator, "bash:0:0", 2)
+    assert trajectory.turns[1].parent_turn == 0
+    prompt = make_model(FAMILY).decode(token_tree(trajectory).context(0))
+    assert "restart" in prompt

@@ -339,10 +339,13 @@ async def test_evicted_sessions_come_back_from_the_pool(
 async def test_unknown_pool_shard_is_unavailable(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """A session whose shard is not there is refused in time, not left hanging."""
-    stack.start_gateway("gateway-hasty", "--pool-timeout-s", "0.5")
+    """A session whose shard nobody serves is refused after `pool_wait_s`, with the shard's name,
+    not after the deadline of a call."""
+    stack.start_gateway("gateway-hasty", "--pool-wait-s", "0.5")
     gateway = await stack.gateway(coordinator, "gateway-hasty")
     token = stack.token("lost:0:0", pool_shard=f"not-{SHARD}")
     with pytest.raises(APIStatusError) as caught:
         await ask(stack.openai(gateway, token), [user("hi")])
     assert caught.value.status_code == 503
+    assert f"no instance serves pool shard 'not-{SHARD}'" in caught.value.message
+    assert "after 0.5 s" in caught.value.message

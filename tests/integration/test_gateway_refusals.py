@@ -18,10 +18,11 @@ from openai import (
     PermissionDeniedError,
 )
 
-from forge.core.errors import InvalidArgument, Unauthenticated
-from forge.runtime.coordination import Instance
+from forge.core.errors import ContextTooLong, InvalidArgument, Unauthenticated
+from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.support.gateway.stack import START_S, GatewayStack
+from tests.support.clients.programs import context_text
+from tests.support.gateway.stack import START_S, GatewayStack, recorded
 
 
 def user(text: str) -> dict[str, Any]:
@@ -101,8 +102,33 @@ async def test_context_too_long_names_the_numbers(stack: GatewayStack, gateway: 
         )
     assert caught.value.code == "context_length_exceeded"
     async with stack.agent(gateway, token) as agent:
-        with pytest.raises(InvalidArgument, match="4096"):
+        with pytest.raises(ContextTooLong, match=r"\d+ tokens > 4095 maximum"):
             await agent.chat([words])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", '"messages": [{"role": "user", "content": "%s"}]'),
+        ("responses", '"input": [{"role": "user", "content": "%s"}]'),
+        ("messages", '"max_tokens": 9, "messages": [{"role": "user", "content": "%s"}]'),
+    ],
+)
+async def test_half_of_a_cut_character_is_replaced(
+    stack: GatewayStack, own_coordinator: Coordinator, gateway: Instance, path: str, body: str
+) -> None:
+    """JavaScript's `slice` may leave a lone surrogate: the model reads U+FFFD, in each protocol."""
+    trajectory_id = f"half-{path.partition('/')[0]}:0:0"
+    headers = {"Authorization": f"Bearer {stack.token(trajectory_id)}"}
+    url = f"http://{gateway.metadata['http']}/v1/{path}"
+    text = r"cut: \ud83d, whole: \ud83d\ude00"
+    data = '{"model": "policy", %s}' % (body % text)
+    async with aiohttp.ClientSession() as http, http.post(url, data=data, headers=headers) as got:
+        assert got.status == 200, await got.text()
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        await agent.close()
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    assert "cut: \ufffd, whole: \U0001f600" in context_text(stack, trajectory, 0)
 
 
 async def test_context_of_a_domain_is_kept_like_the_models_own(
@@ -120,7 +146,9 @@ async def test_context_of_a_domain_is_kept_like_the_models_own(
     )
     assert answer.usage is not None
     assert answer.usage.total_tokens <= 64
-    with pytest.raises(BadRequestError, match="domain code's context is 64") as caught:
+    with pytest.raises(
+        BadRequestError, match="is 64 tokens, answer included, as set for domain code"
+    ) as caught:
         await client.chat.completions.create(
             model="policy",
             messages=[user("a b c d e " * 100)],  # type: ignore[list-item]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from forge.core.errors import DeadlineExceeded, Unavailable
+from forge.core.errors import ContextTooLong, DeadlineExceeded, Unavailable
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
@@ -36,7 +36,7 @@ from services.gateway.conversation.conversation import (
 from services.gateway.conversation.handles import Recalled, deleted_names
 from services.gateway.conversation.rebase import rebase
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.errors import ContextTooLong, SessionClosed
+from services.gateway.errors import SessionClosed
 from services.gateway.metrics import (
     CONTEXTS,
     IMAGES,
@@ -304,22 +304,19 @@ class SessionActor(Actor):
         encode = model.encode_first if draft.how == "first" else model.encode
         if len(draft.text) > LARGE_TEXT_CHARS:
             least = len(draft.ids) // TOKEN_BYTES + model.least_tokens(draft.text)
-            self._require_room(least, "at least ")
+            self._require_room(least, at_least=True)
             loop = asyncio.get_running_loop()
             tail = await loop.run_in_executor(self._settings.threads, encode, draft.text)
         else:
             tail = encode(draft.text) if draft.text else b""
         return Prompt(ids=draft.ids + tail, draft=draft)
 
-    def _require_room(self, tokens: int, bound: str = "") -> None:
+    def _require_room(self, tokens: int, *, at_least: bool = False) -> None:
         model_tokens = self._settings.model.context_tokens
         limit = self._claims.context_limit(model_tokens)
         if tokens >= limit:
-            owner = "the model's" if limit == model_tokens else f"domain {self._claims.domain}'s"
-            raise ContextTooLong(
-                f"{owner} context is {limit} tokens, answer included; "
-                f"the messages take {bound}{tokens}"
-            )
+            domain = "" if limit == model_tokens else self._claims.domain
+            raise ContextTooLong.of(tokens=tokens, limit=limit, at_least=at_least, domain=domain)
 
     def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
         self._require_room(prompt.tokens)

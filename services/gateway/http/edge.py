@@ -13,15 +13,17 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Security
 from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
-from services.gateway.errors import UnknownModel
+from services.gateway.errors import BrokenBody, UnknownModel
 from services.gateway.http.errors import public_error
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
+from services.gateway.http.request_body import without_lone_surrogates
 from services.gateway.metrics import REFUSED
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
@@ -69,10 +71,16 @@ class Edge:
         return claims
 
     async def read_body(self, request: web.Request) -> bytes:
-        """Returns the body of a request. Raises `HTTPRequestTimeout` for a late one."""
+        """Returns the body of a request, with U+FFFD for lone surrogates. Raises
+        `HTTPRequestTimeout` for a late body, `BrokenBody` for one that cannot be decompressed."""
         try:
             async with asyncio.timeout(self.body_timeout_s):
-                return await request.read()
+                return without_lone_surrogates(await request.read())
+        except RequestPayloadError:
+            encoding = request.headers.get("Content-Encoding", "")
+            raise BrokenBody(
+                f"the request body does not follow its Content-Encoding {encoding[:40]!r}"
+            ) from None
         except TimeoutError:
             REFUSED.labels("body_timeout").inc()
             raise web.HTTPRequestTimeout(

@@ -10,10 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from forge.core.errors import ForgeError, Unauthenticated
+from forge.core.errors import ContextTooLong, ForgeError, Unauthenticated
 from forge.runtime.telemetry import log
 from services.gateway.errors import (
-    ContextTooLong,
     UnknownModel,
     UnknownPreviousResponse,
     UnknownResponse,
@@ -91,9 +90,7 @@ def openai_error(failure: Failure) -> dict[str, Any]:
 def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
     """Returns the body of an error in Anthropic's format."""
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error")
-    # Clients find this error by these words.
-    prefix = "prompt is too long: " if failure.code == _CODES[ContextTooLong] else ""
-    error = {"type": kind, "message": prefix + failure.message}
+    error = {"type": kind, "message": failure.message}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -1,11 +1,12 @@
 """Decoding and checks for the request bodies of all protocols.
 
-Owns JSON decoding and the limits of sampling parameters and stop strings. Owns no fields: they are
-in `anthropic`, `openai` and `control`.
+Owns JSON decoding, the repair of half characters, and the limits of sampling parameters and stop
+strings. Owns no fields: they are in `anthropic`, `openai` and `control`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import msgspec
@@ -13,11 +14,20 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
+from services.gateway.metrics import REPLACED_SURROGATES
 from services.gateway.model.chat_model import Tools
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 Request = TypeVar("Request")
+
+_REPLACEMENT = rb"\ufffd"
+_SURROGATES = re.compile(
+    # An even number of backslashes before an escape belongs to the text.
+    rb"(?<!\\)(?:\\\\)*\\u[dD](?:"
+    rb"(?P<pair>[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|[89a-fA-F][0-9a-fA-F]{2})"
+)
+"""Matches the escapes of surrogates in JSON bytes."""
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:
@@ -26,6 +36,24 @@ def decode(body: bytes, kind: type[Request]) -> Request:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"the request body is not valid: {error}") from None
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """Replaces the escape of each lone surrogate in a JSON text by U+FFFD, and counts it.
+
+    A program that cuts a text between the halves of a character, as JavaScript's `slice` may, sends
+    half a surrogate pair. JSON readers replace it; no tokenizer can encode it.
+    """
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    lone = [match.end() for match in _SURROGATES.finditer(body) if match["pair"] is None]
+    if not lone:
+        return body
+    REPLACED_SURROGATES.inc(len(lone))
+    replaced = bytearray(body)
+    for end in lone:
+        replaced[end - len(_REPLACEMENT) : end] = _REPLACEMENT
+    return bytes(replaced)
 
 
 def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:

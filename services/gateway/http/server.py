@@ -18,6 +18,7 @@ from forge.core.errors import ConfigError
 from forge.runtime.audit import write_audit
 from forge.runtime.telemetry import log
 from services.gateway.config import ConnectionSettings
+from services.gateway.errors import BrokenBody
 from services.gateway.http.anthropic.messages import AnthropicMessages
 from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
@@ -120,6 +121,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:
         failure = Failure.of(public_error(error))
         response = _refusal(request, failure)
+        if isinstance(error, BrokenBody):
+            response.force_close()
     _audit(request, failure)
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s

@@ -17,6 +17,12 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
+from services.gateway.http.anthropic.client_tools import (
+    ClientTool,
+    Display,
+    client_tool,
+    known_types,
+)
 from services.gateway.http.request_body import checked_stops, sampling_params, tool_to_call
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
@@ -33,6 +39,11 @@ class Tool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    display_width_px: int | None = None
+    """Of computer tools, like the next three."""
+    display_height_px: int | None = None
+    display_number: int | None = None
+    enable_zoom: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -192,16 +203,41 @@ def shown_of(request: CountTokensRequest) -> Shown:
 
 def _tool(tool: Tool, at: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidArgument(
-            f"tools[{at}] of type {tool.type[:40]!r} is not supported; "
-            "a tool has a name and an input_schema"
-        )
+        return _function(_client_tool(tool, tool.type, at), strict=tool.strict)
     if not tool.name or tool.input_schema is None:
         raise InvalidArgument(f"tools[{at}] must have a name and an input_schema")
+    return _function(tool, strict=tool.strict)
+
+
+def _function(tool: Tool | ClientTool, *, strict: bool | None) -> dict[str, Any]:
+    schema = tool.parameters if isinstance(tool, ClientTool) else tool.input_schema
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    function["parameters"] = tool.input_schema
-    if tool.strict:
+    function["parameters"] = schema
+    if strict:
         function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def _client_tool(tool: Tool, kind: str, at: int) -> ClientTool:
+    display = Display(
+        width_px=tool.display_width_px,
+        height_px=tool.display_height_px,
+        number=tool.display_number,
+        zoom=bool(tool.enable_zoom),
+    )
+    try:
+        found = client_tool(kind, display)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"tools[{at}]: {error}") from None
+    if found is None:
+        raise InvalidArgument(
+            f"tools[{at}] of type {kind[:40]!r} is not supported; a tool has a name and an "
+            f"input_schema, or is executed by the agent: {', '.join(known_types())}"
+        )
+    if tool.name != found.name:
+        raise InvalidArgument(
+            f"tools[{at}] of type {kind!r} must be named {found.name!r}, not {tool.name[:40]!r}"
+        )
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from forge.core.conversation.messages import Message
-from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
+from forge.core.errors import ContextTooLong, ForgeError, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
@@ -27,6 +27,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
 from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
+from services.gateway.http.errors import Failure
 from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.chat import token_logprobs
 from services.gateway.http.openai.responses_events import Event, Events
@@ -130,20 +131,25 @@ class Response:
 
     async def events(self, events: Events) -> AsyncGenerator[bytes, None]:
         """Yields the response as server-sent events. The first event comes with the first token, so
-        an earlier error still gets its HTTP status."""
+        an earlier error still gets its HTTP status; only a prompt that is too long is an event, as
+        in OpenAI's API, because clients look for its code there."""
         begun = False
-        async with aclosing(self.turns.run_turn(self.session, self.request)) as pieces:
-            async for piece in pieces:
-                if not begun:
-                    begun = True
-                    for event in events.start():
+        try:
+            async with aclosing(self.turns.run_turn(self.session, self.request)) as pieces:
+                async for piece in pieces:
+                    if not begun:
+                        begun = True
+                        for event in events.start():
+                            yield typed_sse(event)
+                    if isinstance(piece, Turn):
+                        new = self._end(events, piece)
+                    else:
+                        new = events.add_deltas(piece.deltas)
+                    for event in new:
                         yield typed_sse(event)
-                if isinstance(piece, Turn):
-                    new = self._end(events, piece)
-                else:
-                    new = events.add_deltas(piece.deltas)
-                for event in new:
-                    yield typed_sse(event)
+        except ContextTooLong as error:
+            for event in events.refuse(Failure.of(error).code, str(error)):
+                yield typed_sse(event)
 
     def _end(self, events: Events, turn: Turn) -> Iterator[Event]:
         status, details = ending(turn.sampled.finish_reason)

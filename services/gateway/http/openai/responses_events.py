@@ -95,6 +95,14 @@ class Events:
         response = self._head.response(status, output, usage=usage, **details)
         yield self._event(f"response.{status}", response=response)
 
+    def refuse(self, code: str, message: str) -> Iterator[Event]:
+        """Yields all events of a response that failed before its first token; SDKs raise the error
+        of the `error` event."""
+        yield from self.start()
+        error = {"type": "invalid_request_error", "code": code, "message": message, "param": None}
+        yield self._event("error", code=code, message=message, param=None, error=error)
+        yield from self.fail(code, message)
+
     def fail(self, code: str, message: str) -> Iterator[Event]:
         """Yields the last events of a failed response."""
         error = {"code": code, "message": message}

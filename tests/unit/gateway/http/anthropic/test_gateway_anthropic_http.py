@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
-from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
-from services.gateway.errors import ContextTooLong
+from forge.core.errors import ContextTooLong, DataLoss, ResourceExhausted, Unavailable
 from services.gateway.http.anthropic import messages
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
@@ -76,14 +75,15 @@ async def test_errors_before_the_answer_have_their_status(
 
 async def test_a_long_prompt_is_named_as_anthropic_names_it(url: str, turns: ScriptedTurns) -> None:
     """Clients that compact their history look for these words."""
-    turns.script = [ContextTooLong("9 > 8")]
+    turns.script = [ContextTooLong.of(tokens=9, limit=9)]
     with pytest.raises(anthropic.BadRequestError) as caught:
         await sdk(url).messages.create(**ASK)
     assert caught.value.body == {
         "type": "error",
-        "error": {"type": "invalid_request_error", "message": "prompt is too long: 9 > 8"},
+        "error": {"type": "invalid_request_error", "message": str(turns.script[0])},
         "request_id": caught.value.request_id,
     }
+    assert str(turns.script[0]).startswith("prompt is too long: 9 tokens > 8 maximum")
 
 
 async def test_what_may_succeed_later_is_repeated_by_the_sdk(

@@ -200,7 +200,18 @@ def test_recognized_beginning_has_the_same_messages() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].*'bash_20250124'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            r"tools\[0\].*'web_search_20250305'",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "sh"}]},
+            r"tools\[0\].*must be named 'bash', not 'sh'",
+        ),
+        (
+            {"tools": [{"type": "computer_20250124", "name": "computer"}]},
+            r"tools\[0\]: .*display_width_px",
+        ),
         ({"tools": [{"name": "look"}]}, r"tools\[0\] must have a name and an input_schema"),
         ({"tool_choice": {"type": "any"}}, "no tools"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "needs a name"),

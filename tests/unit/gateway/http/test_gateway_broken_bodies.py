@@ -1,0 +1,68 @@
+"""Bodies that a client spoilt: half characters are repaired, broken compression is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import aiohttp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+
+from services.gateway.http.request_body import without_lone_surrogates
+from tests.support.gateway.scripted_turns import ScriptedTurns, served
+
+pieces = st.sampled_from(["\ud83d", "\ude00", "\U0001f600", "\\", '"', "u", "ud83d", "a", "\n"])
+ASK = b'{"model": "chatml-test", "messages": [{"role": "user", "content": "hi"}]}'
+
+
+def replaced(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, as a JSON reader would have it."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+@given(st.lists(pieces).map("".join))
+@example("\\ud83d")
+@example("\ud83d\ud83d\ude00")
+def test_lone_surrogates_are_replaced_and_nothing_else(text: str) -> None:
+    """Whatever stands around them: pairs, backslashes, texts that look like an escape."""
+    body = without_lone_surrogates(json.dumps({"a": text}).encode())
+    assert json.loads(body) == {"a": replaced(text)}
+
+
+def test_each_replacement_is_counted() -> None:
+    """A metric shows how often agents cut characters."""
+    name = "forge_gateway_replaced_surrogates_total"
+    before = REGISTRY.get_sample_value(name) or 0.0
+    without_lone_surrogates(rb'["\ud83d", "\uDE00", "\ud83d\ude00", "\\ud83d"]')
+    assert (REGISTRY.get_sample_value(name) or 0.0) - before == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", b"not gzip"),
+        ("gzip", gzip.compress(ASK)[:-12]),
+        ("deflate", b"xx"),
+        ("br", b"xx"),
+        ("zstd", b"xx"),
+    ],
+)
+async def test_a_body_that_cannot_be_decompressed_is_refused(encoding: str, body: bytes) -> None:
+    """Status 400, not an internal error; the next request on a new connection is answered."""
+    headers = {"Authorization": "Bearer k", "Content-Encoding": encoding}
+    async with served(ScriptedTurns()) as url:
+        path = f"{url}/v1/chat/completions"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(path, data=body, headers=headers) as answer,
+        ):
+            assert answer.status == 400, await answer.text()
+        headers["Content-Encoding"] = "gzip"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(path, data=gzip.compress(ASK), headers=headers) as answer,
+        ):
+            assert answer.status == 200, await answer.text()

@@ -1,0 +1,53 @@
+"""The wait for a pool shard: short for one that nobody serves, long for one that restarts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from forge.core.errors import Unavailable
+from forge.runtime.tokens import Claims
+from forge.v1 import pool_pb2
+from services.gateway import pool_client
+from services.gateway.pool_client import Pool
+
+CLAIMS = Claims(subject="t:0:0", scopes=frozenset(), trajectory_id="t:0:0", pool_shard="s0")
+
+
+class Shards:
+    """A remote that has the shard or not."""
+
+    def __init__(self) -> None:
+        self.serves = False
+        self.waits: list[float] = []
+
+    async def pick(self, *, where: Any, timeout_s: float) -> Any:
+        self.waits.append(timeout_s)
+        if not self.serves:
+            raise Unavailable("0 of 1 fitting pool instances")
+
+    async def call(self, *args: Any, **fields: Any) -> pool_pb2.GetSummariesResponse:
+        return pool_pb2.GetSummariesResponse()
+
+
+async def test_only_a_shard_that_served_lately_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pool_wait_s` for an unknown shard and one that is gone for long; `pool_timeout_s` for one
+    that restarts."""
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(pool_client.time, "monotonic", lambda: now.s)
+    shards = Shards()
+    pool = Pool(cast(Any, shards), timeout_s=30.0, wait_s=2.0)
+    with pytest.raises(Unavailable, match="no instance serves pool shard 's0'"):
+        await pool.fetch(CLAIMS)
+    shards.serves = True
+    await pool.fetch(CLAIMS)
+    shards.serves = False
+    now.s += 29.0
+    with pytest.raises(Unavailable):
+        await pool.fetch(CLAIMS)
+    now.s += 2.0
+    with pytest.raises(Unavailable):
+        await pool.fetch(CLAIMS)
+    assert shards.waits == [2.0, 2.0, 30.0, 2.0]
