@@ -56,7 +56,9 @@ class FloorApp:
         context, config = self._context, self._context.config
         routers = context.remote("router", inference_pb2_grpc.InferenceServiceStub)
         self._streams = RouterStreams(routers)
-        pool = Pool(context.remote("pool", pool_pb2_grpc.PoolServiceStub), timeout_s=TIMEOUT_S)
+        pool = Pool(
+            context.remote("pool", pool_pb2_grpc.PoolServiceStub), wait_s=1.0, timeout_s=TIMEOUT_S
+        )
         open_stream = partial(pool.open_append_stream, config.pool_shard)
         backlog = Backlog(pool_shard=config.pool_shard, max_bytes=1 << 30)
         self._writer = await context.actors.spawn(

@@ -30,13 +30,20 @@ class Pool:
     """The pool shards, found by name."""
 
     def __init__(
-        self, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float, wait_s: float
+        self,
+        remote: Remote[PoolServiceAsyncStub],
+        *,
+        timeout_s: float,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`wait_s` as the setting `pool_wait_s`; `clock` returns monotonic seconds."""
         self._remote = remote
         self._timeout_s = timeout_s
         self._wait_s = wait_s
+        self._clock = clock
         self._served: dict[str, float] = {}
-        """By shard: the monotonic time of the latest call that found an instance."""
+        """By shard: the time of the latest call that found an instance."""
 
     async def stored(self, claims: Claims) -> int:
         """Returns the number of stored turns of the session's trajectory, without retries."""
@@ -119,13 +126,13 @@ class Pool:
     async def _wait_for(self, pool_shard: str, timeout_s: float) -> None:
         """Raises `Unavailable` for a shard that no instance serves."""
         served_s = self._served.get(pool_shard, -math.inf)
-        restarts = time.monotonic() - served_s < self._timeout_s
+        restarts = self._clock() - served_s < self._timeout_s
         wait_s = min(timeout_s, self._timeout_s if restarts else self._wait_s)
         try:
             await self._remote.pick(where=_shard(pool_shard), timeout_s=wait_s)
         except Unavailable as error:
             raise Unavailable(f"no instance serves pool shard {pool_shard!r}: {error}") from error
-        self._served[pool_shard] = time.monotonic()
+        self._served[pool_shard] = self._clock()
 
 
 def _shard(pool_shard: str) -> Callable[[Instance], bool]:

@@ -10,7 +10,6 @@ import pytest
 from forge.core.errors import Unavailable
 from forge.runtime.tokens import Claims
 from forge.v1 import pool_pb2
-from services.gateway import pool_client
 from services.gateway.pool_client import Pool
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset(), trajectory_id="t:0:0", pool_shard="s0")
@@ -32,13 +31,12 @@ class Shards:
         return pool_pb2.GetSummariesResponse()
 
 
-async def test_only_a_shard_that_served_lately_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_shard_that_served_lately_is_awaited() -> None:
     """`pool_wait_s` for an unknown shard and one that is gone for long; `pool_timeout_s` for one
     that restarts."""
     now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(pool_client.time, "monotonic", lambda: now.s)
     shards = Shards()
-    pool = Pool(cast(Any, shards), timeout_s=30.0, wait_s=2.0)
+    pool = Pool(cast(Any, shards), timeout_s=30.0, wait_s=2.0, clock=lambda: now.s)
     with pytest.raises(Unavailable, match="no instance serves pool shard 's0'"):
         await pool.fetch(CLAIMS)
     shards.serves = True
