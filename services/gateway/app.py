@@ -140,6 +140,7 @@ class GatewayApp:
             model_names=frozenset({turns.model.name, *config.model.aliases}),
             body_timeout_s=config.connections.body_timeout_s,
             images=image_policy(config.http.images, config.model_path),
+            omits_web_search=config.http.web_search == "omit",
         )
         self._http = HttpServer(
             edge,

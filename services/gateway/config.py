@@ -43,6 +43,9 @@ class HttpSettings:
     images: ImageSetting = "placeholder"
     """What becomes of images in messages: placeholder (a text with type and size stands for each),
     refuse (400), pass (to the engine; none serves images yet)."""
+    web_search: Literal["omit", "refuse"] = "omit"
+    """What becomes of the hosted tool web_search in Responses requests, since no tool runs here:
+    omit (a response header and a metric say so), refuse (400)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

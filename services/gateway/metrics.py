@@ -52,6 +52,11 @@ REPLACED_SURROGATES = counter(
     "forge_gateway_replaced_surrogates_total",
     "Lone surrogates in request bodies, replaced by U+FFFD.",
 )
+OMITTED_TOOLS = counter(
+    "forge_gateway_omitted_tools_total",
+    "Hosted tools that were left out of requests, by type.",
+    ["type"],
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers sampled again on another router."
 )

@@ -306,7 +306,7 @@ async def test_a_stream_that_breaks_off_ends_with_its_reason(
         ({"input": ""}, None),
         ({"input": []}, "input must not be empty"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'msg_1'"),
-        ({"input": "hi", "tools": [{"type": "web_search"}]}, "'web_search'"),
+        ({"input": "hi", "tools": [{"type": "file_search"}]}, "'file_search'"),
         ({"input": "hi", "truncation": "auto"}, "'auto'"),
         ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens = 0"),
         ({"input": "hi", "tool_choice": "required"}, "no tools"),
@@ -326,6 +326,52 @@ async def test_what_cannot_be_answered_is_refused(
         expected = APIError if stream and says == "4096" else BadRequestError
         with pytest.raises(expected, match=says):
             await ask(client, stream=stream, **asked)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_coding_agents_tools_are_called_and_restored(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, stream: bool
+) -> None:
+    """A function of a namespace, a custom tool and a web search, which is left out and named in a
+    header: one linear trajectory."""
+    trajectory_id = f"tools:{int(stream)}:0"
+    client = stack.openai(gateway, stack.token(trajectory_id))
+    tools: list[Any] = [
+        {"type": "namespace", "name": "notes", "description": "Notes.", "tools": [TOOL]},
+        {"type": "custom", "name": "patch", "description": "Patches."},
+        {"type": "web_search"},
+    ]
+    said = (
+        "<think>\nhm\n</think>\n\n"
+        + CALL.format("a").replace('"look"', '"notes__look"')
+        + ('\n<tool_call>\n{"name": "patch", "arguments": {"input": "+ \\"a\\"\\n"}}\n</tool_call>')
+    )
+    history: list[Any] = [{"role": "user", "content": f"Look. SAY[[{said}]]"}]
+    raw = await client.responses.with_raw_response.create(
+        model="policy", input=history, tools=tools, store=False
+    )
+    assert raw.headers["X-Forge-Tools-Omitted"] == "web_search"
+    first = await ask(client, stream=stream, input=history, tools=tools)
+    _, look, patch = first.output
+    assert look.type == "function_call"
+    assert (look.namespace, look.name) == ("notes", "look")
+    assert patch.type == "custom_tool_call"
+    assert (patch.name, patch.input) == ("patch", '+ "a"\n')
+    history += [item.model_dump(exclude_none=True) for item in first.output]
+    history += [
+        {"type": "function_call_output", "call_id": look.call_id, "output": "empty"},
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "SAY[[Done.]]"},
+    ]
+    second = await ask(client, stream=stream, input=history, tools=tools)
+    assert second.output_text == "Done."
+    stored = await client.responses.retrieve(first.id)
+    kept = [item.to_dict() | {"parsed_arguments": None} for item in stored.output]
+    assert kept == [item.to_dict() | {"parsed_arguments": None} for item in first.output]
+    assert [tool.type for tool in stored.tools] == ["namespace", "custom"]
+    trajectory = await closed(stack, own_coordinator, gateway, trajectory_id)
+    assert trajectory.turns[-1].parent_turn >= 0
+    lengths = token_tree(trajectory).lengths
+    assert trajectory.turns[-1].prefix_tokens == lengths[trajectory.turns[-1].parent_turn]
 
 
 async def test_session_in_the_path(stack: GatewayStack, gateway: Instance) -> None:

@@ -58,6 +58,8 @@ class Edge:
     body_timeout_s: float
     """Longest time to receive a request body."""
     images: ImagePolicy = REFUSED_IMAGES
+    omits_web_search: bool = False
+    """As the setting `http.web_search`."""
 
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
         """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or

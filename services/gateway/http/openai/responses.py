@@ -43,6 +43,12 @@ from services.gateway.http.openai.responses_items import (
     with_logprobs,
 )
 from services.gateway.http.openai.responses_schema import LOGPROBS, ResponsesRequest
+from services.gateway.http.openai.responses_tools import (
+    ToolName,
+    count_omitted,
+    responses_tools,
+    tool_set,
+)
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
 from services.gateway.turns.run import ASK_TIMEOUT_S, Turns
@@ -67,7 +73,9 @@ class Responses:
         claims = edge.claims(request)
         asked = request_body.decode(await edge.read_body(request), ResponsesRequest)
         edge.check_model(asked.model)
-        head, turn = _head_and_turn(asked, edge.turns.model, arrived)
+        head, turn = _head_and_turn(
+            asked, edge.turns.model, arrived, omit_web_search=edge.omits_web_search
+        )
         grammar = await responses_schema.answer_grammar_of(asked)
         turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
         async with edge.sessions.use_session(claims) as session:
@@ -168,11 +176,16 @@ class Response:
 
 
 def _head_and_turn(
-    asked: ResponsesRequest, model: ChatModel, arrived: Moment
+    asked: ResponsesRequest,
+    model: ChatModel,
+    arrived: Moment,
+    *,
+    omit_web_search: bool = False,
 ) -> tuple[Head, TurnRequest]:
     """Returns the head of the response, and the turn request without its messages."""
     responses_schema.check(asked)
-    tools = responses_schema.tools_of(asked.tools)
+    asked_tools = tool_set(asked.tools, omit_web_search=omit_web_search)
+    tools, names = asked_tools.tools, asked_tools.names
     wanted = responses_schema.wanted_tool(asked)
     key = uuid.uuid4().hex
     echoed = responses_schema.echoed(asked)
@@ -181,13 +194,15 @@ def _head_and_turn(
         created_at=arrived.unix_s,
         model=model.name,
         instructions=asked.instructions,
-        tools=responses_schema.responses_tools(tools),
+        tools=responses_tools(tools, names),
+        names=names,
         echoed=echoed,
     )
     facts = {
         "created_at": arrived.unix_s,
         "instructed": bool(asked.instructions),
         "echoed": responses_schema.remembered(echoed),
+        "names": {flat: [name.name, name.namespace, name.custom] for flat, name in names.items()},
     }
     sampling = request_body.sampling_params(
         max_tokens=asked.max_output_tokens,
@@ -206,6 +221,7 @@ def _head_and_turn(
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=None if asked.store is False else Handle(name=key, facts=facts),
         stream=bool(asked.stream),
+        headers=count_omitted(asked_tools.omitted),
         arrived=arrived,
     )
     return head, turn
@@ -273,12 +289,18 @@ def _instructions(recalled: Recalled) -> str | None:
 def _stored(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
     """Returns the response object of an earlier turn."""
     turn, answer = recalled.turn, recalled.node.messages()[-1]
+    # Turns of earlier releases have no names.
+    names = {
+        flat: ToolName(name=name, namespace=namespace, custom=custom)
+        for flat, (name, namespace, custom) in turn.facts.get("names", {}).items()
+    }
     head = Head(
         key=key,
         created_at=turn.facts["created_at"],
         model=model.name,
         instructions=_instructions(recalled),
-        tools=responses_schema.responses_tools(recalled.tools),
+        tools=responses_tools(recalled.tools, names),
+        names=names,
         echoed=turn.facts["echoed"],
     )
     status, details = ending(turn.finish_reason)

@@ -126,18 +126,18 @@ class Events:
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
         # A call arrives complete: until its end it may still be text that does not parse.
-        item_id = self._head.item_id("fc", len(self._output))
-        empty = ToolCall(name=call.name, arguments="", call_id=call.call_id)
-        item = call_item(item_id, empty, status="in_progress")
-        yield self._item_event("response.output_item.added", item=item)
-        arguments = {"item_id": item_id, "name": call.name}
-        yield self._item_event(
-            "response.function_call_arguments.delta", item_id=item_id, delta=call.arguments
-        )
-        yield self._item_event(
-            "response.function_call_arguments.done", **arguments, arguments=call.arguments
-        )
-        item = call_item(item_id, call)
+        at = len(self._output)
+        started = call_item(self._head, at, call, status="in_progress")
+        item = call_item(self._head, at, call)
+        yield self._item_event("response.output_item.added", item=started)
+        if item["type"] == "custom_tool_call":
+            kind, text = "response.custom_tool_call_input", {"input": item["input"]}
+        else:
+            kind = "response.function_call_arguments"
+            text = {"name": item["name"], "arguments": item["arguments"]}
+        delta = item.get("input", call.arguments)
+        yield self._item_event(f"{kind}.delta", item_id=item["id"], delta=delta)
+        yield self._item_event(f"{kind}.done", item_id=item["id"], **text)
         yield self._item_event("response.output_item.done", item=item)
         self._output.append(item)
 

@@ -26,12 +26,13 @@ from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
 from services.gateway.http.images import REFUSED, ImagePolicy
 from services.gateway.http.openai.content import Part, content_of, text_of
-from services.gateway.http.openai.responses_items import key_of_item
+from services.gateway.http.openai.responses_items import RAW_CUSTOM, key_of_item
+from services.gateway.http.openai.responses_tools import arguments_of, flat_name
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _text = partial(text_of, kinds=_TEXTS)
 
-_ITEM_KEY = re.compile(rb"(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]")
+_ITEM_KEY = re.compile(rb"(?:msg|rs|fc|ctc|ctr)_([0-9a-f]{32})_[0-9]")
 """Matches ids of this API's items in JSON bytes; other texts may match too."""
 
 _Kind = TypeVar("_Kind")
@@ -59,11 +60,22 @@ class FunctionCallItem(msgspec.Struct):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | None = None
+    id: str | None = None
+
+
+class CustomToolCallItem(msgspec.Struct):
+    """A `custom_tool_call` item."""
+
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | None = None
     id: str | None = None
 
 
 class FunctionCallOutputItem(msgspec.Struct):
-    """A `function_call_output` item."""
+    """A `function_call_output` or `custom_tool_call_output` item."""
 
     call_id: str
     output: str | list[Part] | None = None
@@ -215,10 +227,12 @@ class _History:
                 self._reasoning(_as(item, ReasoningItem))
             case "function_call":
                 call = _as(item, FunctionCallItem)
-                self._part("function_call", call.id).calls.append(
-                    ToolCall(name=call.name, arguments=call.arguments, call_id=call.call_id)
-                )
-            case "function_call_output":
+                self._call(call, call.arguments)
+            case "custom_tool_call":
+                custom = _as(item, CustomToolCallItem)
+                raw = (custom.id or "").startswith(f"{RAW_CUSTOM}_")
+                self._call(custom, custom.input if raw else arguments_of(custom.input))
+            case "function_call_output" | "custom_tool_call_output":
                 output = _as(item, FunctionCallOutputItem)
                 self._entries.append(self._result(output))
             case _:
@@ -234,6 +248,12 @@ class _History:
             self._answer = None
             content, seen = content_of(item.content, _TEXTS, self._images)
             self._entries.append(Message(role=role, content=content, images=seen))
+
+    def _call(self, call: FunctionCallItem | CustomToolCallItem, arguments: str) -> None:
+        name = flat_name(call.name, call.namespace)
+        self._part("function_call", call.id).calls.append(
+            ToolCall(name=name, arguments=arguments, call_id=call.call_id)
+        )
 
     def _result(self, output: FunctionCallOutputItem) -> Message:
         content, seen = content_of(output.output, _TEXTS, self._images)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.v1 import common_pb2
+from services.gateway.http.openai.responses_tools import ToolName, ToolNames, input_of
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
-_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_\d+")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|ctr)_([0-9a-f]{32})_\d+")
+
+CUSTOM, RAW_CUSTOM = "ctc", "ctr"
+"""Id prefixes of the call of a custom tool; of one whose arguments are not its one text."""
 
 _BLANK: dict[str, Any] = {
     "background": False,
@@ -55,6 +59,7 @@ class Head:
     instructions: str | None
     tools: Sequence[Mapping[str, Any]]
     """Tools in the format of the Responses API."""
+    names: ToolNames = field(default_factory=dict)
     echoed: Mapping[str, Any]
     """Fields of the request that the response repeats."""
 
@@ -64,7 +69,7 @@ class Head:
         return f"resp_{self.key}"
 
     def item_id(self, kind: str, at: int) -> str:
-        """Returns the id of the output item at `at`; `kind` is msg, rs or fc."""
+        """Returns the id of the output item at `at`; `kind` is its prefix."""
         return f"{kind}_{self.key}_{at}"
 
     def response(self, status: str, output: Sequence[Item], **changes: Any) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def output_of(head: Head, answer: Message, status: str) -> list[Item]:
         at = len(items)
         items.append(message_item(head.item_id("msg", at), answer.content))
     for call in answer.tool_calls:
-        items.append(call_item(head.item_id("fc", len(items)), call))
+        items.append(call_item(head, len(items), call))
     if items and not answer.tool_calls:
         items[-1]["status"] = status
     return items
@@ -172,16 +177,23 @@ def message_item(
     }
 
 
-def call_item(item_id: str, call: ToolCall, *, status: str = "completed") -> Item:
-    """Returns a `function_call` item."""
-    return {
-        "id": item_id,
-        "type": "function_call",
+def call_item(head: Head, at: int, call: ToolCall, *, status: str = "completed") -> Item:
+    """Returns a `function_call` item, or a `custom_tool_call` of a custom tool; both without their
+    text unless `status` is completed."""
+    tool = head.names.get(call.name, ToolName(name=call.name))
+    kind, key, text = "fc", "arguments", call.arguments
+    if tool.custom:
+        key, given = "input", input_of(call.arguments)
+        kind, text = (RAW_CUSTOM, call.arguments) if given is None else (CUSTOM, given)
+    item = {
+        "id": head.item_id(kind, at),
+        "type": "custom_tool_call" if tool.custom else "function_call",
         "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
+        "name": tool.name,
+        key: text if status == "completed" else "",
         "status": status,
     }
+    return item | ({"namespace": tool.namespace} if tool.namespace else {})
 
 
 def reasoning_part(text: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """OpenAI Responses requests: schema and checks.
 
-Owns the fields besides the conversation: tools, sampling, echoed fields; `responses_history`
-decodes the conversation. Unknown fields are ignored, because clients send many. A known field with
-a wrong type or an unsupported effect is refused.
+Owns the fields besides the conversation: sampling, echoed fields; `responses_history` decodes the
+conversation, `responses_tools` the tools. Unknown fields are ignored, because clients send many. A
+known field with a wrong type or an unsupported effect is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2
-from services.gateway.model.chat_model import Tools
+from services.gateway.http.openai.responses_tools import flat_name
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_METADATA = 16
@@ -117,20 +117,6 @@ async def answer_grammar_of(request: ResponsesRequest) -> common_pb2.Grammar | N
     )
 
 
-def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
-    """Returns the tools in the format of chat completions, so both protocols make equal prompts.
-
-    Raises `InvalidArgument` for a tool that is not a function with a name.
-    """
-    return [_tool(tool, at) for at, tool in enumerate(tools or ())]
-
-
-def responses_tools(tools: Tools) -> list[dict[str, Any]]:
-    """Returns tools in the format of the Responses API."""
-    blank = {"description": None, "parameters": None, "strict": None}
-    return [{"type": "function", **blank, **tool["function"]} for tool in tools]
-
-
 def wanted_tool(request: ResponsesRequest) -> str | None:
     """Returns the required tool; "" for any tool, None if no call is required."""
     choice = request.tool_choice
@@ -142,13 +128,12 @@ def wanted_tool(request: ResponsesRequest) -> str | None:
         raise InvalidArgument(
             f"tool_choice {choice[:40]!r} is none of 'auto', 'none', 'required' or a function"
         )
-    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+    if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
         raise InvalidArgument(
             f"tool_choice of type {str(choice.get('type'))[:40]!r} is not supported; "
-            "a function with a name is"
+            "a function or a custom tool with a name is"
         )
-    name: str = choice["name"]
-    return name
+    return flat_name(choice["name"], choice.get("namespace"))
 
 
 def echoed(request: ResponsesRequest) -> dict[str, Any]:
@@ -164,19 +149,6 @@ def remembered(echoed: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(form, dict) and "schema" in form:
         kept["text"] = {**kept["text"], "format": {**form, "schema": {}}}
     return kept
-
-
-def _tool(tool: dict[str, Any], at: int) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise InvalidArgument(
-            f"tools[{at}] is of type {str(kind)[:40]!r}; only 'function' tools can be called here"
-        )
-    if not isinstance(tool.get("name"), str):
-        raise InvalidArgument(f"tools[{at}] must be a function with a name")
-    keys = ("name", "description", "parameters", "strict")
-    function = {key: tool[key] for key in keys if tool.get(key) is not None}
-    return {"type": "function", "function": function}
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from services.gateway.http import request_body
 from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.responses_history import history_of, messages_of
 from services.gateway.http.openai.responses_schema import ResponsesRequest
+from services.gateway.http.openai.responses_tools import responses_tools, tool_set
 from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -221,7 +222,7 @@ def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
         "parameters": {"type": "object"},
         "strict": True,
     }
-    (tool_given,) = responses_schema.tools_of([sent])
+    (tool_given,) = tool_set([sent], omit_web_search=False).tools
     assert tool_given == {
         "type": "function",
         "function": {
@@ -231,11 +232,7 @@ def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
             "strict": True,
         },
     }
-    assert responses_schema.responses_tools([tool_given]) == [sent]
-    with pytest.raises(InvalidArgument, match="'web_search'"):
-        responses_schema.tools_of([sent, {"type": "web_search"}])
-    with pytest.raises(InvalidArgument, match=r"tools\[0\]"):
-        responses_schema.tools_of([{"type": "function"}])
+    assert responses_tools([tool_given], {}) == [sent]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +243,8 @@ def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
         ("none", None),
         ("required", ""),
         ({"type": "function", "name": "look"}, "look"),
+        ({"type": "function", "name": "look", "namespace": "room"}, "room__look"),
+        ({"type": "custom", "name": "patch"}, "patch"),
     ],
 )
 def test_tool_choice(choice: Any, wanted: str | None) -> None:
@@ -260,7 +259,7 @@ def test_tool_choice(choice: Any, wanted: str | None) -> None:
         ("sometimes", "'sometimes'"),
         ({"type": "web_search"}, "'web_search'"),
         ({"type": "allowed_tools", "mode": "auto", "tools": []}, "'allowed_tools'"),
-        ({"type": "function"}, "a function with a name"),
+        ({"type": "function"}, "a function or a custom tool with a name"),
     ],
 )
 def test_tool_choices_that_cannot_be_had_are_named(choice: Any, says: str) -> None:
@@ -285,7 +284,10 @@ parts = loosely("hi", [{"type": "input_text", "text": "hi"}], [{"type": "output_
 items = st.fixed_dictionaries(
     {},
     optional={
-        "type": loosely("message", "function_call", "function_call_output", "reasoning"),
+        "type": loosely(
+            *("message", "function_call", "function_call_output", "reasoning"),
+            *("custom_tool_call", "custom_tool_call_output"),
+        ),
         "role": loosely("user", "assistant", "system"),
         "content": parts,
         "summary": parts,
@@ -293,6 +295,8 @@ items = st.fixed_dictionaries(
         "call_id": loosely("x"),
         "name": loosely("look"),
         "arguments": loosely("{}", "["),
+        "input": loosely("a"),
+        "namespace": loosely("room"),
         "id": loosely(f"msg_{ONE}_0", f"fc_{ONE}_1"),
     },
 )
@@ -300,7 +304,13 @@ bodies = st.fixed_dictionaries(
     {"model": loosely("policy"), "input": st.lists(items, max_size=4) | json_values},
     optional={
         "instructions": loosely("Be brief."),
-        "tools": loosely([{"type": "function", "name": "look"}], [{"type": "mcp"}], [{}]),
+        "tools": loosely(
+            [{"type": "function", "name": "look"}],
+            [{"type": "mcp"}],
+            [{}],
+            [{"type": "namespace", "name": "room", "tools": [{"type": "custom", "name": "a"}]}],
+            [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "lark"}}],
+        ),
         "tool_choice": loosely("auto", "required", {"type": "function", "name": "look"}),
         "max_output_tokens": loosely(0, 5, 2**40),
         "temperature": loosely(0, -1),
@@ -322,7 +332,7 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
     try:
         asked = request_body.decode(json.dumps(body).encode(), ResponsesRequest)
         responses_schema.check(asked)
-        tools = responses_schema.tools_of(asked.tools)
+        tools = tool_set(asked.tools, omit_web_search=False).tools
         wanted = responses_schema.wanted_tool(asked)
         if wanted is not None:
             request_body.tool_to_call(wanted, tools, MODEL.format)

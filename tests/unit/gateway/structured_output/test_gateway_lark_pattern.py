@@ -1,0 +1,109 @@
+"""Lark grammars of custom tools as regular expressions, or refused with the part at fault."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from forge.core.errors import InvalidArgument
+from forge.grammar.answer_grammar import check_schema
+from services.gateway.structured_output.lark_pattern import pattern_of
+
+PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | update_hunk  // two kinds
+add_hunk: "*** Add File: " filename LF add_line+
+update_hunk: "*** Update File: " filename LF change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change: (change_context | change_line)+
+    | "*** End of File" LF
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+
+%import common.LF
+"""
+"""With every construct of the grammar of a real agent's patches."""
+UPDATE = "*** Begin Patch\n*** Update File: a.py\n@@ def f\n-a\n+b\n*** End Patch"
+
+
+def matches(definition: str, text: str) -> bool:
+    return re.fullmatch(pattern_of(definition, field="f"), text) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        (UPDATE, True),
+        (UPDATE + "\n", True),
+        ("*** Begin Patch\n*** Add File: a\n+x\n+\n*** End Patch\n", True),
+        ("*** Begin Patch\n*** Update File: a\n*** End of File\n*** End Patch", True),
+        ("*** Begin Patch\n*** End Patch", False),
+        ("*** Begin Patch\n*** Add File: a\nx\n*** End Patch", False),
+        (UPDATE.replace("*** Begin", "Begin"), False),
+    ],
+)
+def test_a_grammar_of_patches(text: str, allowed: bool) -> None:
+    """The expression matches what the rules derive, and nothing else."""
+    assert matches(PATCH, text) is allowed
+
+
+@pytest.mark.parametrize(
+    ("definition", "yes", "no"),
+    [
+        ('start: "a.b"', "a.b", "axb"),
+        ('start: "select"i NAME\nNAME: /[a-z]+/', "SELECTx", "selectX"),
+        ('start: "a"~2..3', "aaa", "a"),
+        ('start: ["a"] "b"*', "bb", "aa"),
+        ('?start: x\n!x.2: "(" x2 ")"\nx2: /\\d+/', "(12)", "()"),
+        ('start: "a\\n\\"b"', 'a\n"b', "ab"),
+        ("start: /a\\/b/ WORD\n%import common.WORD", "a/bx", "a/b1"),
+        ("start: (A | B)+\nA: /x/i\nB: N\n%import common.INT -> N", "xX7", "y"),
+        ("start: D W\n%import common (DIGIT, WS)\nD: DIGIT\nW: WS", "1 ", "1"),
+    ],
+)
+def test_constructs(definition: str, yes: str, no: str) -> None:
+    """Texts, flags, ranges, optional parts, modifiers, escapes and imports."""
+    assert matches(definition, yes)
+    assert not matches(definition, no)
+
+
+@pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        ('start: "(" start ")" | "x"', "'start' contains itself"),
+        ("start: missing", "'missing' is not defined"),
+        ("begin: /a/", "'start' is not defined"),
+        ('start: "a"\n%ignore " "', "%ignore"),
+        ("start: X\n%import python.NAME -> X", "python.NAME"),
+        ('start: ("a"', "without its end"),
+        ('start: "a" )', r"'\)' in rule 'start'"),
+        ("start: {", "'{'"),
+        ("start", "begins with 'start'"),
+        (
+            "start: a a\n"
+            + "\n".join(
+                f"{c}: {d} {d}" for c, d in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+            )
+            + "\nq: /0123456789/",
+            "longer than",
+        ),
+        ("x" * 70_000, "longer than 65536"),
+        ("start: " + "(" * 20_000, "nested too deeply"),
+    ],
+)
+def test_what_has_no_expression_is_refused(definition: str, says: str) -> None:
+    """With the field, and the part at fault."""
+    with pytest.raises(InvalidArgument, match=rf"^tools\[0\]\.format.*{says}"):
+        pattern_of(definition, field="tools[0].format")
+
+
+def test_the_expression_can_be_enforced_in_json() -> None:
+    """llguidance compiles it as the pattern of a string."""
+    pattern = f"^(?:{pattern_of(PATCH, field='f')})$"
+    schema = {"type": "object", "properties": {"input": {"type": "string", "pattern": pattern}}}
+    check_schema(schema, field="f")
