@@ -3,7 +3,8 @@
     python -m benchmarks.gateway [--quick] [--json FILE]
 
 Everything stands on loopback before the same mock upstream, which answers 32 tokens in 4 pieces,
-and is measured in interleaved rounds; medians count. The gateway does its whole work: token, tree
+or 32, 256 or 2,048 tokens one by one every 10 ms, as an engine streams them, and is measured in
+interleaved rounds; medians count. The gateway does its whole work: token, tree
 of contexts, template, tokenizer, record in a real pool, stream. Peers come from `make bench-peers`
 and are left out where they are not installed; `benchmarks/support/gateway_targets.py` says what
 each of them does. Work is counted in CPU seconds of the process in front, since the machine is
@@ -26,7 +27,8 @@ import uvloop
 
 from benchmarks.support.chat_load import QUESTION, Agent, Load, Target, drive, new_client
 from benchmarks.support.cpu import cpu_s, rss_bytes
-from benchmarks.support.gateway_targets import Targets, start_targets
+from benchmarks.support.gateway_targets import Targets, answer_of, start_targets
+from benchmarks.support.mock_upstream import LENGTHS, max_tokens_for
 from benchmarks.support.report import arguments, keep, show
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
@@ -40,6 +42,9 @@ PIECES = 4
 """Of an answer."""
 PACED_MS = 100
 """Between pieces where latency is measured: an answer takes 0.4 s, and nobody is saturated."""
+TOKEN_MS = 10
+"""Between the tokens of an answer that is streamed token by token."""
+LENGTH_TURNS = 2
 LONG_TURNS = 128
 EARLY, LATE = range(5, 13), range(121, 129)
 LONG_TEXT = QUESTION * 15
@@ -53,12 +58,30 @@ class Size:
     rounds: int
     seconds: float
     paced_seconds: float
+    lengths: tuple[int, ...]
+    length_rounds: int
     long_sessions: int
     open_sessions: int
 
 
-QUICK = Size(rounds=1, seconds=1.5, paced_seconds=2.5, long_sessions=2, open_sessions=1500)
-FULL = Size(rounds=5, seconds=4.0, paced_seconds=8.0, long_sessions=6, open_sessions=10_000)
+QUICK = Size(
+    rounds=1,
+    seconds=1.5,
+    paced_seconds=2.5,
+    lengths=(32, 256),
+    length_rounds=1,
+    long_sessions=2,
+    open_sessions=1500,
+)
+FULL = Size(
+    rounds=5,
+    seconds=4.0,
+    paced_seconds=8.0,
+    lengths=LENGTHS,
+    length_rounds=3,
+    long_sessions=6,
+    open_sessions=10_000,
+)
 
 
 async def measure(size: Size) -> dict[str, float]:
@@ -67,6 +90,7 @@ async def measure(size: Size) -> dict[str, float]:
         async with start_targets(Path(folder)) as targets:
             numbers |= await compare(targets, size)
             numbers |= await latency(targets, size)
+            numbers |= await by_length(targets, size)
             numbers |= await growth(targets, size)
             numbers |= await memory(targets, size)
     return numbers
@@ -106,7 +130,11 @@ async def latency(targets: Targets, size: Size) -> dict[str, float]:
     for round_ in range(size.rounds):
         for name in _rotated(["upstream", "forge", "floor", "proxy"], round_):
             load = await _run(
-                targets.all[name], targets.answer, size.paced_seconds, pause_ms=PACED_MS
+                targets.all[name],
+                targets.answer,
+                size.paced_seconds,
+                max_tokens=1000 + PACED_MS,
+                begin_within_s=PIECES * PACED_MS / 1000,
             )
             cuts = statistics.quantiles(load.latencies_s, n=100)
             quantiles.setdefault(name, []).append((1000 * cuts[49], 1000 * cuts[98]))
@@ -119,6 +147,36 @@ async def latency(targets: Targets, size: Size) -> dict[str, float]:
                 for ours, bare in zip(quantiles[name], quantiles["upstream"], strict=True)
             ]
             numbers[f"{prefix}overhead_{quantile}_ms"] = statistics.median(added)
+    return numbers
+
+
+async def by_length(targets: Targets, size: Size) -> dict[str, float]:
+    """Answers per CPU second over the proxy, and what is added to the time to the first token, by
+    the length of answers that are streamed token by token."""
+    numbers = {}
+    for length in size.lengths:
+        max_tokens = max_tokens_for(length, TOKEN_MS)
+        answer = await answer_of(targets.all["upstream"], max_tokens=max_tokens)
+        ratios, added_ms, cpu_ms = [], [], []
+        for round_ in range(size.length_rounds):
+            loads = {}
+            for name in _rotated(["upstream", "forge", "proxy"], round_):
+                loads[name] = await _run(
+                    targets.all[name],
+                    answer,
+                    0.0,
+                    max_tokens=max_tokens,
+                    turns=LENGTH_TURNS,
+                    at_least=2 * CONCURRENCY,
+                    begin_within_s=TOKEN_MS * length / 1000,
+                )
+            ratios.append(loads["forge"].per_cpu_s / loads["proxy"].per_cpu_s)
+            firsts_s = {name: statistics.median(load.firsts_s) for name, load in loads.items()}
+            added_ms.append(1000 * (firsts_s["forge"] - firsts_s["upstream"]))
+            cpu_ms.append(1000 / loads["forge"].per_cpu_s)
+        numbers[f"rps_over_proxy_{length}"] = statistics.median(ratios)
+        numbers[f"first_token_added_ms_{length}"] = statistics.median(added_ms)
+        numbers[f"cpu_ms_per_answer_{length}"] = statistics.median(cpu_ms)
     return numbers
 
 
@@ -170,16 +228,25 @@ async def memory(targets: Targets, size: Size) -> dict[str, float]:
     }
 
 
-async def _run(target: Target, answer: str, for_s: float, *, pause_ms: int = 0) -> Load:
-    agents = (Agent(target, answer, pause_ms=pause_ms) for _ in itertools.count())
+async def _run(
+    target: Target,
+    answer: str,
+    for_s: float,
+    *,
+    max_tokens: int = 1000,
+    turns: int = TURNS,
+    at_least: int = MIN_CALLS,
+    begin_within_s: float = 0.0,
+) -> Load:
+    agents = (Agent(target, answer, max_tokens=max_tokens) for _ in itertools.count())
     before_s = cpu_s(target.pid) if target.pid else 0.0
     load = await drive(
         agents,
-        turns=TURNS,
+        turns=turns,
         concurrency=CONCURRENCY,
         for_s=for_s,
-        at_least=MIN_CALLS,
-        begin_within_s=PIECES * pause_ms / 1000,
+        at_least=at_least,
+        begin_within_s=begin_within_s,
     )
     load.cpu_s = cpu_s(target.pid) - before_s if target.pid else 0.0
     return load

@@ -36,6 +36,8 @@ class Load:
     """What a run came to."""
 
     latencies_s: list[float] = field(default_factory=list)
+    firsts_s: list[float] = field(default_factory=list)
+    """From each request to the first bytes of its answer."""
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -52,7 +54,7 @@ class Agent:
     """One session: a history that grows by a question and an answer per turn."""
 
     def __init__(
-        self, target: Target, answer: str, *, question: str = QUESTION, pause_ms: int = 0
+        self, target: Target, answer: str, *, question: str = QUESTION, max_tokens: int = 1000
     ) -> None:
         self._url = target.url
         self._headers = {
@@ -63,7 +65,9 @@ class Agent:
         self._answer = _spelled("assistant", answer)
         self._messages = [_spelled("system", SYSTEM)]
         self.last_body = b""
-        settings = {"model": "policy", "stream": True, "max_tokens": 1000 + pause_ms}
+        self.first_s = 0.0
+        """From the last request to the first bytes of its answer."""
+        settings = {"model": "policy", "stream": True, "max_tokens": max_tokens}
         self._head = json.dumps(settings)[:-1].encode() + b', "messages": ['
 
     def next_body(self) -> bytes:
@@ -78,7 +82,9 @@ class Agent:
         body = self.last_body = self.next_body()
         started_s = time.perf_counter()
         async with client.post(self._url, data=body, headers=self._headers) as response:
-            answer = await response.read()
+            first = await response.content.readany()
+            self.first_s = time.perf_counter() - started_s
+            answer = first + await response.content.read()
         elapsed_s = time.perf_counter() - started_s
         if response.status != 200 or not answer.rstrip().endswith(b"[DONE]"):
             raise RuntimeError(f"{self._url} answered {response.status}: {answer[:500]!r}")
@@ -119,6 +125,7 @@ async def drive(
                 if over():
                     return
                 load.latencies_s.append(await agent.turn(client))
+                load.firsts_s.append(agent.first_s)
 
     async with new_client() as client, asyncio.TaskGroup() as group:
         random = Random(concurrency)

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -69,12 +70,12 @@ async def start_targets(folder: Path) -> AsyncIterator[Targets]:
             undo.callback(ended, process)
             url = _url(f"http://127.0.0.1:{port}")
             found[name] = Target(name=name, url=url, key=_no_key, pid=process.pid)
-        answer = await _until_answering(found["upstream"])
+        answer = await answer_of(found["upstream"])
         found["forge"] = await stack.target()
         found["floor"] = stack.floor
         for target in tuple(found.values()):
             try:
-                await _until_answering(target)
+                await answer_of(target)
             except TimeoutError:
                 log = folder / f"{target.name}.log"
                 sys.stderr.write(f"{target.name} does not answer: {_last_line(log)}\n")
@@ -182,10 +183,12 @@ def _quiet(argv: list[str], log: Path, **environment: str) -> subprocess.Popen[b
         )
 
 
-async def _until_answering(target: Target) -> str:
-    """What it answers, once it does."""
+async def answer_of(target: Target, *, max_tokens: int | None = None) -> str:
+    """What it answers, once it does. Raises `TimeoutError`."""
     headers = {"Authorization": f"Bearer {target.key()}"}
-    body = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
+    body: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
     async with asyncio.timeout(START_S), aiohttp.ClientSession() as client:
         while True:
             try:

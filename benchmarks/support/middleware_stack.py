@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support.cpu import cpu_s
-from benchmarks.support.mock_upstream import MockConfig, Script
+from benchmarks.support.mock_upstream import MockConfig, Scripts
 from benchmarks.support.processes import ended, started
 from benchmarks.support.scheduler_cluster import scheduler_cluster
 from forge.runtime.rpc.remote import Remote
@@ -78,7 +78,7 @@ async def start_middleware(
             pools=Remote(coordinator, cluster.channels, kind="pool", stub=PoolServiceStub),
             chat_url=f"{base}/v1/chat/completions",
             close_url=f"{base}/v1/forge/close",
-            answer=Script(ChatModel.load(str(model)), MockConfig()).text,
+            answer=Scripts(ChatModel.load(str(model)), MockConfig()).choose(0)[0].text,
             pids={
                 "gateway": gateway.pid,
                 "pool": pool.pid,

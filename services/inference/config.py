@@ -22,6 +22,9 @@ class RouterSettings:
     """Longest time that a request waits while no worker serves."""
     hold_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     """Time for which prefill holds a prompt until decode fetches it."""
+    stream_interval_s: Annotated[float, Meta(ge=0, le=5)] = 0.05
+    """Longest time that a streamed piece of an answer, after its first, waits to be sent together
+    with those that follow; 0: each at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

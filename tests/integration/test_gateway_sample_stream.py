@@ -18,8 +18,9 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.core.token_columns import int32_array
+from forge.runtime.rpc.tokens import joined_responses
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.router.sample_call import MAX_QUEUED_RESPONSES, join_responses
+from services.gateway.router.sample_call import MAX_QUEUED_RESPONSES
 from services.inference.router import sample_stream as router_side
 from tests.support.gateway.sample_router import (
     WAIT_S,
@@ -199,7 +200,7 @@ async def test_calls_wait_for_a_gateway_that_takes_nothing(
         ]
         yield inference_pb2.SampleStreamRequest(begin=begun)
 
-    said = router_side.SampleStreams(sample).serve(requests())
+    said = router_side.SampleStreams(sample, interval_s=0).serve(requests())
     first = await anext(said)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -228,7 +229,7 @@ async def test_calls_that_are_refused_wait_as_well(monkeypatch: pytest.MonkeyPat
             yield inference_pb2.SampleStreamRequest(begin=[begun])
             await asyncio.sleep(0)
 
-    said = router_side.SampleStreams(refused).serve(requests())
+    said = router_side.SampleStreams(refused, interval_s=0).serve(requests())
     first = await anext(said)
     for _ in range(2000):
         await asyncio.sleep(0)
@@ -249,7 +250,10 @@ async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
         begun = inference_pb2.SampleBegin(call=1, request=request(1), timeout_s=WAIT_S)
         yield inference_pb2.SampleStreamRequest(begin=[begun])
 
-    said = [message async for message in router_side.SampleStreams(sample).serve(requests())]
+    said = [
+        message
+        async for message in router_side.SampleStreams(sample, interval_s=0).serve(requests())
+    ]
     for message in said:
         assert len(message.events) == 1 or message.ByteSize() <= 1000 + 50
     ids = [i for m in said for e in m.events for i in int32_array(e.response.tokens.ids)]
@@ -286,7 +290,7 @@ def test_joined_responses_keep_every_column() -> None:
     for part in (first, last):
         part.tokens.allowed_logprobs = part.tokens.logprobs
     last.cached_tokens = 5
-    whole = join_responses([first, last])
+    whole = joined_responses([first, last])
     assert list(int32_array(whole.tokens.ids)) == [1, 2, 3]
     for column in ("logprobs", "weight_versions", "allowed_logprobs"):
         both = getattr(first.tokens, column) + getattr(last.tokens, column)

@@ -61,7 +61,7 @@ class Servicer(
             raise ZeroDivisionError
             yield
 
-        async for response in SampleStreams(defect).serve(requests):
+        async for response in SampleStreams(defect, interval_s=0).serve(requests):
             yield response
 
 

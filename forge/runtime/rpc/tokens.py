@@ -1,4 +1,4 @@
-"""Columns of sampled tokens: joins and splits messages."""
+"""Sampled tokens: joins and splits messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import SampledTokens
+from forge.v1.inference_pb2 import SampleResponse
 
 # Each has one entry per token, or a fixed number of them; a protobuf merge would replace it.
 _COLUMNS = [
@@ -21,6 +22,17 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
     return SampledTokens(
         **{name: b"".join(getattr(part, name) for part in parts) for name in _COLUMNS}
     )
+
+
+def joined_responses(responses: Sequence[SampleResponse]) -> SampleResponse:
+    """Join consecutive responses of one answer; the fields of its end come from the last one."""
+    if len(responses) == 1:
+        return responses[0]
+    whole = SampleResponse()
+    for response in responses:
+        whole.MergeFrom(response)
+    whole.tokens.CopyFrom(joined([response.tokens for response in responses]))
+    return whole
 
 
 def split(tokens: SampledTokens, *, max_bytes: int = CHUNK_BYTES) -> Iterator[SampledTokens]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from forge.core.errors import DeadlineExceeded, ForgeError, Unavailable
 from forge.runtime.backoff import Backoff
-from forge.runtime.rpc import tokens
+from forge.runtime.rpc.tokens import joined_responses
 from forge.v1 import inference_pb2 as pb
 from services.gateway.errors import RouterLost
 from services.gateway.metrics import UPSTREAM_RETRIES
@@ -122,7 +122,7 @@ class SampleCall:
         """Queues a response of the router."""
         self._responses.append(response)
         if len(self._responses) > MAX_QUEUED_RESPONSES:
-            self._responses = [join_responses(self._responses)]
+            self._responses = [joined_responses(self._responses)]
         self._wake_reader()
 
     def on_end(self, error: ForgeError | None) -> None:
@@ -157,7 +157,7 @@ class SampleCall:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         responses, self._responses = self._responses, []
-        return join_responses(responses)
+        return joined_responses(responses)
 
     async def _prepare_retry(self, pause_s: float) -> None:
         UPSTREAM_RETRIES.inc()
@@ -180,14 +180,3 @@ class SampleCall:
     def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def join_responses(responses: list[pb.SampleResponse]) -> pb.SampleResponse:
-    """Joins consecutive responses of one answer; the fields of its end come from the last one."""
-    if len(responses) == 1:
-        return responses[0]
-    joined = pb.SampleResponse()
-    for response in responses:
-        joined.MergeFrom(response)
-    joined.tokens.CopyFrom(tokens.joined([response.tokens for response in responses]))
-    return joined

@@ -1,8 +1,10 @@
 """Many Samples on one kept stream: the router's side of SampleStream.
 
 Owns the calls of a stream: deadlines, aborts, ends and unsent events. Each call is a task. One
-write sends the events of all calls, so a loaded stream does not write once per token. Not here:
-the sampling.
+write sends the events of all calls. The first piece of an answer and its end are sent at once, the
+pieces between them joined, `interval_s` after the first of them: a write, a message and an event
+for each token would cost the router, the gateway and the agent more than the token. Not here: the
+sampling.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
+from forge.runtime.rpc.tokens import joined_responses
 from forge.runtime.telemetry import bind_context, log
 from forge.v1 import inference_pb2 as pb
 from services.inference.router.metrics import STREAM_CALLS
@@ -24,6 +28,8 @@ WINDOW_BYTES = 8 << 20
 """Most unsent bytes; beyond it all calls of the stream wait for the reader, and none begins."""
 MESSAGE_BYTES = 1 << 20
 """Most bytes of a message with several events."""
+HELD_BYTES = 16 << 10
+"""Held bytes of an answer that are sent before `interval_s` is over."""
 
 Sample = Callable[[pb.SampleRequest], AsyncGenerator[pb.SampleResponse, None]]
 
@@ -31,8 +37,10 @@ Sample = Callable[[pb.SampleRequest], AsyncGenerator[pb.SampleResponse, None]]
 class SampleStreams:
     """All SampleStream calls of this process."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, *, interval_s: float) -> None:
+        """`interval_s`: longest time that a piece after the first waits for others; 0: none."""
         self._sample = sample
+        self._interval_s = interval_s
         self._open: set[_Stream] = set()
         self._draining = False
 
@@ -40,7 +48,7 @@ class SampleStreams:
         self, requests: AsyncIterator[pb.SampleStreamRequest]
     ) -> AsyncGenerator[pb.SampleStreamResponse, None]:
         """Yield the responses of one stream. Raises InvalidArgument for a repeated call number."""
-        stream = _Stream(self._sample)
+        stream = _Stream(self._sample, self._interval_s)
         self._open.add(stream)
         if self._draining:
             stream.drain()
@@ -58,15 +66,30 @@ class SampleStreams:
             stream.drain()
 
 
+@dataclass(slots=True)
+class _Held:
+    """Unsent pieces of an answer whose first piece was sent."""
+
+    responses: list[pb.SampleResponse] = field(default_factory=list)
+    size: int = 0
+    """Bytes of `responses`."""
+
+
 class _Stream:
     """The state of one call of SampleStream."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, interval_s: float) -> None:
         self._sample = sample
+        self._interval_s = interval_s
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._held: dict[int, _Held] = {}
+        """By call, from its first piece to its end."""
+        self._send_later: asyncio.TimerHandle | None = None
+        """Set while a held piece waits for it."""
         self._waiting: deque[tuple[pb.SampleEvent, int]] = deque()
         """Events and their sizes in bytes."""
-        self._waiting_bytes = 0
+        self._unsent_bytes = 0
+        """Bytes of waiting events and held pieces."""
         self._more = asyncio.Event()
         """Set when an event waits, and at the end of the requests."""
         self._room = asyncio.Event()
@@ -94,6 +117,8 @@ class _Stream:
                 if not self._taking and not self._calls:
                     return
         finally:
+            if self._send_later is not None:
+                self._send_later.cancel()
             tasks = {intake, *self._calls.values()}
             for task in tasks:
                 task.cancel()
@@ -110,9 +135,7 @@ class _Stream:
             self._waiting.popleft()
             size += event_bytes
             message.events.append(event)
-        self._waiting_bytes -= size
-        if self._waiting_bytes < WINDOW_BYTES:
-            self._room.set()
+        self._count_unsent(-size)
         return message
 
     async def _take_in(self, requests: AsyncIterator[pb.SampleStreamRequest]) -> None:
@@ -147,6 +170,7 @@ class _Stream:
         task = self._calls.pop(call, None)
         if task is not None:
             task.cancel()
+            self._count_unsent(-self._held.pop(call, _Held()).size)
             STREAM_CALLS.labels("CANCELLED").inc()
             task.add_done_callback(lambda _: self._more.set())
 
@@ -173,11 +197,43 @@ class _Stream:
     async def _answer(self, begin: pb.SampleBegin) -> None:
         async with aclosing(self._sample(begin.request)) as responses:
             async for response in responses:
-                self._put(pb.SampleEvent(call=begin.call, response=response))
+                self._add_piece(begin.call, response)
                 await self._room.wait()
+
+    def _add_piece(self, call: int, response: pb.SampleResponse) -> None:
+        """Sends the first piece; holds a later one until others, the end or the timer follow."""
+        held = self._held.get(call)
+        if held is None:
+            self._held[call] = _Held()
+            self._put(pb.SampleEvent(call=call, response=response))
+            return
+        size = response.ByteSize()
+        held.responses.append(response)
+        held.size += size
+        self._count_unsent(size)
+        if response.finish_reason or not self._interval_s or held.size >= HELD_BYTES:
+            self._send_held(call)
+        elif self._send_later is None:
+            loop = asyncio.get_running_loop()
+            self._send_later = loop.call_later(self._interval_s, self._send_all_held)
+
+    def _send_all_held(self) -> None:
+        self._send_later = None
+        for call in self._held:
+            self._send_held(call)
+
+    def _send_held(self, call: int) -> None:
+        held = self._held[call]
+        if held.responses:
+            self._held[call] = _Held()
+            self._count_unsent(-held.size)
+            self._put(pb.SampleEvent(call=call, response=joined_responses(held.responses)))
 
     def _end(self, call: int, error: Exception | None) -> None:
         self._calls.pop(call, None)
+        if call in self._held:
+            self._send_held(call)
+            del self._held[call]
         end = pb.SampleEnd()
         if error is not None:
             code, end.details = to_status(error)
@@ -191,7 +247,12 @@ class _Stream:
     def _put(self, event: pb.SampleEvent) -> None:
         event_bytes = event.ByteSize()
         self._waiting.append((event, event_bytes))
-        self._waiting_bytes += event_bytes
-        if self._waiting_bytes >= WINDOW_BYTES:
-            self._room.clear()
+        self._count_unsent(event_bytes)
         self._more.set()
+
+    def _count_unsent(self, size: int) -> None:
+        self._unsent_bytes += size
+        if self._unsent_bytes < WINDOW_BYTES:
+            self._room.set()
+        else:
+            self._room.clear()

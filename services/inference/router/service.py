@@ -36,7 +36,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._channels = channels
         self._limits = limits
         self._config = config
-        self._streams = SampleStreams(self._sample)
+        self._streams = SampleStreams(self._sample, interval_s=config.router.stream_interval_s)
 
     async def drain(self) -> None:
         """Refuse new calls on kept streams; each ends when its open calls have."""

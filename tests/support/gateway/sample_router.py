@@ -40,7 +40,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
     """Answers a prompt with its own ids, one by one, and does what a request's name says."""
 
     def __init__(self) -> None:
-        self.kept = router_side.SampleStreams(self.sample)
+        self.kept = router_side.SampleStreams(self.sample, interval_s=0)
         self.streams = 0
         self.go_on = asyncio.Event()
         """Those that hold wait for it, in the middle of their answer."""

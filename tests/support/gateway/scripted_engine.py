@@ -64,7 +64,7 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         self._weight_version = weight_version
         self._requests_file = requests_file
         self._answer_begins = _answer_begins(model)
-        self._streams = SampleStreams(self.sample)
+        self._streams = SampleStreams(self.sample, interval_s=0)
 
     def drain(self) -> None:
         self._streams.drain()
