@@ -105,6 +105,7 @@ MATRIX = {
     "GET /healthz": ALL,
     "POST /v1/chat/completions": SESSIONS,
     "POST /v1/responses": SESSIONS,
+    "GET /v1/responses": SESSIONS,
     "GET /v1/responses/{response}": SESSIONS,
     "DELETE /v1/responses/{response}": SESSIONS,
     "POST /v1/messages": SESSIONS,

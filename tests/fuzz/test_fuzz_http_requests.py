@@ -14,8 +14,8 @@ from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
 from services.gateway.http.openai import chat_schema, responses_schema
-from services.gateway.http.openai.responses import _head_and_turn
 from services.gateway.http.openai.responses_history import history_of
+from services.gateway.http.openai.responses_turn import head_and_turn
 from tests.support.gateway.chat_templates import make_model
 from tests.support.suite.damaged import damaged_json
 
@@ -148,7 +148,7 @@ def test_responses(body: bytes) -> None:
 
     def read() -> None:
         request = request_body.decode(body, responses_schema.ResponsesRequest)
-        head, turn = _head_and_turn(request, MODEL, NOW)
+        head, turn = head_and_turn(request, MODEL, NOW)
         turn.sampling.SerializeToString()
         list(history_of(bytes(request.input), request.instructions))
         json_response(head.response("completed", [], usage={}))

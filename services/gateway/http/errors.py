@@ -27,6 +27,7 @@ _OPENAI_TYPES = {
     408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    426: "invalid_request_error",
     429: "rate_limit_error",
 }
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {

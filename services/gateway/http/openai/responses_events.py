@@ -20,6 +20,7 @@ from services.gateway.http.openai.responses_items import (
     reasoning_item,
     reasoning_part,
     text_part,
+    usage,
     with_logprobs,
 )
 
@@ -81,7 +82,7 @@ class Events:
     def finish(
         self,
         status: str,
-        usage: Mapping[str, Any],
+        spent: Mapping[str, Any],
         details: Mapping[str, Any],
         logprobs: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[Event]:
@@ -92,8 +93,14 @@ class Events:
             yield from self._text(TextDelta, "")
             yield from self._close(status)
         output = with_logprobs(self._output, logprobs)
-        response = self._head.response(status, output, usage=usage, **details)
+        response = self._head.response(status, output, usage=spent, **details)
         yield self._event(f"response.{status}", response=response)
+
+    def finish_without_output(self) -> Iterator[Event]:
+        """Yields the last event of a response that samples nothing."""
+        nothing = usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0, reasoning_tokens=0)
+        response = self._head.response("completed", [], usage=nothing)
+        yield self._event("response.completed", response=response)
 
     def refuse(self, code: str, message: str) -> Iterator[Event]:
         """Yields all events of a response that failed before its first token; SDKs raise the error
