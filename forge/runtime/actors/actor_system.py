@@ -45,6 +45,9 @@ class ActorRef:
             return await reply
         finally:
             deadline.cancel()
+            # An error's traceback has this frame; with the answer in it, both wait for the
+            # garbage collector, and the message with them.
+            del envelope, reply
 
     def tell(self, message: Any) -> None:
         """Send a message without an answer, from any thread. Raises MailboxFull or ActorStopped."""

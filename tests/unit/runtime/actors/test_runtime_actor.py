@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,6 +25,7 @@ from forge.runtime.actors.actor import Actor, ThreadActor
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.actors.supervision import Restart
 from tests.support.runtime.actors import Crash, Double, Doubler, Gate, Refuse, ThreadDoubler
+from tests.support.runtime.waiting import until
 
 AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)
 
@@ -44,6 +48,42 @@ async def test_ask_is_answered_with_what_receive_returns(
     """The return value of receive is the answer."""
     ref = await system.spawn(kind, name="a")
     assert await ref.ask(Double(21), timeout_s=30) == 42
+
+
+class Large:
+    """A message whose end is seen."""
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@both
+async def test_a_message_ends_with_its_answer(
+    system: ActorSystem,
+    kind: Callable[[], Actor | ThreadActor],
+    refuses: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a garbage collection, while its actor waits for the next one, also if refused."""
+
+    def receive(self: Any, message: Any) -> None:
+        if refuses:
+            raise NotFound("refused")
+
+    async def receive_later(self: Any, message: Any) -> None:
+        receive(self, message)
+
+    on_thread = kind is ThreadDoubler
+    monkeypatch.setattr(kind, "receive", receive if on_thread else receive_later)
+    ref = await system.spawn(kind, name="a")
+    gc.disable()
+    try:
+        message = Large()
+        ended = weakref.ref(message)
+        with suppress(NotFound):
+            await ref.ask(message, timeout_s=30)
+        del message
+        await until(lambda: ended() is None)
+    finally:
+        gc.enable()
 
 
 @both
