@@ -57,6 +57,8 @@ class Claims:
     trajectory_id: str = ""
     task_id: str = ""
     domain: str = ""
+    tenant: str = ""
+    """User of the task: all sessions of a user share the limits of a tenant at a gateway."""
     pool_shard: str = ""
     context_tokens: int = 0
     """Longest context of the session, prompt and answer; 0: the model's."""
@@ -148,6 +150,7 @@ class Keyring:
             "trajectory": claims.trajectory_id,
             "task": claims.task_id,
             "domain": claims.domain,
+            "tenant": claims.tenant,
             "shard": claims.pool_shard,
             "context": claims.context_tokens,
             "agent_rewards": claims.agent_rewards,
@@ -262,6 +265,7 @@ def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> 
         trajectory_id=fields.get("trajectory", ""),
         task_id=fields.get("task", ""),
         domain=fields.get("domain", ""),
+        tenant=fields.get("tenant", ""),
         pool_shard=fields.get("shard", ""),
         context_tokens=int(fields.get("context", 0)),
         agent_rewards=bool(fields.get("agent_rewards", False)),

@@ -272,6 +272,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             trajectory_id=grant.trajectory_id,
             task_id=grant.task.task_id,
             domain=grant.task.domain,
+            tenant=grant.task.user,
             pool_shard=grant.pool_shard,
             context_tokens=self._config.domain_context_tokens.get(grant.task.domain, 0),
             agent_rewards=grant.task.agent_rewards,
