@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -19,6 +18,7 @@ from services.gateway.http.edge import Edge
 from services.gateway.http.images import image_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.service import AUDITED, FULL_NAME, SCOPES, GatewayServicer
@@ -39,7 +39,7 @@ class GatewayApp:
         # A session that crashes again and again must not take the process along: it is left
         # dead, and read back from the pool when it is called next.
         self._actors = ActorSystem("gateway-sessions")
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: EncodeThreads | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -98,10 +98,10 @@ class GatewayApp:
             await self._streams.close_streams()
         await self._actors.stop()
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.close()
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
-        self._threads = threads = ThreadPoolExecutor(config.calls.encode_threads, "encode")
+        self._threads = threads = EncodeThreads(config.calls.encode_threads)
 
         def settings(writer: ActorRef, set_size: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(

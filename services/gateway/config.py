@@ -71,7 +71,8 @@ class CallSettings:
     max_calls_per_session: Annotated[int, Meta(ge=1)] = 64
     """Model calls in flight in one session."""
     encode_threads: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Threads that tokenize long prompts; a session uses one at a time."""
+    """Threads that render and tokenize long prompts; a session uses one at a time, and tenants take
+    turns."""
     sample_timeout_s: Annotated[float, Meta(ge=1)] = 1800.0
     """Longest time to sample one answer."""
     retry_for_s: Annotated[float, Meta(ge=0)] = 30.0

@@ -20,7 +20,7 @@ from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.chat_history import ChatHistory
-from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.conversation.turn_request import SIZE_BYTES, TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.http.openai.chat_schema import tools_of
 from services.gateway.http.request_body import checked_stops, top_logprobs_of
@@ -76,6 +76,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidArgument(
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
+        SIZE_BYTES.set(request.ByteSize())
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from forge.core.errors import ContextTooLong, DeadlineExceeded, Unavailable
-from forge.core.token_columns import TOKEN_BYTES
+from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
+from services.gateway.actors.prompts import Prompts
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import AgentTime, Begun, Moment
 from services.gateway.conversation.conversation import (
@@ -48,10 +47,8 @@ from services.gateway.metrics import (
     TURNS,
 )
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.encode_threads import EncodeThreads
 
-LARGE_TEXT_CHARS = 32_768
-"""Longer texts are encoded on a thread, because they take several milliseconds; a session encodes
-one at a time, so the threads serve sessions in turn."""
 WRITER_TIMEOUT_S = 10.0
 """Deadline of a request to the shard writer, which answers without I/O."""
 
@@ -175,8 +172,8 @@ class SessionSettings:
     """Receives the approximate memory of a trajectory, in bytes."""
     clock: Callable[[], float]
     """Monotonic seconds."""
-    threads: Executor
-    """Encodes long texts."""
+    threads: EncodeThreads
+    """Render and encode long requests."""
 
 
 class SessionActor(Actor):
@@ -188,6 +185,7 @@ class SessionActor(Actor):
     def __init__(self, claims: Claims, settings: SessionSettings) -> None:
         self._claims = claims
         self._settings = settings
+        self._prompts = Prompts(claims, settings.model, settings.threads)
         self._conversation: Conversation | None = None
         self._calls: dict[str, _Call] = {}
         """Calls in flight, by call id."""
@@ -263,11 +261,11 @@ class SessionActor(Actor):
     async def _prompt(self, conversation: Conversation, ask: BeginCall | CountPrompt) -> Prompt:
         request = ask.request
         if request.prompt_ids:
-            return await self._encode(given(request.prompt_ids))
-        return await self._encode(await self._draft(conversation, request, ask.opening))
+            return await self._prompts.encode(given(request.prompt_ids))
+        return await self._prompts.encode(await self._draft(conversation, request, ask.opening))
 
     async def _draft(self, conversation: Conversation, request: TurnRequest, opening: str) -> Draft:
-        draft = conversation.draft(request.messages, request.tools, opening=opening)
+        draft = await self._prompts.draft(conversation, request, opening)
         just_read, self._just_read = self._just_read, False
         if just_read or draft.place is None or not draft.place.unknown_answers:
             return draft
@@ -279,7 +277,7 @@ class SessionActor(Actor):
         except (Unavailable, DeadlineExceeded) as error:
             log.info("session_not_reread", error=str(error))
             return draft  # An unavailable pool does not stop calls.
-        return conversation.draft(request.messages, request.tools, opening=opening)
+        return await self._prompts.draft(conversation, request, opening)
 
     async def _recall(self, conversation: Conversation, name: str) -> Recalled | None:
         recalled = conversation.recall(name)
@@ -299,27 +297,8 @@ class SessionActor(Actor):
         if self._closing:
             raise SessionClosed(f"session {self._claims.trajectory_id} is closed")
 
-    async def _encode(self, draft: Draft) -> Prompt:
-        model = self._settings.model
-        encode = model.encode_first if draft.how == "first" else model.encode
-        if len(draft.text) > LARGE_TEXT_CHARS:
-            least = len(draft.ids) // TOKEN_BYTES + model.least_tokens(draft.text)
-            self._require_room(least, at_least=True)
-            loop = asyncio.get_running_loop()
-            tail = await loop.run_in_executor(self._settings.threads, encode, draft.text)
-        else:
-            tail = encode(draft.text) if draft.text else b""
-        return Prompt(ids=draft.ids + tail, draft=draft)
-
-    def _require_room(self, tokens: int, *, at_least: bool = False) -> None:
-        model_tokens = self._settings.model.context_tokens
-        limit = self._claims.context_limit(model_tokens)
-        if tokens >= limit:
-            domain = "" if limit == model_tokens else self._claims.domain
-            raise ContextTooLong.of(tokens=tokens, limit=limit, at_least=at_least, domain=domain)
-
     def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
-        self._require_room(prompt.tokens)
+        self._prompts.require_room(prompt.tokens)
         assert self._conversation is not None, "rebuilt before the first message"
         begun = self._agent_time.began(call.request.arrived, turns=self._conversation.turns)
         self._calls[call.call_id] = _Call(abort=call.abort, begun=begun)

@@ -21,6 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from sys import maxsize
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from forge.core.conversation.continuation import STUB, Render, TemplateRefused, 
 from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ContextTooLong, InvalidArgument
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
@@ -154,17 +155,22 @@ class Conversation:
         """Number of recorded turns."""
         return len(self.nodes)
 
-    def draft(self, messages: Sequence[Message], tools: Tools, *, opening: str = "") -> Draft:
+    def draft(
+        self, messages: Sequence[Message], tools: Tools, *, opening: str = "", most: int = maxsize
+    ) -> Draft:
         """Matches `messages` to the context tree and finds the text that must be encoded.
 
-        Raises `InvalidArgument` if the chat template refuses the messages.
+        Raises `InvalidArgument` if the chat template refuses the messages, `ContextTooLong` for
+        more than `most` new messages or tools.
         """
+        _require_few(tools, most)
         try:
             root = self.tree.root(canonical_tools(tools))
         except RecursionError:
             raise InvalidArgument("the tools are nested too deeply") from None
         # With twins, a request may agree with several paths and must be matched from the root.
         start, new = recognized_prefix(messages, root, () if self.tree.twins else self.marks)
+        _require_few(new, most)
         if not new and start is root:
             raise InvalidArgument("messages must not be empty")
         node = self.tree.match(start, new)
@@ -358,6 +364,12 @@ class Conversation:
             return self.tree.root(canonical_tools(context.get("tools", [])))
         depth = context["shared"]
         return next((node for node in parent.ancestors() if node.depth == depth), root_of(parent))
+
+
+def _require_few(parts: Sequence[object], most: int) -> None:
+    # Before their rendering: each has at least one token.
+    if len(parts) > most:
+        raise ContextTooLong.of(tokens=len(parts), limit=most, at_least=True)
 
 
 def given(ids: bytes) -> Draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from forge.core.conversation.messages import Message
@@ -10,6 +11,9 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import Handle
 from services.gateway.model.chat_model import Tools
+
+SIZE_BYTES: ContextVar[int] = ContextVar("size_bytes", default=0)
+"""Size of the request that this task handles; set by the edge that received it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +41,5 @@ class TurnRequest:
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the HTTP response; they say what was done otherwise than asked."""
     arrived: Moment
+    size_bytes: int = field(default_factory=SIZE_BYTES.get)
+    """Size of the request as it was received."""

@@ -19,6 +19,7 @@ from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Security
 from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
+from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
 from services.gateway.http.errors import public_error
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
@@ -77,7 +78,7 @@ class Edge:
         `HTTPRequestTimeout` for a late body, `BrokenBody` for one that cannot be decompressed."""
         try:
             async with asyncio.timeout(self.body_timeout_s):
-                return without_lone_surrogates(await request.read())
+                body = await request.read()
         except RequestPayloadError:
             encoding = request.headers.get("Content-Encoding", "")
             raise BrokenBody(
@@ -88,6 +89,8 @@ class Edge:
             raise web.HTTPRequestTimeout(
                 reason=f"the request body took over {self.body_timeout_s:g} s"
             ) from None
+        SIZE_BYTES.set(len(body))
+        return without_lone_surrogates(body)
 
     def check_model(self, name: str) -> None:
         """Raises `UnknownModel` for a name of another model."""

@@ -18,6 +18,8 @@ from services.gateway.metrics import REPLACED_SURROGATES
 from services.gateway.model.chat_model import Tools
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 65_536
+"""Of all stop strings of a request; the answer is searched for each after every token."""
 MAX_TOP_LOGPROBS = 20
 Request = TypeVar("Request")
 
@@ -104,9 +106,11 @@ def sampling_params(
 
 
 def checked_stops(name: str, stops: list[str]) -> list[str]:
-    """Returns the stop strings; raises `InvalidArgument` for too many."""
+    """Returns the stop strings; raises `InvalidArgument` for too many or too long ones."""
     if len(stops) > MAX_STOPS:
         raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
+    if (chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise InvalidArgument(f"{name} has {chars} characters; at most {MAX_STOP_CHARS}")
     return stops
 
 

@@ -38,6 +38,7 @@ from forge.core.formats import (
 )
 from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
 from services.gateway.model.encoding_cache import EncodingCache
+from services.gateway.model.long_text import encode_within
 from services.gateway.model.token_bound import longest_token_bytes
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
@@ -164,6 +165,17 @@ class ChatModel:
         # A batch of one: only the batch call skips the offsets, which saves a quarter of the time.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return int32_bytes(encoded.ids)
+
+    def encode_within(self, text: str, room: int, *, first: bool) -> tuple[int, bytes]:
+        """Returns the number of tokens of a long text and its ids, without ids if more than `room`
+        (`services.gateway.model.long_text`). `first`: through the cache of first prompts."""
+        return encode_within(
+            self.encode,
+            text,
+            room,
+            longest_token_bytes=self._longest_token_bytes,
+            whole=self.encode_first if first else self.encode,
+        )
 
     def least_tokens(self, text: str) -> int:
         """Returns a lower bound of the tokens of a text without encoding it; 0: none is known."""

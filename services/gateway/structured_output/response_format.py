@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from forge.core.errors import InvalidArgument
-from forge.grammar.answer_grammar import check_schema
+from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES, check_schema
 from forge.v1 import common_pb2
 
 AnswerKind = Literal["text", "json_object", "json_schema"]
@@ -46,8 +46,14 @@ async def answer_grammar(
 
 async def check_schema_of(schema: Mapping[str, Any], *, strict: bool, field: str) -> None:
     """Raises `InvalidArgument` for a schema that cannot be enforced."""
+    spelt = _spelt(schema)
+    # Before the cache, too, so that its texts are bounded.
+    if len(spelt) > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(
+            f"{field} has {len(spelt)} characters as JSON; at most {MAX_GRAMMAR_BYTES}"
+        )
     # On a thread, because it may take several tenths of a second.
-    problem = await asyncio.to_thread(_problem, _spelt(schema), strict)
+    problem = await asyncio.to_thread(_problem, spelt, strict)
     if problem:
         raise InvalidArgument(field + problem)
 

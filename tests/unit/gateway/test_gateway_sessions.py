@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from services.gateway.actors.session import BeginCall, Describe, EndCall, Sessio
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.gateway.chat_templates import make_model
 from tests.support.runtime.waiting import settle, until
@@ -109,7 +109,7 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
             writer=writer,
             set_size=grown,
             clock=lambda: 0.0,
-            threads=ThreadPoolExecutor(1),
+            threads=EncodeThreads(1),
         )
 
     def made(*, sessions: int = 100, session_bytes: int = 1 << 30) -> Sessions:

@@ -98,18 +98,24 @@ class Completion:
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.turns.finish_turn(self.session, self.request))
-                for _ in range(self.choices)
-            ]
-        turns = [task.result() for task in tasks]
+        turns = await self._turns()
         return self.envelope(
             "chat.completion",
             [self._choice(index, turn) for index, turn in enumerate(turns)],
             system_fingerprint=_fingerprint(turns),
             usage=usage(turns),
         )
+
+    async def _turns(self) -> list[Turn]:
+        if self.choices == 1:
+            # A failed TaskGroup and its error keep the request until the next garbage collection.
+            return [await self.turns.finish_turn(self.session, self.request)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.turns.finish_turn(self.session, self.request))
+                for _ in range(self.choices)
+            ]
+        return [task.result() for task in tasks]
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the answer as server-sent events, simultaneous ones together; the last item is an

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,8 @@ from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
+from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
 from services.gateway.actors.session import (
-    LARGE_TEXT_CHARS,
     BeginCall,
     CountPrompt,
     SessionActor,
@@ -28,6 +28,7 @@ from services.gateway.actors.session import (
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.model.encode_threads import EncodeThreads
 from tests.support.gateway.chat_templates import make_model
 
 TIMEOUT_S = 60.0
@@ -58,6 +59,9 @@ class Texts:
 
     encode_first = encode
 
+    def encode_within(self, text: str, room: int, *, first: bool) -> tuple[int, bytes]:
+        return 1, self.encode(text)
+
 
 async def none_stored(_: Claims) -> Any:
     return None
@@ -70,8 +74,8 @@ async def actors() -> AsyncIterator[ActorSystem]:
     await system.stop()
 
 
-async def session(actors: ActorSystem, texts: Texts, name: str) -> ActorRef:
-    claims = Claims(subject=name, scopes=frozenset({"session"}), trajectory_id=name)
+async def session(actors: ActorSystem, texts: Texts, name: str, tenant: str = "") -> ActorRef:
+    claims = Claims(subject=name, scopes=frozenset({"session"}), trajectory_id=name, tenant=tenant)
     writer: Any = SimpleNamespace(ask=lambda *_, **__: none_waiting())
     settings = SessionSettings(
         model=texts,  # type: ignore[arg-type]
@@ -89,7 +93,7 @@ async def none_waiting() -> list[common_pb2.Turn]:
     return []
 
 
-ONE_THREAD = ThreadPoolExecutor(1)
+ONE_THREAD = EncodeThreads(1)
 
 
 def request(text: str) -> TurnRequest:
@@ -144,9 +148,44 @@ async def test_sessions_take_turns_on_the_threads(actors: ActorSystem) -> None:
     try:
         await asyncio.to_thread(texts.began.wait, TIMEOUT_S)
         calls.append(asyncio.create_task(second.ask(begin("b" * MIB), timeout_s=TIMEOUT_S)))
-        while not ONE_THREAD._work_queue.qsize():
+        while not ONE_THREAD.queued:
             await asyncio.sleep(0)
     finally:
         texts.gate.set()
     await asyncio.gather(*calls)
     assert texts.long == ["a", "b", "a", "a"]
+
+
+async def test_tenants_take_turns_on_the_threads(actors: ActorSystem) -> None:
+    """Long prompts of three sessions of a tenant, then one of another: the other is second."""
+    texts = Texts(context_tokens=MIB)
+    of_one = [await session(actors, texts, f"t:0:{at}", tenant="ada") for at in range(3)]
+    other = await session(actors, texts, "u:0:0", tenant="eve")
+    texts.gate.clear()
+    calls: list[asyncio.Task[Any]] = []
+    try:
+        for actor, text in (*((one, "a") for one in of_one), (other, "b")):
+            calls.append(asyncio.create_task(actor.ask(begin(text * MIB), timeout_s=TIMEOUT_S)))
+            # One is on the thread.
+            while ONE_THREAD.queued < len(calls) - 1 or not texts.began.is_set():
+                await asyncio.sleep(0)
+    finally:
+        texts.gate.set()
+    await asyncio.gather(*calls)
+    assert texts.long == ["a", "b", "a", "a"]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 2 * LARGE_REQUEST_BYTES])
+async def test_too_many_messages_are_refused_before_they_are_rendered(
+    actors: ActorSystem, size_bytes: int
+) -> None:
+    """Each has at least one token; the template never sees them."""
+    texts = Texts(context_tokens=512)
+    texts.renderer = texts.stub_render = None  # type: ignore[attr-defined]
+    actor = await session(actors, texts, "t:0:0")
+    many = replace(
+        request("a"), messages=[Message(role="user", content="a")] * 600, size_bytes=size_bytes
+    )
+    count = CountPrompt(request=many, opening="")
+    with pytest.raises(ContextTooLong, match=r"600 tokens > 511 maximum \(at least\)"):
+        await actor.ask(count, timeout_s=TIMEOUT_S)

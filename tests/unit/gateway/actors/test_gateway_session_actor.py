@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, deletion
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
+from services.gateway.model.encode_threads import EncodeThreads
 from tests.support.gateway.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
@@ -98,7 +98,7 @@ class World:
             writer=self,
             set_size=self.grown,
             clock=lambda: self.now_s,
-            threads=ThreadPoolExecutor(1),
+            threads=EncodeThreads(1),
         )
 
 
