@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from forge.runtime.config import settings_of
+from forge.runtime.settings import settings_of
 
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Keys of config.json that each export writes anew."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument, Unauthenticated
-from forge.runtime.config import ServiceConfig, load, to_toml
+from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import load, to_toml
 from forge.runtime.tokens import Claims, Keyring, narrow, sign_text
 from forge.runtime.weights import WeightManifest
 from forge.v1 import common_pb2
@@ -82,7 +83,7 @@ def test_settings(file: tuple[str, bytes]) -> None:
 def test_deeply_nested_settings() -> None:
     """A file nested too deeply is refused as `ConfigError`."""
     FILE.write_bytes(b"a = " + b"[" * 5000)
-    with pytest.raises(ConfigError, match="nested too deeply"):
+    with pytest.raises(ConfigError, match="cannot be read: maximum recursion"):
         load(PoolConfig, service="pool", argv=["--config", str(FILE)], environ={})
 
 

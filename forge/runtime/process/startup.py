@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from forge.core.errors import ConfigError, ForgeError, raise_all
+from forge.core.errors import ForgeError
 from forge.core.extras import extras_named
-from forge.runtime.config import C, accepted, read
+from forge.runtime.settings import C, load
 
 CANNOT_START = 2
 """Exit code for wrong settings; a restart with the same settings gives it again."""
@@ -33,14 +33,21 @@ def run(
     or a dependency did not answer at the start; 2 the settings are wrong, and stderr has a line for
     each cause.
     """
-    try:
-        config, wrong = read(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
-        if config.check:
-            from forge.runtime.process.host_check import problems
 
-            raise_all([*map(ConfigError, wrong), *problems(config, host_checks(config))])
-            sys.exit(0)
-        accepted(config, wrong)
+    def problems(config: C) -> list[ForgeError]:
+        # It imports gRPC, which only `--check` needs.
+        from forge.runtime.process import host_check
+
+        return host_check.problems(config, host_checks(config))
+
+    try:
+        config = load(
+            config_type,
+            service=service,
+            argv=sys.argv[1:],
+            environ=os.environ,
+            host_problems=problems,
+        )
         with extras_named(service):
             from forge.runtime.process.service import serve
 

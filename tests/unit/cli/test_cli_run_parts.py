@@ -29,7 +29,7 @@ from forge.cli.training_run import open_run, run_settings, running
 from forge.client.operator import DomainResult, domain_results
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.core.queue.admission import Mode
-from forge.runtime.config import load
+from forge.runtime.settings import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2
 from services.scheduler.config import SchedulerConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.config import ServiceConfig, load
+from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import load
 
 FILES = sorted((Path(__file__).parents[3] / "deploy" / "config").glob("*.toml"))
 

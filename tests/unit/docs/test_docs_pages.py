@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.hooks import api, commands, protos, settings
 from forge.agents.config import RunnerConfig
-from forge.runtime.config import settings_of
+from forge.runtime.settings import settings_of
 from forge.v1 import pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.runtime.config import load
+from forge.runtime.settings import load
 from services.inference.config import InferenceConfig
 
 

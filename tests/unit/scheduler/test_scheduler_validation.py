@@ -9,7 +9,7 @@ import pytest
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.queue.admission import Mode, PartialGroups, QueueSettings
-from forge.runtime.config import load
+from forge.runtime.settings import load
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig

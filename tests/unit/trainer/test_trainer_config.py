@@ -14,7 +14,7 @@ from forge.rl.algorithms import PRESETS
 from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.losses.objective import Objective
-from forge.runtime.config import load, to_toml
+from forge.runtime.settings import load, to_toml
 from services.trainer.actors.learner import LearnerActor
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig

@@ -11,7 +11,7 @@ import pytest
 from forge.core.credit.completion_time import BASELINE_STEPS
 from forge.core.credit.rewards import speed_reward
 from forge.core.token_columns import float32_array
-from forge.runtime.config import load
+from forge.runtime.settings import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2
 from services.trainer.checkpoint.history import History

@@ -1,0 +1,255 @@
+"""Reads settings: a frozen dataclass per service, with a nested dataclass for each table.
+
+Owns the sources, the errors of wrong settings, and the settings as TOML. From weak to strong:
+TOML file (`--config FILE` or `FORGE_CONFIG`) < `FORGE_<KEY>` < `FORGE_<SERVICE>_<KEY>` < `--key`.
+The annotation of a field has its bounds (`msgspec.Meta`), the string under it is its help.
+Not here: the settings (`forge.runtime.config`, and the `config.py` of each service).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import itertools
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from forge.core.errors import ConfigError, ForgeError, InvalidArgument, raise_all
+from forge.runtime.config import ServiceConfig
+
+C = TypeVar("C", bound=ServiceConfig)
+_NOT_IN_FILE = ("config", "print_config", "check")
+_NOUNS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_NOUNS[tuple[str, ...]] = "a list of texts (a,b,c)"
+_HELP = """usage: {service} [--config FILE] [--print-config | --check] [--SETTING VALUE ...]
+
+{purpose}
+
+Each setting may come from, weak to strong: a key of FILE, FORGE_<KEY>, {own}<KEY>, a flag.
+heat_c of the table [oven] is FORGE_OVEN__HEAT_C and --oven.heat-c. FILE with all defaults:
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A field of a config or of one of its tables; `owner` is the dataclass with the field."""
+
+    table: str
+    name: str
+    type: Any
+    value: Any
+    owner: type[Any]
+
+    @property
+    def key(self) -> str:
+        """`name`, or `table.name`."""
+        return f"{self.table}.{self.name}".removeprefix(".")
+
+    @property
+    def text(self) -> str:
+        """Help: the string under the field, as one line."""
+        return _texts(self.owner).get(self.name, "")
+
+
+Known = Mapping[str, Setting]
+"""Settings by key."""
+Given = tuple[str, str, Any]
+"""Source, key and value."""
+
+
+@functools.cache
+def _texts(owner: type[Any]) -> dict[str, str]:
+    texts = {}
+    for base in reversed(owner.__mro__[:-1]):
+        for pair in itertools.pairwise(ast.walk(ast.parse(inspect.getsource(base)))):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def settings_of(config: Any, table: str = "") -> dict[str, Setting]:
+    """Return the settings of a config by key; those of tables are last."""
+    kinds = get_type_hints(type(config), include_extras=True)
+    fields = [Setting(table, one, kinds[one], getattr(config, one), type(config)) for one in kinds]
+    settings = {one.key: one for one in fields if not is_dataclass(one.value)}
+    for one in fields:
+        settings |= settings_of(one.value, one.name) if is_dataclass(one.value) else {}
+    return settings
+
+
+def load(
+    config_type: type[C],
+    *,
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    host_problems: Callable[[C], Iterable[ForgeError]] = lambda _: (),
+) -> C:
+    """Return the validated settings; `--help`, `--print-config` and `--check` exit with 0.
+
+    `--check` asks for `host_problems` besides. Raises `ForgeError` with a line for each problem,
+    `ConfigError` for wrong settings.
+    """
+    known = settings_of(config_type())
+    own = f"FORGE_{service.upper().replace('-', '_')}_"
+    if {"--help", "-h"} & {*argv}:
+        head = _HELP.format(service=service, purpose=inspect.getdoc(config_type), own=own)
+        print(head + to_toml(config_type()), end="")
+        sys.exit(0)
+    given = [*_variables(environ, own, known), *_flags(argv, known)]
+    file = next((value for _, key, value in reversed(given) if key == "config"), "")
+    named = [one for one in given if one[1] != "config"]
+    tables, wrong = _read([*_file(file, known), *named], known)
+    config = msgspec.convert(tables.pop("", {}) | tables, config_type)
+    if config.check:
+        raise_all([*wrong, *host_problems(config)])
+        sys.exit(0)
+    try:
+        raise_all(wrong)
+        config.validate()
+    except InvalidArgument as error:
+        raise ConfigError(str(error)) from error
+    if config.print_config:
+        print(to_toml(config), end="")
+        sys.exit(0)
+    return config
+
+
+def to_toml(config: ServiceConfig) -> str:
+    """Return the settings as a TOML file that reads back to the same config."""
+    lines = []
+    for title, settings in itertools.groupby(settings_of(config).values(), _title):
+        lines.append(title)
+        for one in settings:
+            if one.key not in _NOT_IN_FILE:
+                words = f"{one.text} ({allowed(one.type)})"
+                lines.append(textwrap.fill(words, 98, initial_indent="# ", subsequent_indent="# "))
+                lines.append(f"{one.name} = {toml(one.value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _title(one: Setting) -> str:
+    if one.table:
+        return f"\n[{one.table}]\n# {inspect.getdoc(one.owner)}".partition("\n\n")[0]
+    shared = one.name in ServiceConfig.__dataclass_fields__
+    return f"\n# Settings of {'every' if shared else 'this'} service:"
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml(name)} = {toml(value[name])}" for name in value) + "}"
+    # 7f: the only control character that JSON allows and TOML does not.
+    text = msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, float) else text
+
+
+def allowed(kind: Any) -> str:
+    """Return the allowed values of a type, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Mapping:
+        return f"a table (a=1,b=2), each {allowed(args[1])}"
+    if origin is Annotated:
+        noun, bounds = _NOUNS[args[0]], args[1]
+        if bounds.gt is not None:
+            return f"{noun} above {bounds.gt}"
+        least = f"{noun} of at least {bounds.ge}"
+        return least if bounds.le is None else f"{noun} from {bounds.ge} to {bounds.le}"
+    choices = args if origin is Literal else getattr(kind, "_value2member_map_", ())
+    return _NOUNS.get(kind) or "one of " + ", ".join(choices)
+
+
+def _read(given: Sequence[Given], known: Known) -> tuple[dict[str, Any], list[ForgeError]]:
+    """Return the values by table and name, and an error for each wrong setting."""
+    tables: dict[str, Any] = {}
+    wrong: list[ForgeError] = []
+    for source, key, value in given:
+        one = known.get(key)
+        try:
+            if one:
+                tables.setdefault(one.table, {})[one.name] = _converted(value, one.type)
+                continue
+            problem = f"there is no setting {key} = {value!r}; {_hint(key, known)}"
+        except ValueError:
+            problem = f"{key} = {value!r} is not allowed: {allowed(known[key].type)}"
+        wrong.append(ConfigError(f"{source}: {problem}"))
+    return tables, wrong
+
+
+def _hint(key: str, known: Known) -> str:
+    spellings = _spellings(known)
+    for near in difflib.get_close_matches(key, spellings, n=1):
+        one = known[spellings[near]]
+        return f"did you mean {one.key} ({allowed(one.type)})?"
+    return "see --help"
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Convert a value; a text may be a list `a,b` or a table `a=1,b=2`. Raises ValueError."""
+    if not isinstance(value, str):
+        return msgspec.convert(value, kind)
+    plain: Any = {"yes": "true", "no": "false"}.get(value.lower(), value) if kind is bool else value
+    if get_origin(kind) in (tuple, Mapping):
+        plain = [part.strip() for part in value.split(",") if part.strip()]
+    if get_origin(kind) is Mapping:
+        plain = dict([word.strip() for word in part.split("=", 1)] for part in plain)
+    return msgspec.convert(plain, kind, strict=False)
+
+
+def _spellings(known: Known) -> dict[str, str]:
+    """Return keys by former flat spellings: `name`, `table`, `table_name`, `tabl_name`."""
+    spellings: dict[str, str] = {}
+    for key, one in reversed([*known.items()]):
+        flat = (f"{one.table}_{one.name}", f"{one.table[:4]}_{one.name}")
+        spellings |= dict.fromkeys((one.name, one.table or key, *flat), key)
+    return spellings | {key: key for key in known}
+
+
+def _file(file: str, known: Known) -> Iterator[Given]:
+    try:
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    for name, value in content.items():
+        is_table = isinstance(value, dict) and name not in known
+        for part, one in value.items() if is_table else [("", value)]:
+            yield file, f"{name}.{part}".removesuffix("."), one
+
+
+def _variables(environ: Mapping[str, str], own: str, known: Known) -> Iterator[Given]:
+    spellings = _spellings(known)
+    for prefix in ("FORGE_", own):
+        for variable, text in environ.items():
+            key = variable.removeprefix(prefix).lower().replace("__", ".")
+            # A variable without the service's name may be for another service.
+            if variable.startswith(prefix) and (prefix == own or key in spellings):
+                yield variable, key, text
+
+
+def _flags(argv: Sequence[str], known: Known) -> Iterator[Given]:
+    words = list(argv)
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r}: settings are given as --key value; see --help")
+        switch = known.get(key.removeprefix("no_"))
+        if equals:
+            pass
+        elif switch and switch.type is bool and words[:1] not in (["true"], ["false"]):
+            text, key = str(key == switch.key), switch.key
+        elif words and (key in known or not words[0].startswith("--")):
+            text = words.pop(0)
+        elif key in known:
+            raise ConfigError(f"{flag}: a value must follow")
+        yield flag, key, text
