@@ -21,6 +21,7 @@ from forge.agents.scaffolds import Scaffolds
 from forge.agents.scaffolds import command as commands
 from forge.agents.scoring import Scorer
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
@@ -85,10 +86,7 @@ class RunnerApp:
 
     async def stop(self) -> None:
         """Frees all resources; raises the runner's error if it has failed."""
-        for task in (self._following, self._running):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        await cancel_and_wait(self._following, self._running)
         self._sync_scheduler.close()
         await self._scaffolds.close()
         await self._rewards.close()

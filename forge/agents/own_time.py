@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from forge.runtime.asyncio_tasks import cancel_and_wait
+
 Result = TypeVar("Result")
 
 LOOK_S = 5.0
@@ -85,5 +87,4 @@ async def within(
             own_s += min(now_s - looked_s, wait_s + LATE_S) * pace
             looked_s = now_s
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        await cancel_and_wait(task)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination import Registration
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -156,10 +157,7 @@ class PoolApp:
 
     async def stop(self) -> None:
         """Stops background tasks, closes the store, then gives up the shard's name."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel_and_wait(*self._tasks)
         if self._replica is not None:
             await self._replica.stop()
         await self._opened.aclose()

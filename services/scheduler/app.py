@@ -7,8 +7,8 @@ import contextlib
 import gc
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Leadership
-from forge.runtime.first_done import first_done
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
@@ -63,8 +63,7 @@ class SchedulerApp:
 
     async def drain(self) -> None:
         """Ends the term, if it leads, and leaves the election."""
-        self._candidate.cancel()
-        await asyncio.wait({self._candidate})
+        await cancel_and_wait(self._candidate)
 
     async def stop(self) -> None:
         """The same as `drain`."""
@@ -110,8 +109,7 @@ class SchedulerApp:
                 ELECTION, self._config.instance_id, ttl_s=self._config.lease_ttl_s
             )
         finally:
-            following.cancel()
-            await asyncio.wait({following})
+            await cancel_and_wait(following)
 
     async def _serve(self, term: Term) -> None:
         begin = asyncio.create_task(term.begin())
@@ -124,9 +122,7 @@ class SchedulerApp:
                 await ended
         finally:
             self._servicer.leader = None
-            for task in (begin, ended):
-                task.cancel()
-            await asyncio.wait({begin, ended})
+            await cancel_and_wait(begin, ended)
             await self._announce_leading(False)
 
     async def _announce_failure(self, reason: str) -> None:

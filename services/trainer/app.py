@@ -18,6 +18,7 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
@@ -123,10 +124,7 @@ class TrainerApp:
 
     async def stop(self) -> None:
         """Stops training, closes the metric sinks and resigns."""
-        for task in (self._driver, self._following):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
+        await cancel_and_wait(self._driver, self._following)
         if self._lineage is not None:
             await self._lineage.resign()
         await asyncio.to_thread(self._record.close_sinks)

@@ -21,6 +21,7 @@ from pathlib import Path
 from forge.client.operator import DomainResult, Operator
 from forge.core.confidence_intervals import Interval, mean_interval
 from forge.core.errors import ConfigError, ForgeError
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
@@ -112,8 +113,7 @@ class Evaluator:
         left = self._current
         if self._work is None or left is None:
             return
-        self._work.cancel()
-        await asyncio.wait({self._work})
+        await cancel_and_wait(self._work)
         log.info("evaluation_left", step=left.step, tag=left.tag)
 
     def tag(self, step: int) -> str:

@@ -26,8 +26,8 @@ import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, StaleFence, Unavailable
 from forge.core.extras import DISTRIBUTION
+from forge.runtime.asyncio_tasks import first_done
 from forge.runtime.coordination import Coordinator, Leadership, Registration
-from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, fingerprint_of

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import grpc
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry
@@ -212,8 +213,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Disconnect. Registrations and leadership end with their leases."""
-        self._pulse.cancel()
-        await asyncio.wait({self._pulse})
+        await cancel_and_wait(self._pulse)
         for held in tuple(self._held):
             await held.abandon()
         for discovery in self._discoveries.values():

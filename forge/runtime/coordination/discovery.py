@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from forge.core.errors import Unauthenticated, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination.directory import (
     Contact,
     Directory,
@@ -85,8 +86,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Stop following."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
         if self._expiry is not None:
             self._expiry.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from forge.core.errors import Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.coordination.leases import RETRY_S, Lease
 from forge.runtime.telemetry import log
@@ -68,8 +69,7 @@ class Leadership:
 
     async def abandon(self) -> None:
         """End it as if the process had died: the next election waits for the TTL."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
         # A task cancelled before its first step has set nothing.
         self._ended.set()
 

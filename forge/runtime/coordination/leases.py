@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from forge.core.errors import Conflict, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 
 _MARGIN = 0.2
@@ -136,8 +137,7 @@ class Registration:
 
     async def abandon(self) -> None:
         """Stop renewing, as if the process had died: others see it until the TTL ends."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
 
     async def _keep(self) -> None:
         outage = conflict = False

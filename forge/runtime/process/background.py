@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 
@@ -23,8 +24,7 @@ class Background:
     async def stop(self) -> None:
         """Cancel the task and wait for its end."""
         self._task.remove_done_callback(self._ended)
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

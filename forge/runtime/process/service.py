@@ -30,12 +30,12 @@ import uvloop
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import DISTRIBUTION, extras_named
 from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.audit import configure_audit
 from forge.runtime.bearer import bearer_of
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Login, Registration
 from forge.runtime.coordination.etcd_roles import etcd_user
-from forge.runtime.first_done import first_done
 from forge.runtime.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.metrics_listener import serve_metrics
 from forge.runtime.process.agreement import Agreement
@@ -75,7 +75,7 @@ class ServiceContext:
     stop: Callable[[], None] = lambda: None
     """Drains and ends the process, as SIGTERM does."""
     stand_by: Callable[[], None] = lambda: None
-    """Tells systemd that the process has started, while `start` waits for an election."""
+    """Tells systemd that the process has started, also while `start` waits for an election."""
     fail: Callable[[str, BaseException], None] = lambda name, error: None
     """Drains and ends the process with exit code 1: the named part has failed."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -221,10 +221,8 @@ class _Process:
 
         undo.push_async_callback(end)
         if watchdog_s := limit_s(os.environ):
-            feeding = asyncio.create_task(
-                feed_watchdog(self._systemd, context.actors, watchdog_s), name="watchdog"
-            )
-            undo.callback(feeding.cancel)
+            feeding = feed_watchdog(self._systemd, context.actors, watchdog_s)
+            _keep_running(feeding, undo, name="watchdog")
         await self._agreement.check()
         await self._while_agreed(app.start())
         self._app_started = True
@@ -237,7 +235,7 @@ class _Process:
         undo.push_async_callback(context.server.stop, grace_s=0.0)
         if not context.ready:
             # systemd waits for the process, not for its weights.
-            self._systemd.notify("READY=1")
+            context.stand_by()
             log.info("waiting_to_be_ready", address=address)
             await self._while_agreed(context.until_ready())
         await self._enter(address)
@@ -329,7 +327,7 @@ class _Process:
             context.coordinator, context.channels, own=own, on_offset=context.announce_clock_offset
         )
         self._clock_watch = asyncio.create_task(watch.run(), name="clock-watch")
-        self._systemd.notify("READY=1")
+        context.stand_by()
         log.info("serving", kind=kind, address=address, metrics=context.metadata["metrics"])
 
     def _fail(self, name: str, error: BaseException) -> None:
@@ -343,9 +341,7 @@ class _Process:
         deadline_s = time.monotonic() + drain_s
         log.info("draining", at_most_s=drain_s)
         self._systemd.notify("STOPPING=1")
-        if self._clock_watch is not None:
-            self._clock_watch.cancel()
-            await asyncio.wait({self._clock_watch})
+        await cancel_and_wait(self._clock_watch)
         if self._context.registration is not None:
             await self._context.registration.close()
         self._context.server.set_serving(False)
@@ -358,10 +354,4 @@ class _Process:
 
 
 def _keep_running(work: Coroutine[Any, Any, None], undo: AsyncExitStack, *, name: str) -> None:
-    task = asyncio.create_task(work, name=name)
-
-    async def end() -> None:
-        task.cancel()
-        await asyncio.wait({task})
-
-    undo.push_async_callback(end)
+    undo.push_async_callback(cancel_and_wait, asyncio.create_task(work, name=name))

@@ -28,6 +28,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.actors.actor import Actor
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import CHUNK_BYTES, chunked, split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
@@ -234,9 +235,7 @@ class ShardWriter(Actor):
 
     async def stopped(self) -> None:
         """Stops to send."""
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.wait({self._pump})
+        await cancel_and_wait(self._pump)
 
     async def receive(self, message: Any) -> Any:
         """Handles one message of a session."""

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from forge.core.errors import ForgeError, InvalidArgument, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error, from_status
@@ -151,8 +152,7 @@ class RouterStream:
 
     async def close_stream(self) -> None:
         """Ends the RPC, and the open requests with `RouterLost`."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await cancel_and_wait(self._task)
         # A task that is cancelled before its first step never runs its `finally`.
         self._end_requests("was closed")
 

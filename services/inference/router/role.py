@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.asyncio_tasks import first_done
 from forge.runtime.coordination import Discovery
-from forge.runtime.first_done import first_done
 from forge.runtime.process.background import Background
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
 from forge.runtime.rpc.tokens import joined_responses
 from forge.runtime.telemetry import bind_context, log
@@ -120,9 +121,7 @@ class _Stream:
             if self._send_later is not None:
                 self._send_later.cancel()
             tasks = {intake, *self._calls.values()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancel_and_wait(*tasks)
 
     def _message(self) -> pb.SampleStreamResponse:
         """Return the waiting events, as many as fit into one message."""

@@ -7,11 +7,11 @@ next one: one fsync per batch.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.runtime.byte_queue import ByteQueue
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
@@ -85,7 +85,7 @@ class Following:
         stream: Any = stub.Follow()
         try:
             await _write(stream, pb.FollowRequest(state=state))
-            inbox = _Inbox()
+            inbox = ByteQueue[pb.FollowStep](WINDOW_BYTES)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_receive(stream, inbox))
                 tasks.create_task(self._take(stream, inbox))
@@ -108,9 +108,10 @@ class Following:
             and instance.instance_id != self._instance_id
         )
 
-    async def _take(self, stream: Any, inbox: _Inbox) -> None:
+    async def _take(self, stream: Any, inbox: ByteQueue[pb.FollowStep]) -> None:
         while True:
-            steps = await inbox.take()
+            await inbox.until_filled()
+            steps = inbox.take(max_bytes=BATCH_BYTES)
             try:
                 position: int = await self._writer.ask(
                     FollowLeader(steps=tuple(steps)), timeout_s=_COMMIT_S
@@ -123,36 +124,7 @@ class Following:
                 await _write(stream, pb.FollowRequest(durable_position=position))
 
 
-class _Inbox:
-    """Steps that wait for the disk."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[pb.FollowStep, int]] = deque()
-        self._bytes = 0
-        self._changed = asyncio.Condition()
-
-    async def put(self, step: pb.FollowStep, size_bytes: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._bytes < WINDOW_BYTES)
-            self._steps.append((step, size_bytes))
-            self._bytes += size_bytes
-            self._changed.notify_all()
-
-    async def take(self) -> list[pb.FollowStep]:
-        """The steps that have arrived, up to a batch."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._steps)
-            batch, batch_bytes = [], 0
-            while self._steps and batch_bytes < BATCH_BYTES:
-                step, size_bytes = self._steps.popleft()
-                batch.append(step)
-                batch_bytes += size_bytes
-            self._bytes -= batch_bytes
-            self._changed.notify_all()
-        return batch
-
-
-async def _receive(stream: Any, inbox: _Inbox) -> None:
+async def _receive(stream: Any, inbox: ByteQueue[pb.FollowStep]) -> None:
     joiner = Joiner()
     while True:
         async with translated():
@@ -161,7 +133,8 @@ async def _receive(stream: Any, inbox: _Inbox) -> None:
             raise Unavailable(_STREAM_ENDED)
         whole = joiner.add(response.step)
         if whole is not None:
-            await inbox.put(pb.FollowStep.FromString(whole), len(whole))
+            await inbox.until_room()
+            inbox.put(pb.FollowStep.FromString(whole), len(whole))
 
 
 async def _write(stream: Any, request: pb.FollowRequest) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from forge.core.errors import ForgeError, InvalidArgument, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import split
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
@@ -116,9 +117,7 @@ class Link:
                     yield pb.FollowResponse(step=chunk)
         finally:
             self.end(Unavailable("the follower's stream ended"))
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancel_and_wait(*tasks)
 
     async def _steps(self) -> AsyncIterator[bytes]:
         state = await self._read(replica_state)

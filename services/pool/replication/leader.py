@@ -20,8 +20,8 @@ from forge.core.errors import (
     StaleFence,
     Unavailable,
 )
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Leadership
-from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
@@ -117,8 +117,7 @@ class Leader:
             if campaign.done():
                 await campaign.result().resign()
         finally:
-            campaign.cancel()
-            await asyncio.wait({campaign})
+            await cancel_and_wait(campaign)
 
     def admit(self) -> None:
         """Raises `ResourceExhausted` if the required follower has no room, `Unavailable` for any
@@ -199,9 +198,7 @@ class Leader:
         self.gate.shut("its leader stops")
         if self._link is not None:
             self._link.end(Unavailable("the leader of the shard stops"))
-        if self._attending is not None:
-            self._attending.cancel()
-            await asyncio.wait({self._attending})
+        await cancel_and_wait(self._attending)
 
     def _confirmed(self, position: int) -> None:
         self._store.confirmed_position = position

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination import Leadership
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.status import translated
@@ -156,10 +157,7 @@ class Replica:
     async def stop(self) -> None:
         """Resigns, so that the other replica can lead at once."""
         tasks = {task for task in (self._task, self._announcing) if task is not None}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_and_wait(*tasks)
         office = self._elected
         if self._leader is not None:
             await self._leader.close()
@@ -249,8 +247,7 @@ class Replica:
         try:
             await leader.hold()
         finally:
-            verifying.cancel()
-            await asyncio.wait({verifying})
+            await cancel_and_wait(verifying)
         log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
 
     def _announce(self) -> None:

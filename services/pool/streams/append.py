@@ -7,13 +7,14 @@ arrive during a commit make the next batch: one message to the writer per commit
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import grpc
 
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.byte_queue import ByteQueue
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import pool_pb2
 from services.pool import validation
@@ -41,13 +42,7 @@ class AppendStream:
     def __init__(self, writer: WriterRef, *, max_turn_bytes: int) -> None:
         self._writer = writer
         self._assembly = _Assembly(max_turn_bytes)
-        self._arrived = asyncio.Event()
-        """Set while turns wait, and at the end."""
-        self._room = asyncio.Event()
-        self._room.set()
-        self._waiting: deque[_Arrival] = deque()
-        self._waiting_bytes = 0
-        self._ended = False
+        self._waiting = ByteQueue[_Arrival](WINDOW_BYTES)
         self._draining = False
         self._together = False
         """The sender puts several turns in a message, and takes answers likewise."""
@@ -72,14 +67,13 @@ class AppendStream:
                 raise Unavailable("this pool instance is draining: resend what has no answer yet")
             await self._intake
         finally:
-            self._intake.cancel()
-            await asyncio.wait({self._intake})
+            await cancel_and_wait(self._intake)
 
     def drain(self) -> None:
         """Stops reading, answers every turn that has arrived, then ends the call; also before it
         begins."""
         self._draining = True
-        self._end()
+        self._waiting.end()
         if self._intake is not None:
             self._intake.cancel()
 
@@ -90,31 +84,20 @@ class AppendStream:
                 if not arrivals:
                     continue
                 self._together = self._together or bool(request.turns)
-                self._waiting.extend(arrivals)
-                self._waiting_bytes += sum(arrival.size_bytes for arrival in arrivals)
-                self._arrived.set()
-                if self._waiting_bytes >= WINDOW_BYTES:
-                    self._room.clear()
-                    await self._room.wait()
-            self._waiting.extend(self._assembly.end())
+                self._put(arrivals)
+                await self._waiting.until_room()
+            self._put(self._assembly.end())
         finally:
-            self._end()
+            self._waiting.end()
 
-    def _end(self) -> None:
-        """Nothing more will arrive."""
-        self._ended = True
-        self._arrived.set()
+    def _put(self, arrivals: Sequence[_Arrival]) -> None:
+        for arrival in arrivals:
+            self._waiting.put(arrival, arrival.size_bytes)
 
     async def _next_batch(self) -> list[_Arrival]:
         """The turns since the last batch; empty at the end."""
-        await self._arrived.wait()
-        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
-        self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
-        if self._waiting_bytes < WINDOW_BYTES:
-            self._room.set()
-        if not self._waiting and not self._ended:
-            self._arrived.clear()
-        return batch
+        await self._waiting.until_filled()
+        return self._waiting.take(max_items=BATCH_TURNS)
 
     async def _store(self, batch: list[_Arrival]) -> list[pool_pb2.AppendTurnsResponse]:
         turns = tuple(a.turn for a in batch if isinstance(a.turn, NewTurn))

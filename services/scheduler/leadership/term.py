@@ -20,8 +20,8 @@ from forge.core.errors import ForgeError
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Leadership
-from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
@@ -142,10 +142,7 @@ class Term:
 
     async def end(self) -> None:
         """Stop the actors, which answers waiting calls, and resign."""
-        for task in (self._keeper, self._noting):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
+        await cancel_and_wait(self._keeper, self._noting)
         await self._note_that_no_claims_are_out()
         await self._actors.stop()
         metrics.clear()

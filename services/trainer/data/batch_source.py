@@ -17,8 +17,8 @@ from forge.client.scheduler import leads
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.backoff import Backoff
-from forge.runtime.first_done import first_done
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
@@ -174,10 +174,7 @@ class BatchSource:
             pending.add(self._next)
         self._next = None
         self._taken.clear()
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending)
+        await cancel_and_wait(*pending)
 
     async def _prepare(self, name: str, baselines_s: Mapping[str, float]) -> PreparedBatch:
         while True:

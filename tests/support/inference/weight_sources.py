@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from forge.core.errors import NotFound
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
@@ -157,6 +158,5 @@ class Worker:
         return self.engine.loaded[version]
 
     async def stop(self) -> None:
-        self._run.cancel()
-        await asyncio.wait({self._run})
+        await cancel_and_wait(self._run)
         await self.channels.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
@@ -195,8 +196,7 @@ async def delivering(
     try:
         yield
     finally:
-        delivery.cancel()
-        await asyncio.wait({delivery})
+        await cancel_and_wait(delivery)
         link.end(Unavailable("cut"))
 
 

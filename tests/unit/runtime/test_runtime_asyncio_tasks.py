@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.runtime.first_done import first_done
+from forge.runtime.asyncio_tasks import first_done
 
 
 async def test_the_first_task_is_returned_and_the_others_are_cancelled() -> None:

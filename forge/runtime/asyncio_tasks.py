@@ -1,4 +1,4 @@
-"""Waits for the first of several tasks."""
+"""Waits for the first of several tasks; ends tasks."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel the tasks and return once all have ended; their results and errors stay in them."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
