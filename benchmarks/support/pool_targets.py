@@ -175,7 +175,7 @@ async def _forge(folder: Path, undo: AsyncExitStack) -> Forge:
     etcd.start()
     undo.callback(etcd.stop)
     pool = PoolProcess(folder / "pool", etcd=etcd, cluster="benchmark")
-    pool.start("--map-bytes", str(1 << 32), "--lease-ttl-s", "60")
+    pool.start("--store.map-bytes", str(1 << 32), "--lease-ttl-s", "60")
     undo.callback(pool.kill)
     coordinator = await Coordinator.connect(etcd.endpoint, cluster="benchmark")
     undo.push_async_callback(coordinator.close)

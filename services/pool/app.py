@@ -13,7 +13,7 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors.writer import Writer, WriterRef
-from services.pool.config import PoolConfig
+from services.pool.config import PoolConfig, RetentionSettings
 from services.pool.erasure import Erasure, FileOf
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
@@ -56,14 +56,15 @@ class PoolApp:
 
         store = await asyncio.to_thread(_open_store, config, on_panic)
         self._opened.push_async_callback(asyncio.to_thread, store.close)
-        readers = Readers(config.reader_threads)
+        readers = Readers(config.store.reader_threads)
         self._opened.push_async_callback(readers.close)
         writer = await self._context.actors.spawn(lambda: Writer(store), name="writer")
         self._context.metadata["shard"] = store.shard
-        if config.durability == "replicated":
+        if config.replicated:
             if not config.shard:
                 raise ConfigError(
-                    'shard is empty: with durability = "replicated" both instances need its name'
+                    'shard is empty: with replication.durability = "replicated" both instances '
+                    "need its name"
                 )
             await self._start_replica(store, writer, readers)
         else:
@@ -142,15 +143,15 @@ class PoolApp:
             await self._replica.drain()
 
     def _retain(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
-        config: PoolConfig = self._context.config
-        if config.retention == "keep":
+        settings: RetentionSettings = self._context.config.retention
+        if settings.mode == "keep":
             return
         trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
         retention = Retention(
             store,
             writer,
             readers,
-            policy=RetentionPolicy(keep_age_s=config.keep_age_s, keep_bytes=config.keep_bytes),
+            policy=RetentionPolicy(keep_age_s=settings.keep_age_s, keep_bytes=settings.keep_bytes),
             coverage=TrainersCoverage(trainers),
         )
         self._tasks.append(asyncio.create_task(retention.run(), name="retention"))
@@ -170,10 +171,10 @@ def _open_store(config: PoolConfig, on_panic: OnPanic) -> PoolStore:
     return PoolStore(
         Path(config.data_dir),
         shard=config.shard,
-        map_bytes=config.map_bytes,
-        map_max_bytes=config.map_max_bytes,
-        disk_reserve_bytes=config.disk_reserve_bytes,
+        map_bytes=config.store.map_bytes,
+        map_max_bytes=config.store.map_max_bytes,
+        disk_reserve_bytes=config.store.disk_reserve_bytes,
         # One each, and one for the writer's thread.
-        max_readers=config.reader_threads + 1,
+        max_readers=config.store.reader_threads + 1,
         on_panic=on_panic,
     )

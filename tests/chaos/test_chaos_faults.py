@@ -127,7 +127,7 @@ def test_full_pool_disk_tombstones_nothing(tmp_path: Path, forge_root: Path) -> 
     """While the pool's disk takes no more, rollouts are lost; with room again, training goes on."""
     # The pool refuses turns below its reserve: that is where a file of ours takes the disk.
     reserve_bytes = shutil.disk_usage(tmp_path).free - ROOM_BYTES
-    setting = ("--set", f"pool.disk_reserve_bytes={reserve_bytes}")
+    setting = ("--set", f"pool.store.disk_reserve_bytes={reserve_bytes}")
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000, extra=setting)
     run.start()
     run.wait_for_step(1)

@@ -111,7 +111,7 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
     numbers = itertools.count()
     for fence in range(1, ROUNDS + 1):
         # A small first map: some of the kills hit while it grows.
-        pool.start("--map-bytes", str(1 << 20))
+        pool.start("--store.map-bytes", str(1 << 20))
         client = await PoolClient.connect(pool, coordinator)
         # All of them after every kill would cost the square of the rounds; at the end it is all.
         await audit(client, ledger, ledger.sample(draw))
@@ -157,7 +157,7 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
     inodes = set()
     rounds = max(3, ROUNDS // 4)
     for _ in range(rounds):
-        pool.start("--map-bytes", str(1 << 20))
+        pool.start("--store.map-bytes", str(1 << 20))
         client = await PoolClient.connect(pool, coordinator)
         inodes.add((pool.data_dir / "data.mdb").stat().st_ino)
         await audit(client, ledger, ledger.sample(draw))

@@ -37,7 +37,7 @@ async def shard(
         cluster=cluster,
         shard="s0",
         key_file=tmp_path / "key",
-        settings=("--min-copies", "1", "--retention", "keep"),
+        settings=("--replication.min-copies", "1", "--retention.mode", "keep"),
     )
     made.put_before_start(make_group("first"))
     made.start()

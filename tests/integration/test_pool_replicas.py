@@ -165,7 +165,7 @@ async def test_second_outcome_is_refused_by_either_copy(shard):
 async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
     """kill -9 under load with `min_copies` 1: the survivor takes what is written until the first is
     back. That one then follows, and has all of it when the survivor is killed in turn."""
-    replicas = shard("--min-copies", "1", first=group_of("t0"))
+    replicas = shard("--replication.min-copies", "1", first=group_of("t0"))
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
     async with asyncio.TaskGroup() as tasks:
@@ -215,7 +215,9 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
 async def test_a_deposed_leader_is_refused_everything(shard):
     """Frozen until the other one leads, then thawed: what it is asked to write is not acknowledged,
     and it ends. With `min_copies` 1 the new leader goes on alone, and only it may lead again."""
-    replicas = shard("--min-copies", "1", "--lease-ttl-s", "4", first=make_group("before"))
+    replicas = shard(
+        "--replication.min-copies", "1", "--lease-ttl-s", "4", first=make_group("before")
+    )
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
     await in_sync(replicas)
@@ -302,7 +304,7 @@ async def test_a_shard_moves_to_another_host(
     )
     # On a busy machine who lives may be silent for seconds.
     ttl = ("--lease-ttl-s", "10")
-    replicated = ("--durability", "replicated", "--min-copies", "1", *ttl)
+    replicated = ("--replication.durability", "replicated", "--replication.min-copies", "1", *ttl)
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
     try:

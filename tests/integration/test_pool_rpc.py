@@ -94,7 +94,7 @@ async def test_a_group_goes_its_whole_way(start, coordinator):
 
 async def test_a_trajectory_of_200k_tokens_passes(start):
     """Turns of any size go through in chunks, in one turn or in many, and come back equal."""
-    client = await start("--map-bytes", str(1 << 20))
+    client = await start("--store.map-bytes", str(1 << 20))
     huge = make_turn("huge:0:0", prompt=range(100_000), sampled=range(100_000))
     many = [
         make_turn("many:0:0", index, prefix=4000 * index, prompt=range(3000), sampled=range(1000))
@@ -270,7 +270,7 @@ async def test_a_draining_pool_answers_what_it_took_and_says_so(start, pool):
 async def test_a_shard_at_its_ceiling_asks_for_patience(start, pool):
     """A full shard answers each turn RESOURCE_EXHAUSTED, goes on reading, and takes the same turns
     once it may grow."""
-    client = await start("--map-bytes", str(1 << 20), "--map-max-bytes", str(1 << 20))
+    client = await start("--store.map-bytes", str(1 << 20), "--store.map-max-bytes", str(1 << 20))
     await client.append([make_turn("t:0:0")])
     (refused,) = await client.append([make_turn("t:1:0", messages_json="x" * (2 << 20))])
     assert refused.status_code == code("RESOURCE_EXHAUSTED")

@@ -96,7 +96,7 @@ def damage_of(process: PoolProcess) -> list[str]:
 
 async def test_leader_reads_a_damaged_record_from_its_follower(shard):
     """The reader gets the trajectory as it was sealed, and the leader's file is whole again."""
-    replicas = shard("--verify-every-s", "0")
+    replicas = shard("--replication.verify-every-s", "0")
     client, leader, follower = await filled(replicas)
     before = await fetched(client)
     flip_served(leader.data_dir, SAID.encode())
@@ -109,7 +109,7 @@ async def test_leader_reads_a_damaged_record_from_its_follower(shard):
 
 async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
     """It stays as it is; what else there is can be read, and is counted."""
-    replicas = shard("--verify-every-s", "0")
+    replicas = shard("--replication.verify-every-s", "0")
     client, leader, follower = await filled(replicas)
     for process in (leader, follower):
         flip_served(process.data_dir, SAID.encode())
@@ -131,7 +131,7 @@ async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
 
 async def test_pass_of_a_follower_repairs_it_from_its_leader(shard):
     """Nobody reads a follower, so it verifies its records itself."""
-    replicas = shard("--verify-every-s", "0.2")
+    replicas = shard("--replication.verify-every-s", "0.2")
     client, _, follower = await filled(replicas)
     flip_served(follower.data_dir, SAID.encode())
     await logged(follower, "record_repaired")
@@ -145,7 +145,7 @@ async def test_stopped_replica_is_repaired_from_one_that_runs(
 ):
     """By `forge pool check --repair`, which finds the leader through etcd, or is given an
     address."""
-    replicas = shard("--verify-every-s", "0")
+    replicas = shard("--replication.verify-every-s", "0")
     client, _, stopped = await filled(replicas)
     stopped.kill()
     flip_served(stopped.data_dir, SAID.encode())

@@ -55,7 +55,7 @@ class Election:
                         "replicas_unknown",
                         pool_shard=self._store.shard,
                         error="etcd has no record of the replicas in sync: start the replica to "
-                        'continue with once with durability = "local"',
+                        'continue with once with replication.durability = "local"',
                     )
                 if eligible:
                     elected = await self._campaign()
@@ -120,14 +120,14 @@ async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
     leader = await coordinator.get(f"leader/{leadership_name(store.shard)}")
     if leader is not None:
         raise Unavailable(
-            f'durability = "local": pool shard {store.shard} is led by {leader.value.decode()}; '
-            "stop that first"
+            f'replication.durability = "local": pool shard {store.shard} is led by '
+            f"{leader.value.decode()}; stop that first"
         )
     members = await ReplicaSet.read(coordinator, store.shard)
     if state.copying or not (members is None or may_lead(members, state)):
         raise ConfigError(
-            f'durability = "local": this replica of pool shard {store.shard} may lack what '
-            "another has acknowledged; serve that one, or, if it is lost, delete the key "
+            f'replication.durability = "local": this replica of pool shard {store.shard} may lack '
+            "what another has acknowledged; serve that one, or, if it is lost, delete the key "
             f"pool/{store.shard}/replicas of the cluster in etcd to continue with this one"
         )
     known = members or ReplicaSet(

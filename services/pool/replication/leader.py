@@ -186,7 +186,7 @@ class Leader:
             lineage=self.members.lineage,
             term=self.leadership.fence,
             position=self.gate.position,
-            timeout_s=self._config.follower_timeout_s,
+            timeout_s=self._config.replication.follower_timeout_s,
             on_confirmed=self._confirmed,
         )
         self._attending = asyncio.create_task(self._attend(link), name="follower")
@@ -228,8 +228,8 @@ class Leader:
             self._link = None
 
     async def _be_without_follower(self, why: str) -> None:
-        if self._config.min_copies == BOTH:
-            self.gate.shut(f"{why}, and min_copies is {BOTH}")
+        if self._config.replication.min_copies == BOTH:
+            self.gate.shut(f"{why}, and replication.min_copies is {BOTH}")
             return
         # The record first: a follower that lacks commits must never lead.
         await self._set_in_sync({self._own_id})

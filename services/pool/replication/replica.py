@@ -204,7 +204,7 @@ class Replica:
             return await self._fetch(stub, unit)
 
         repair = SelfRepair(self._store, self._writer, self._readers, fetch, leads=False)
-        await repair.verify(every_s=self._config.verify_every_s)
+        await repair.verify(every_s=self._config.replication.verify_every_s)
 
     async def _fetch_from_follower(self, unit: Key, since: int) -> CopiedRecords:
         address = await self.leader.follower_with(since)
@@ -242,7 +242,7 @@ class Replica:
         log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
         self._on_lead()
         self._context.set_ready()
-        verify = self._self_repair.verify(every_s=self._config.verify_every_s)
+        verify = self._self_repair.verify(every_s=self._config.replication.verify_every_s)
         verifying = asyncio.create_task(verify, name="verify")
         try:
             await leader.hold()

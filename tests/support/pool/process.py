@@ -44,7 +44,7 @@ class PoolProcess:
             *("--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(self._key_file), "--shard", shard),
             *("--data-dir", str(self.data_dir), "--log-file", str(self.log_path)),
-            *("--lease-ttl-s", "2", "--disk-reserve-bytes", "0"),
+            *("--lease-ttl-s", "2", "--store.disk-reserve-bytes", "0"),
         ]
         self.process: ServiceProcess | None = None
 

@@ -40,7 +40,8 @@ class ReplicatedShard:
         self._coordinator = coordinator
         # On a busy machine who lives may be silent for seconds.
         self._settings = (
-            *("--durability", "replicated", "--lease-ttl-s", "10", "--follower-timeout-s", "30"),
+            *("--replication.durability", "replicated", "--lease-ttl-s", "10"),
+            *("--replication.follower-timeout-s", "30"),
             *settings,
         )
         self.processes = [

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from forge.runtime.agreed_settings import agreed_model, agreed_settings
-from services.pool.config import PoolConfig
+from services.pool.config import PoolConfig, ReplicationSettings, RetentionSettings
 from services.scheduler.config import SchedulerConfig
 
 
@@ -44,6 +44,8 @@ def test_a_missing_or_damaged_model_has_no_value(tmp_path: Path) -> None:
 
 def test_only_replicas_of_one_shard_agree() -> None:
     """An unreplicated shard has one instance."""
-    assert PoolConfig(shard="0", keep_bytes=1).agreed() == {}
-    replica = PoolConfig(shard="0", durability="replicated", keep_bytes=1).agreed()
-    assert replica["pool 0/keep_bytes"] == "1"
+    kept = RetentionSettings(keep_bytes=1)
+    assert PoolConfig(shard="0", retention=kept).agreed() == {}
+    copies = ReplicationSettings(durability="replicated")
+    replica = PoolConfig(shard="0", replication=copies, retention=kept).agreed()
+    assert replica["pool 0/retention.keep_bytes"] == "1"

@@ -19,7 +19,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Versioned
-from services.pool.config import PoolConfig
+from services.pool.config import PoolConfig, ReplicationSettings
 from services.pool.readers import Readers
 from services.pool.replication.election import serve_alone
 from services.pool.replication.leader import Leader
@@ -130,7 +130,7 @@ async def make_office(
             fence=FENCE,
         )
         leader = Leader(
-            PoolConfig(min_copies=min_copies),
+            PoolConfig(replication=ReplicationSettings(min_copies=min_copies)),
             etcd,
             Lease(),
             members,
