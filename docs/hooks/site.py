@@ -23,7 +23,7 @@ _COPIED = {
     "deploy/README.md": "deploy.md",
     "examples/README.md": "examples.md",
 }
-"""Pages that stand beside what they describe, and their paths in the site."""
+"""Pages beside their code, and their paths in the site."""
 
 _LANGUAGES = {".py": "python", ".mjs": "javascript", ".cc": "cpp"}
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"

@@ -1,7 +1,7 @@
 """The presets of `forge run`, by model: tasks, sizes and service settings.
 
 Everything here can be changed from the command line (`--steps`, `--set service.key=value`); this
-module only says what is good by default, with the measurement that chose it in the named document.
+module has only the defaults; the named document has the measurements that chose them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the states of that prefix. A plan has every distinct prefix once, in depth-first
 
 A tree beyond the budget is cut in one of two ways, whichever computes less (`_partition`):
 
-    recompute  its samples go into several trees, and what they share is computed in each
+    recompute  its samples go into several trees, and each tree computes the shared prefix
     relay      one tree in several passes over consecutive parts of the layout, in which later
                parts attend the keys and values of earlier ones: computed once, forward twice
 
@@ -174,7 +174,7 @@ def _partition(
 
     Dynamic program over the last cut. With `new[n]` the tokens that the first n samples add to
     one endless tree, the run [start, end) holds `new[end] - new[start] + shared[start]` tokens;
-    its work is the same difference over tokens weighed by what they attend. A run within the
+    its work is the same difference over tokens weighed by the number they attend. A run within the
     budget costs three times its work. Beyond, where it is relayed, it costs four times less the
     last part, whose forward is not run again. Starts within the budget are a window that slides
     with the end and those before it only grow in number: two running minima, so O(samples).

@@ -18,7 +18,7 @@ import msgspec
 from forge.runtime.settings import settings_of
 
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-"""Keys of config.json that each export writes anew."""
+"""Keys of config.json that every export changes."""
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 

@@ -51,7 +51,7 @@ class ServiceConfig:
     log_file: str = ""
     """File to append JSON lines to; empty: stderr."""
     audit_file: str = ""
-    """File to append the audit log to; empty: to the log, whatever its level."""
+    """File to append the audit log to; empty: to the log, at any log_level."""
     lease_ttl_s: Annotated[float, Meta(ge=2, le=300)] = 5.0
     """Time that a dead process stays in discovery."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0

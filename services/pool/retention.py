@@ -97,7 +97,7 @@ class _Passed:
     """The next group waits for its age alone, or for disk pressure."""
 
     def add(self, group: SettledGroup, *, due: bool, covered_step: int, keep_age_s: float) -> None:
-        """The next entry; what was due is freed, or cannot be read."""
+        """Add the next entry; a due group is freed, or cannot be read."""
         if group.step > covered_step:
             self.least_step = min(self.least_step, group.step)
         elif group.orphan and not due:
@@ -109,7 +109,7 @@ class _Passed:
 
 
 class Retention:
-    """Frees what is due, for as long as the shard is served."""
+    """Frees due groups while the shard is served."""
 
     def __init__(
         self,

@@ -266,7 +266,7 @@ class PoolStore:
         return self._recent.since(mark)
 
     def read(self, look: Callable[[Records], T]) -> T:
-        """The result of `look` in one snapshot; it must copy what it returns."""
+        """The result of `look` in one snapshot; `look` must copy its result."""
         return self.environment.read(look)
 
     def stats(self) -> pool_pb2.GetPoolStatsResponse:

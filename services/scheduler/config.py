@@ -41,10 +41,10 @@ class SchedulerConfig(ServiceConfig):
     """Longest context of a domain's sessions, prompt and answer, if it is shorter than the model's;
     the gateway enforces it."""
     skip_equal_rewards: bool = False
-    """Tombstone a training group whose rollouts all have the same outcome, whatever their process
-    rewards and speeds."""
+    """Tombstone a training group whose rollouts all have the same outcome; process rewards and
+    speeds do not count."""
     takeover_hold_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Time in which a new leader hands out no rollout, so that runners can renew their leases
+    """Time for which a new leader hands out no rollout, so that runners can renew their leases
     first."""
     stall_after_s: Annotated[float, Meta(ge=1)] = 120.0
     """Time without a trained group after which the status and the log name cause and remedy."""

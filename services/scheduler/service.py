@@ -104,7 +104,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         ids = [validation.check_result(result, n) for n, result in enumerate(request.outcomes)]
         locate = m.LocateRollouts(trajectory_ids=ids)
         by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
-        # The pool is authoritative: a sealed rollout is complete, whatever its runner reports.
+        # The pool is authoritative: a sealed rollout is complete, also if its runner failed.
         summaries = await leader.shards.summaries(by_shard)
         reports = [
             m.Report(

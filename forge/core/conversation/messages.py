@@ -68,8 +68,8 @@ class Message:
     """Of a tool result: the call it answers."""
     name: str = ""
     images: tuple[Image, ...] = ()
-    """In the order of their texts. Two messages are the same whatever their images: the texts are
-    compared."""
+    """In the order of their texts. Messages are compared by their texts, without
+    images."""
 
     @property
     def key(self) -> MessageKey:

@@ -25,7 +25,7 @@ _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 class MalformedCall(Exception):
-    """What is wrong with a call, in words."""
+    """A call that does not parse; the text has the reason."""
 
 
 def call_of(name: object, arguments: object, *, call_id: str = "") -> CallDelta:

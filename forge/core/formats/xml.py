@@ -96,7 +96,7 @@ class XmlFormat:
 
 
 class Qwen3CoderFormat(XmlFormat):
-    """Qwen 3 Coder, and what was trained after it. A line break on each side frames a value."""
+    """Qwen 3 Coder, and models trained after it. A line break on each side frames a value."""
 
     name = "qwen3_coder"
     begin, end = "<tool_call>", "</tool_call>"

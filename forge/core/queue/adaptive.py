@@ -8,7 +8,7 @@ which groups make a batch. docs/scheduler.md has the rules and their reasons. Wi
 staleness and batches of B groups:
 
 - At most S B groups are started and not trained on, half a batch less once that is little against
-  what was trained since the queue was last empty. W = 2 S B.
+  the groups trained since the queue was last empty. W = 2 S B.
 - A batch contains the groups that would be late otherwise (`forge.core.queue.staleness`), then from
   each kind of group its share of the queue, oldest first. It waits while its shift, or that of a
   later batch of the groups that it leaves behind, exceeds the bound, but no longer than a FIFO.
@@ -32,7 +32,7 @@ from forge.core.queue.staleness import MAY_LAG, Deadlines, Due
 from forge.core.queue.window import Window
 
 SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
-"""The mix is estimated from at least this much of what has ended, in queue order."""
+"""The mix is estimated from at least this many batches and groups that ended, in queue order."""
 SPARE_BATCHES = 0.5
 """Batches of the S that are kept back, so that a batch has a choice."""
 SPARE_SHARE = 0.01
@@ -223,8 +223,8 @@ class Adaptive(Selection):
     def _catch_up(
         self, behind: Sequence[Group], size: int, now_s: float
     ) -> defaultdict[Kind, float]:
-        """A batch of the groups `behind`, filled up with a fair sample. Of one that runs it is
-        known that it is slower than what has ended in less time."""
+        """A batch of the groups `behind`, filled up with a fair sample. A running group is slower
+        than all groups that ended in less time."""
         counts: defaultdict[Kind, float] = defaultdict(float)
         running: Counter[Kind] = Counter()
         for group in behind:

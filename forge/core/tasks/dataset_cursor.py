@@ -2,8 +2,8 @@
 
 Each row comes once per epoch; an epoch begins after all rows of the one before are submitted. No
 state is stored: a task id names data set, epoch and row, the pool stores task ids, and seed and
-epoch determine the order. So a cursor built from the submitted ids continues at the same position,
-in whatever order a curriculum submitted them.
+epoch determine the order. So a cursor built from the submitted ids continues at the same position;
+their order does not matter.
 
 Pure; the caller runs the curriculum, which chooses among the rows that the cursor offers.
 """

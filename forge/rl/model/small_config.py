@@ -171,7 +171,7 @@ def _small(name: str, value: int, own: dict[str, Any], *, language: bool) -> int
         return min(value, _SIZES[name] or value)
     if any(part in name for part in _INNER):
         return min(value, WIDTH)
-    # A size that nobody here knows may be a window: shorter than the sequences in any case.
+    # An unknown size may be a window: make it shorter than the sequences.
     return min(value, THRESHOLD) if language and value > PROBE_TOKENS else value
 
 

@@ -39,7 +39,7 @@ class TurnRequest:
     stream: bool = False
     """True: the agent gets each delta at once, so a started answer is never sampled again."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Headers of the HTTP response; they say what was done otherwise than asked."""
+    """Headers of the HTTP response; they name deviations from the request."""
     arrived: Moment
     size_bytes: int = field(default_factory=SIZE_BYTES.get)
     """Size of the request as it was received."""

@@ -193,7 +193,7 @@ def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
 
 
 def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, TrajectoryHeader]]:
-    """Keys and headers of what is to be freed, as they will be but for the change log."""
+    """Keys and headers of the trajectories to free, final except for the change log."""
     marked = []
     for key, payload in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         header = decode_header(payload)

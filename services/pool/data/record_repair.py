@@ -83,7 +83,7 @@ def repair_unit(
             if not _opens(ours, unit):
                 put(table, key, None)
         case _:
-            # What is gone by now was deleted since.
+            # A record that is gone was deleted meanwhile.
             if current and ours.has(table, key):
                 _restore(ours, unit, copy, put)
 
@@ -117,7 +117,7 @@ def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, pu
             (Table.TURNS, header.turns_digest),
             (Table.REWARDS, header.rewards_digest),
         ):
-            # What is intact here may be newer than the copy, or in the place of what was lost.
+            # Intact records here may be newer than the copy, or replacements of lost ones.
             candidates: list[_Values] = [{**copy.of(table), **stored.of(table)}, copy.of(table)]
             if is_compared(header):
                 candidates = [each for each in candidates if _digest(table, each) == digest]

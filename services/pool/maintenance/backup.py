@@ -121,7 +121,7 @@ def _require_shard(directory: Path) -> None:
 
 
 def _open(directory: Path) -> lmdb.Environment:
-    # Of address space: who serves it may have it grow before the snapshot is taken.
+    # The service may let the file grow before the snapshot is taken.
     map_bytes = file_bytes(directory / DATA) + AHEAD_BYTES
     try:
         environment = lmdb.open(
@@ -152,8 +152,8 @@ def backup(source: Path, target: Path, progress: Progress, *, purge: bool = Fals
 
 
 def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
-    """Copies a backup into a new data directory and checks the copy; its damage, in which case
-    nothing is restored. Raises as `backup` does."""
+    """Copies a backup into a new data directory and checks the copy. Returns its damage;
+    then nothing is restored. Raises as `backup` does."""
     if not (backup_ / DATA).exists():
         raise ConfigError(f"{backup_} holds no backup: there is no {DATA}")
     size_bytes = (backup_ / DATA).stat().st_size
@@ -272,7 +272,7 @@ def _copy(environment: lmdb.Environment, into: Path, progress: Progress) -> None
     def copy() -> None:
         try:
             environment.copy(str(into), compact=True)
-        except Exception as error:  # raised again by who waits
+        except Exception as error:  # the waiting caller raises it
             failures.append(error)
 
     total = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]

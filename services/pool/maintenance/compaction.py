@@ -122,7 +122,7 @@ class Compactor:
         if free_bytes < copy_bytes + self._reserve_bytes:
             raise ResourceExhausted(
                 f"{self._directory} has {free_bytes} bytes free on its disk; a copy of "
-                f"what is in use takes {copy_bytes}, and {self._reserve_bytes} stay in reserve"
+                f"the pages in use takes {copy_bytes}, and {self._reserve_bytes} stay in reserve"
             )
         return file_bytes(self._directory / DATA), copy_bytes
 

@@ -28,7 +28,7 @@ from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
 
 Found = tuple[Table, bytes, str]
-"""Table, key and what is wrong with it."""
+"""Table, key and defect."""
 
 
 def index_damage(records: Records, *, readable: bool) -> Iterator[Found | None]:

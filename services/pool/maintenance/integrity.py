@@ -185,7 +185,7 @@ class Checker:
                     f"is not there, though {len(heads)} turns of it are",
                 )
             header = self._header(trajectory)
-            # What is being freed is gone in part.
+            # A trajectory that is being freed is incomplete.
             if header is not None and not header.is_open and not header.freed:
                 self._check_seal(trajectory, header, heads, size_bytes, marks)
 

@@ -125,7 +125,7 @@ class Link:
         CATCH_UPS.labels(catch_up.way).inc()
         log.info("follower_catches_up", replica=self.replica_id, way=catch_up.way)
         yield catch_up.begin(self._lineage).SerializeToString()
-        # What was sent before a page was read is older than the page.
+        # A step that was sent before a page was read is older than the page.
         while (page := await self._read(partial(catch_up.page, sent=self._sent))) is not None:
             yield page.SerializeToString()
             while self._unsent:

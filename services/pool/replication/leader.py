@@ -257,7 +257,7 @@ class Leader:
                 # After a write of unknown outcome the newer record may be our own.
                 await self._look_at_record()
                 if self.members.in_sync != members.in_sync or self.members.fence != members.fence:
-                    raise Unavailable("the record is not what it was: try again") from None
+                    raise Unavailable("the record of replicas has changed: try again") from None
 
     async def _look_at_record(self) -> None:
         """Raises `StaleFence`, and is deposed, when another instance has written since."""

@@ -1,7 +1,7 @@
 """The replicas of a shard that have every acknowledged write: one small record in etcd.
 
-Owns the record and the rule who may lead by it. Only the leader changes it, by compare-and-swap,
-and before it acknowledges anything under the new set: every member may lead, and no other replica.
+Owns the record and its rule: every member may lead, and no other replica. Only the leader changes
+it, by compare-and-swap, and before it acknowledges anything under the new set.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def data_kept(directory: Path) -> Iterator[None]:
         descriptor = os.open(directory / DATA, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # What was opened may have been exchanged before it was locked.
+            # The file may have been exchanged between open and lock.
             if os.path.samestat(os.fstat(descriptor), (directory / DATA).stat()):
                 yield
                 return

@@ -6,8 +6,8 @@
     settled counts  see `SettledCounts`    counters of settled groups, for schedulers
 
 A scan reads pending groups and a bounded number of settled ones through them. Owns their keys, and
-the rule by which they follow the records of groups, states and trajectories; `rebuild` makes them
-from these. A settled group stays counted until a rewind.
+keeps them equal to the records of groups, states and trajectories; `rebuild` makes them from
+these. A settled group stays counted until a rewind.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     copying: bool = False
     schema_version: int = 0
     resumable: bool = False
-    """While copying: what is taken goes into the journal as well, so that a catch-up by journal
-    that is cut short is made again from where it began, and not from nothing."""
+    """While copying: applied commits also enter the journal, so that an interrupted catch-up by
+    journal continues by journal, without a whole copy."""
     copied: bytes = b""
     """While a whole copy is made: the CopyProgress of its last page."""
     terms: tuple[tuple[int, int], ...] = ()

@@ -138,8 +138,8 @@ class Environment:
     def read(self, look: Callable[[Records], T]) -> T:
         """The result of `look` in one consistent snapshot.
 
-        `look` gets memoryviews into the map, which end with the snapshot: it must copy what it
-        returns. Readers wait only while the map grows.
+        `look` gets memoryviews into the map, which end with the snapshot: it must copy its
+        result. Readers wait only while the map grows.
         """
         with self._gate.shared(), self._errors(), self._lmdb.begin(buffers=True) as transaction:
             return look(Records(transaction, self._databases))

@@ -24,8 +24,8 @@ Migration = Callable[[Records], None]
 _SCHEMA_KEY = b"schema_version"
 
 
-def _log_what_is_closed(records: Records) -> None:
-    """1 to 2: the change log. What was closed before it is logged in the order of closing."""
+def _log_closed_trajectories(records: Records) -> None:
+    """1 to 2: the change log. Logs the closed trajectories in the order of their ends."""
     closed = [
         (header.sealed_unix_s, key)
         for key, payload in records.scan(Table.TRAJECTORIES)
@@ -38,15 +38,15 @@ def _log_what_is_closed(records: Records) -> None:
         records.put(Table.TRAJECTORIES, key, encode_header(header))
 
 
-def _index_what_is_settled(records: Records) -> None:
-    """2 to 3: what can be freed. The age of what was settled before counts from now."""
+def _index_settled_groups(records: Records) -> None:
+    """2 to 3: the index of settled groups. The age of groups settled before counts from now."""
     index_all_settled(records, now_unix_s=time.time())
 
 
 MIGRATIONS: Mapping[int, Migration] = {
-    1: _log_what_is_closed,
-    2: _index_what_is_settled,
-    # 3 to 4: what is pending, what is settled in order, tags, and the counters.
+    1: _log_closed_trajectories,
+    2: _index_settled_groups,
+    # 3 to 4: indices of pending groups, settled groups and tags, and the counters.
     3: rebuild,
 }
 """Migrations from each version to the next."""

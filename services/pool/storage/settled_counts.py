@@ -214,7 +214,7 @@ def _change_recent(
         records.delete(Table.SETTLED_COUNTS, at)
 
 
-# What is read
+# Reads
 
 
 def group_counts(records: Records) -> Iterator[GroupCount]:

@@ -32,7 +32,7 @@ WINDOW_BYTES = 8 << 20
 class _Arrival(NamedTuple):
     sequence: int
     turn: NewTurn | ForgeError
-    """The error by which a turn is refused before it gets to the store."""
+    """An error: the turn was refused before it reached the store."""
     size_bytes: int
 
 

@@ -1,7 +1,7 @@
 """Creates the tiny policy's starting weights:
 `python -m services.trainer.starting_weights.tiny --out DIR`.
 
-A short supervised warm start on demonstrations of a flawless teacher, then of an imperfect one, who
+A short supervised warm start on demonstrations of a flawless teacher, then of an imperfect one that
 guesses, looks up wrong facts and forgets summaries. The result solves every task unreliably: a
 starting point for reinforcement learning. The same seed gives the same weights on the same machine.
 """
