@@ -25,16 +25,16 @@ class Access:
     """The gateway's gRPC "host:port"."""
     token: str
     tls_ca: str = ""
-    """PEM file the gateway is verified by; "" for plain TCP."""
+    """PEM certificates that verify the gateway; "" for plain TCP."""
     tls_cert: str = ""
-    """PEM certificate chain of this client, where the gateway demands one (mutual TLS)."""
+    """PEM certificate chain of this client, if the gateway requires one (mutual TLS)."""
     tls_key: str = ""
     """PEM private key of `tls_cert`."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Access:
-        """The access that a runner prepared for this process. Raises `ConfigError` naming a missing
-        variable."""
+        """Read the access that a runner prepared for this process. Raises `ConfigError` with the
+        name of a missing variable."""
         try:
             address, token = environ["FORGE_GRPC_ADDR"], environ["FORGE_SESSION_TOKEN"]
         except KeyError as error:
@@ -55,12 +55,14 @@ class Access:
         return (("authorization", f"Bearer {self.token}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS, or None for plain TCP. Raises `ConfigError` for an incomplete set of files."""
+        """Return TLS credentials, or None for plain TCP. Raises `ConfigError` for missing files."""
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("tls_cert and tls_key must be set together")
         if not self.tls_ca:
             if self.tls_cert:
-                raise ConfigError("tls_cert is set, tls_ca is not: name what verifies the gateway")
+                raise ConfigError(
+                    "tls_cert is set, tls_ca is not: set tls_ca to verify the gateway"
+                )
             return None
         return grpc.ssl_channel_credentials(
             root_certificates=read_pem("tls_ca", self.tls_ca),

@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 def to_proto(message: Message) -> pb.ChatMessage:
-    """Encodes one message. Raises `InvalidArgument` for a message that cannot be sent."""
+    """Encode one message. Raises `InvalidArgument` for a missing role or content besides text."""
     role = message.get("role")
     if not isinstance(role, str):
         raise InvalidArgument(f"message without a role: {message!r:.200}")
@@ -36,7 +36,7 @@ def to_proto(message: Message) -> pb.ChatMessage:
 
 
 def from_proto(message: pb.ChatMessage) -> dict[str, Any]:
-    """Decodes one message; empty keys are left out, content never is."""
+    """Decode one message, without empty keys except content."""
     decoded: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         decoded["reasoning"] = message.reasoning
@@ -59,5 +59,7 @@ def _text(content: str | Sequence[Message] | None) -> str:
         return content or ""
     for part in content:
         if part.get("type") != "text":
-            raise InvalidArgument(f"content part of type {part.get('type')!r}; only text is taken")
+            raise InvalidArgument(
+                f"content part of type {part.get('type')!r}; only text is allowed"
+            )
     return "".join(part["text"] for part in content)

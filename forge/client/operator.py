@@ -36,10 +36,10 @@ RECONNECT_S = 0.5
 SOLVED_OUTCOME = 1.0 - 1e-6
 """Outcome of a solved task: 1, up to the rounding of a sum."""
 LOOK_PAUSE = 9.0
-"""Between two looks at a tag, over the time a look takes: thousands of groups take a second of the
-scheduler's each time."""
+"""Pause between two polls of a tag, in multiples of the time of a poll: thousands of groups take
+a second of the scheduler."""
 LIST_SILENCE_S = 30.0
-"""A list of groups may be long: as long as it comes, it is waited for."""
+"""Longest silence in a list of groups, which may be long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Operator:
         await self._coordinator.close()
 
     async def submit(self, tasks: Iterable[common_pb2.Task]) -> int:
-        """Queues tasks, in bounded calls; the number of new ones. They are durable on return."""
+        """Submit tasks in bounded calls; return the number of new ones. All are durable then."""
         accepted = 0
         for batch in batches(tasks):
             request = scheduler_pb2.SubmitTasksRequest(tasks=batch)
@@ -106,7 +106,7 @@ class Operator:
     async def scheduler_status(
         self, *, with_tombstones: bool = False
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
-        """Queue, window and counters; `with_tombstones`: their reasons, too."""
+        """Return queue, window and counters; `with_tombstones`: also reasons of tombstones."""
         request = scheduler_pb2.GetSchedulerStatusRequest(with_tombstones=with_tombstones)
         status: scheduler_pb2.GetSchedulerStatusResponse = await self._ask_scheduler(
             "GetSchedulerStatus", request, timeout_s=5.0
@@ -129,7 +129,7 @@ class Operator:
         return int(response.dropped)
 
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
-        """Models and load of inference."""
+        """Return models and load of inference."""
         request = inference_pb2.GetInferenceStatusRequest()
         status: inference_pb2.GetInferenceStatusResponse = await self._inference.call(
             "GetInferenceStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
@@ -137,7 +137,7 @@ class Operator:
         return status
 
     async def trainer_status(self) -> trainer_pb2.GetTrainerStatusResponse:
-        """Progress of training."""
+        """Return the progress of training."""
         request = trainer_pb2.GetTrainerStatusRequest()
         status: trainer_pb2.GetTrainerStatusResponse = await self._trainer.call(
             "GetTrainerStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
@@ -150,7 +150,7 @@ class Operator:
             yield group
 
     async def results(self, tag: str) -> list[DomainResult]:
-        """Mean outcome per domain over the ended groups of `tag`, by domain name."""
+        """Return the results of the ended groups of `tag`, by domain name."""
         return domain_results([group async for group in self.groups(tag) if ended(group)])
 
     async def all_ended(

@@ -27,20 +27,20 @@ from forge.v1.pool_pb2_grpc import PoolServiceStub
 CALL_S = 60.0
 FIND_S = 3.0
 FETCH_TRAJECTORIES = 16
-"""Trajectories in one call."""
+"""Most trajectories in one call."""
 COMPACT_S = 6 * 3600.0
 TAIL_BUFFER = 64
-"""Most responses of all shards that wait for the caller; then the streams are not read."""
+"""Most responses that wait for the caller, over all shards; beyond it streams are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Trajectories of one shard that fit a query; may be empty."""
+    """Trajectories of one shard that match a query; may be empty."""
 
     shard: str
     trajectories: Sequence[common_pb2.TrajectorySummary]
     damaged: Sequence[str] = ()
-    """Ids of trajectories that cannot be read: it is unknown whether they fit."""
+    """Ids of trajectories that cannot be read: it is unknown whether they match."""
 
 
 class PoolReader:
@@ -53,17 +53,17 @@ class PoolReader:
         self._pool = Remote(coordinator, channels, kind="pool", stub=PoolServiceStub)
 
     async def shards(self) -> list[str]:
-        """Names of the registered shards. Raises `Unavailable` if there is none."""
+        """Return the names of the registered shards. Raises `Unavailable` if there is none."""
         await self._pool.pick(timeout_s=FIND_S)
         return sorted({instance.metadata["shard"] for instance in self._pool.instances()})
 
     def copies_in_sync(self, shard: str) -> int:
-        """Replicas that have every acknowledged write; 0 for an unreplicated shard."""
+        """Return how many replicas have every acknowledged write; 0 if unreplicated."""
         found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
         return max((int(metadata.get("copies", 0)) for metadata in found), default=0)
 
     async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
-        """Counts and sizes of one shard, also by domain and state."""
+        """Return counts and sizes of one shard, also by domain and state."""
         request = pool_pb2.GetPoolStatsRequest(by_domain=True)
         stats: pool_pb2.GetPoolStatsResponse = await self._call(shard, "GetPoolStats", request)
         return stats
@@ -71,7 +71,7 @@ class PoolReader:
     async def query(
         self, wanted: pool_pb2.TrajectoryFilter, *, page_size: int = 0
     ) -> AsyncIterator[Page]:
-        """Yields the trajectories that fit `wanted`, shard by shard, in pages that may be empty."""
+        """Yields the trajectories that match `wanted`, shard by shard; pages may be empty."""
         for shard in await self.shards():
             token = ""
             while True:
@@ -93,7 +93,7 @@ class PoolReader:
     async def fetch(
         self, shard: str, trajectory_ids: Sequence[str], *, on_damage: Callable[[str], None]
     ) -> AsyncIterator[common_pb2.Trajectory]:
-        """Yields whole trajectories in the order asked, one in memory at a time. Leaves out freed
+        """Yields whole trajectories in the given order, one in memory at a time. Leaves out freed
         ones, and damaged ones, whose ids go to `on_damage`."""
         left = list(trajectory_ids)
         patience = self._patience()
@@ -106,7 +106,7 @@ class PoolReader:
                         patience = self._patience()
                         yield trajectory
             except (NotFound, DataLoss) as error:
-                # Fetched one by one, they show which of them it is.
+                # Fetch one by one, to find the damaged one.
                 if size == 1:
                     trajectory_id = left.pop(0)
                     if isinstance(error, DataLoss):
@@ -213,7 +213,7 @@ class PoolReader:
             if whole is not None:
                 yield common_pb2.Trajectory.FromString(whole)
 
-    # Any, as the stub's own type knows only blocking streams.
+    # Any: the type of the stub has blocking streams only.
     async def _find(self, shard: str) -> Any:
         _, stub = await self._pool.pick(where=lambda one: _serves(one, shard), timeout_s=FIND_S)
         return stub

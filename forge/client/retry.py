@@ -1,6 +1,6 @@
 """Retries of a call.
 
-Owns their times. The error tree says which errors to retry (`ForgeError.retryable`); the caller
+Owns the pauses and the deadline. `ForgeError.retryable` decides which errors to retry; the caller
 makes its call idempotent.
 """
 
@@ -28,7 +28,7 @@ class Patience:
         self._backoff = Backoff(0.05, 2.0)
 
     def pause_s(self, error: ForgeError) -> float:
-        """Pause before the next attempt. Raises `error` if there is none."""
+        """Return the pause before the next attempt. Raises `error` if it is not to be retried."""
         # The server's hint overrides the backoff.
         delay_s = self._backoff.next_s()
         pause_s = error.retry_after_s or delay_s * self._rng.uniform(0.5, 1.5)
@@ -46,10 +46,10 @@ async def retried(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     rng: Random | None = None,
 ) -> Result:
-    """The first success of `attempt`, repeated with growing, jittered pauses.
+    """Repeat `attempt` with growing, jittered pauses until it succeeds, and return its result.
 
-    Errors that are not retryable, or not in `retry_on`, end it at once; so does the first error
-    after which the next attempt would begin later than `retry_for_s` from now.
+    Raises errors that are not retryable, or not in `retry_on`, at once, and the last error when the
+    next attempt would begin later than `retry_for_s` from now.
     """
     patience = Patience(retry_for_s, clock=clock, rng=rng or Random())
     while True:

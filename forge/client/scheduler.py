@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def scheduler_remote(
     coordinator: Coordinator, channels: Channels
 ) -> Remote[SchedulerServiceAsyncStub]:
-    """The schedulers; every call also needs `where=leads`, as only the leader answers."""
+    """Return a client of the schedulers. Every call needs `where=leads`: a leader answers."""
     return Remote(
         coordinator, channels, kind="scheduler", stub=SchedulerServiceStub, why_none=_why_none_leads
     )
@@ -49,18 +49,18 @@ def _why_none_leads(instances: Sequence[Instance]) -> str:
 class SyncScheduler:
     """Blocking calls to the leader, from one thread beside the event loop.
 
-    Discovery runs on the event loop. While that is blocked, its last view is used, and the leader
-    in it may have ended: then the other schedulers are tried. Only a leader accepts a call.
+    Discovery runs on the event loop. While the loop is blocked, its last view may name an ended
+    leader: calls then try the other schedulers. Only a leader accepts a call.
     """
 
     def __init__(self, coordinator: Coordinator, security: Security) -> None:
-        """Call it on the event loop."""
+        """Must be created on the event loop."""
         self._discovery = coordinator.discover("scheduler")
         self._security = security
         self._channels: dict[str, grpc.Channel] = {}
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """One unary call; `timeout_s` applies to each scheduler. Raises `ForgeError`."""
+        """Make one unary call; `timeout_s` applies to each scheduler. Raises `ForgeError`."""
         known = self._discovery.instances
         self._forget({instance.address for instance in known})
         failure: ForgeError | None = None
@@ -88,7 +88,7 @@ class SyncScheduler:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except ValueError as error:
-            # So grpc says that the channel was closed.
+            # grpc raises it for a closed channel.
             raise Unavailable(str(error)) from error
 
     def _forget(self, addresses: set[str]) -> None:

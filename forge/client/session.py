@@ -44,10 +44,10 @@ Result = TypeVar("Result")
 class AgentSession(SessionClient):
     """A rollout, from the agent's side.
 
-    As a context manager it opens the session, and closes it when it owns the rollout: sealed
+    As a context manager it opens the session. If it owns the rollout it also closes it: sealed
     after a normal end, abandoned after an exception. A program that a runner started does not
-    own its rollout (`from_env`): the runner scores and closes it. Any number of calls may run at
-    once, as those of sub-agents do: they are one trajectory.
+    own its rollout (`from_env`): the runner scores and closes it. Several calls may run at once,
+    for example of sub-agents: they make one trajectory.
     """
 
     grpc_library: ClassVar[Any] = grpc.aio
@@ -76,9 +76,8 @@ class AgentSession(SessionClient):
     async def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Answer:
         """Sample one turn after `messages`, and wait for all of it.
 
-        A call that finds no gateway, or too busy a one, is repeated; what an attempt had sampled
-        stays on record as an unused turn. Raises `InvalidArgument` for a context too
-        long.
+        Retries while no gateway answers, or the gateway is too busy; tokens of a failed attempt
+        stay on record as an unused turn. Raises `InvalidArgument` for a context that is too long.
         """
         request = chat_request(messages, **options)
 
@@ -96,14 +95,14 @@ class AgentSession(SessionClient):
     ) -> AsyncGenerator[str | Answer, None]:
         """Like `chat`, but yields text as it is sampled, then the whole `Answer`.
 
-        Never repeated by itself. Closing the generator (`contextlib.aclosing`) aborts the turn.
+        It is not retried. Closing the generator (`contextlib.aclosing`) aborts the turn.
         """
         return self._chat(chat_request(messages, stream=True, **options))
 
     async def generate(
         self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]
     ) -> Sampled:
-        """Sample one turn after token ids, for agents that render for themselves."""
+        """Sample one turn after token ids, for agents that render their own prompts."""
         request = generate_request(prompt_ids, **options)
         return await self._retried(
             lambda: self._generate(request), retry_on=(Unavailable, ResourceExhausted)
@@ -119,9 +118,9 @@ class AgentSession(SessionClient):
         await self._unary(self._stub.Annotate, request, self._grading)
 
     async def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
-        """Seals the trajectory with its rewards, or abandons it; returns its number of turns.
+        """Seal the trajectory with its rewards, or abandon it; return its number of turns.
 
-        All turns are on disk then. Raises `PermissionDenied` for rewards as `annotate` does,
+        On return all turns are on disk. Raises `PermissionDenied` for rewards as `annotate` does,
         `AlreadyExists` for a second outcome, `FailedPrecondition` when fewer than `min_turns` turns
         are on record.
         """

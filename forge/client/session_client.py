@@ -16,7 +16,7 @@ class SessionClient:
     """A session before its first call."""
 
     grpc_library: ClassVar[Any]
-    """`grpc.aio` or `grpc`: whose channels it speaks over."""
+    """`grpc.aio` or `grpc`: the library of its channel."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class SessionClient:
         timeout_s: float = 600.0,
         retry_for_s: float = 30.0,
     ) -> None:
-        """`channel` is one of `grpc_library`'s.
+        """`channel` comes from `grpc_library`.
 
-        `grader_token` (`RolloutLease.grader_token`) is sent by `annotate` and `close`: for programs
-        that grade their rollout themselves.
+        `annotate` and `close` send `grader_token` (`RolloutLease.grader_token`): for programs that
+        grade their rollout themselves.
         """
         self.info: SessionInfo | None = None
         self._channel = channel
@@ -56,7 +56,7 @@ class SessionClient:
         tls_key: str = "",
         **options: Any,
     ) -> Self:
-        """A session over a channel of its own.
+        """Return a session over a channel of its own.
 
         `tls_ca`, `tls_cert` and `tls_key` are PEM files as in `Access`; `options` are the
         constructor's. Raises `ConfigError` for a file that cannot be read.
@@ -68,7 +68,7 @@ class SessionClient:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """The session that a runner prepared for this process. Raises `ConfigError`."""
+        """Return the session that a runner prepared for this process. Raises `ConfigError`."""
         return cls._reached(Access.from_env(environ), owns_rollout=False)
 
     @classmethod

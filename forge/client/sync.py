@@ -1,8 +1,8 @@
 """One rollout's conversation with the gateway over gRPC, for threads.
 
-The same calls as `forge.client.session`. Encoding (`turns`), access and retries are shared code;
-only waiting is written twice, over grpc's blocking channel. An event loop in a thread of its own
-would cost two thread switches a call, and `grpc.aio` serves several loops badly.
+The same calls as `forge.client.session`. Both share encoding (`turns`), access and retries; only
+the waiting is written twice, here over grpc's blocking channel. An event loop in a thread of its
+own would cost two thread switches a call, and `grpc.aio` serves several loops badly.
 
     with SyncAgentSession.from_env() as session:
         answer = session.chat([{"role": "user", "content": "What is 2 + 2?"}])
@@ -43,8 +43,8 @@ Result = TypeVar("Result")
 class SyncAgentSession(SessionClient):
     """`forge.client.AgentSession`, blocking: the same methods, arguments, results and errors.
 
-    Any number of threads may use one session at once, as those of sub-agents do: their calls are
-    one trajectory. Make it after a fork, not before: grpc does not survive one.
+    Several threads may use one session at once, for example for sub-agents: their calls make one
+    trajectory. Create it after a fork, not before: grpc does not survive a fork.
     """
 
     grpc_library: ClassVar[Any] = grpc
@@ -71,7 +71,7 @@ class SyncAgentSession(SessionClient):
         return self.info
 
     def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Answer:
-        """As `AgentSession.chat`: sample one turn after `messages`, and wait for all of it."""
+        """Sample one turn after `messages`; as `AgentSession.chat`."""
         request = chat_request(messages, **options)
 
         def attempt() -> Answer:
@@ -88,12 +88,12 @@ class SyncAgentSession(SessionClient):
     ) -> Generator[str | Answer, None, None]:
         """Like `chat`, but yields text as it is sampled, then the whole `Answer`.
 
-        Never repeated by itself. Closing the generator (`contextlib.closing`) aborts the turn.
+        It is not retried. Closing the generator (`contextlib.closing`) aborts the turn.
         """
         return self._chat(chat_request(messages, stream=True, **options))
 
     def generate(self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]) -> Sampled:
-        """Sample one turn after token ids, for agents that render for themselves."""
+        """Sample one turn after token ids, for agents that render their own prompts."""
         request = generate_request(prompt_ids, **options)
         return self._retried(
             lambda: self._generate(request), retry_on=(Unavailable, ResourceExhausted)

@@ -31,7 +31,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
-    """The tasks of the file, without ids. Raises InvalidArgument naming file, line and field."""
+    """Read the tasks of a file, without ids. Raises InvalidArgument with file, line and field."""
     try:
         lines = numbered_lines(file)
     except OSError as error:
@@ -92,7 +92,7 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
             _set(task, field, value)
     task.payload_json = json.dumps(line["payload"])
     if not task.domain:
-        raise InvalidArgument("has no `domain`, and there is none for tasks that name none")
+        raise InvalidArgument("has no `domain`, and no default domain is set")
     check_task_fields(task)
     return task
 

@@ -40,13 +40,13 @@ class SessionInfo:
     domain: str
     model: str
     context_tokens: int
-    """Longest context the model takes, prompt and answer together."""
+    """Longest context of the model, prompt and answer together."""
     turns: int
-    """Turns of this session that ended so far."""
+    """Ended turns of this session."""
     model_s: float = 0.0
     """Time with model calls in flight at this gateway; overlapping calls count once."""
     unanswered: str = ""
-    """Why the last model call that ended got no answer, if that was no fault of the agent."""
+    """Why the last ended model call got no answer, if the agent did not cause it."""
 
     @classmethod
     def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:
@@ -91,14 +91,14 @@ class Sampled:
 
 
 class ChatOptions(TypedDict, total=False):
-    """How to sample one turn over messages."""
+    """Options of one turn over messages."""
 
     tools: Sequence[Mapping[str, Any]]
     """OpenAI tool definitions; none by default."""
     max_tokens: int
     """Most tokens to sample; 1024 by default."""
     temperature: float | None
-    """None, the default, leaves it to the gateway: 1, the distribution that is trained."""
+    """None, the default: the gateway's, which is 1, the trained distribution."""
     stop: Sequence[str]
     """Strings that end the turn when sampled."""
     context_action: str
@@ -106,7 +106,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to sample one turn over token ids; as in `ChatOptions`."""
+    """Options of one turn over token ids; as in `ChatOptions`."""
 
     max_tokens: int
     temperature: float | None
@@ -115,21 +115,21 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class CloseOptions(TypedDict, total=False):
-    """How to close a session."""
+    """Options of the close of a session."""
 
     abandon_reason: str
     """Abandons the trajectory instead of sealing it."""
     min_turns: int
     """The close fails with fewer turns on record."""
     after_agent_s: float
-    """Seconds since the end of the agent, for example of its scoring: they are no part of its
-    completion time."""
+    """Seconds since the end of the agent, for example spent on scoring; its completion time
+    excludes them."""
 
 
 def reward_event(
     name: str, value: float, *, kind: RewardKind = "outcome", turn_index: int = -1, key: str = ""
 ) -> common_pb2.RewardEvent:
-    """A reward component; `key` distinguishes several of one name and turn."""
+    """Return a reward component; `key` distinguishes several with one name and turn."""
     return common_pb2.RewardEvent(
         event_id=f"{kind}-{name}-{turn_index}{key and '-'}{key}",
         name=name,
@@ -140,7 +140,7 @@ def reward_event(
 
 
 def why_abandoned(error: BaseException | None) -> str:
-    """The recorded reason when `error` leaves a session's block; "" for a normal end."""
+    """Return the recorded reason when `error` ends a session's block; "" for a normal end."""
     return f"{type(error).__name__}: {error}" if error else ""
 
 
@@ -154,7 +154,7 @@ def chat_request(
     stop: Sequence[str] = (),
     context_action: str = "",
 ) -> gateway_pb2.ChatRequest:
-    """Raises `InvalidArgument` for a message that cannot be sent."""
+    """Encode a request over messages. Raises `InvalidArgument` for an invalid message."""
     return gateway_pb2.ChatRequest(
         messages=[to_proto(message) for message in messages],
         tools_json=json.dumps(list(tools)) if tools else "",
@@ -205,7 +205,7 @@ class SampledColumns:
         self._ids, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
 
     def add(self, response: gateway_pb2.GenerateResponse) -> Sampled | None:
-        """Adds one response; the turn after the last."""
+        """Add one response; return the turn after the last one, else None."""
         self._ids += response.tokens.ids
         self._logprobs += response.tokens.logprobs
         self._versions += response.tokens.weight_versions
