@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.validation import check_task_fields
-from forge.runtime.json_lines import numbered_lines
+from forge.runtime.json_lines import read_json_lines
 from forge.v1 import common_pb2
 
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -33,19 +33,13 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
     """Read the tasks of a file, without ids. Raises InvalidArgument with file, line and field."""
     try:
-        lines = numbered_lines(file)
+        lines = read_json_lines(file)
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
     tasks = []
     for number, line in lines:
         try:
-            tasks.append(_task(json.loads(line), defaults))
-        except json.JSONDecodeError as error:
-            raise InvalidArgument(f"{file}, line {number} is not JSON: {error}") from None
-        except RecursionError:
-            raise InvalidArgument(f"{file}, line {number} is nested too deeply") from None
+            tasks.append(_task(line, defaults))
         except (ValueError, InvalidArgument) as error:
             raise InvalidArgument(f"{file}, line {number}: {error}") from None
     if not tasks:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.runtime.json_lines import numbered_lines
+from forge.runtime.json_lines import read_json_lines
 
 Conversation = Mapping[str, Any]
 """`messages` in OpenAI's shape, and optionally `tools` and a `domain`."""
@@ -26,20 +26,14 @@ Conversation = Mapping[str, Any]
 def read_conversations(path: Path) -> list[Conversation]:
     """One JSON object per line. Raises `NotFound`, `InvalidArgument` naming the line."""
     try:
-        lines = numbered_lines(path)
+        lines = read_json_lines(path)
     except OSError as error:
         raise NotFound(f"data = {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"data = {str(path)!r} is not UTF-8: {error}") from error
     found = []
-    for number, line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise InvalidArgument(f"{path}:{number}: not JSON: {error}") from error
+    for number, entry in lines:
         messages = entry.get("messages") if isinstance(entry, dict) else None
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-            raise InvalidArgument(f"{path}:{number}: messages is no list of objects")
+            raise InvalidArgument(f"{path}, line {number}: messages is no list of objects")
         found.append(entry)
     return found
 

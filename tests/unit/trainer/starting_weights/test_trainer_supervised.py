@@ -101,7 +101,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
     """By file and number."""
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n" + line)
-    with pytest.raises(InvalidArgument, match=r"data.jsonl:2: "):
+    with pytest.raises(InvalidArgument, match=r"data\.jsonl, line 2"):
         read_conversations(file)
 
 
@@ -109,7 +109,7 @@ def test_a_file_of_another_encoding_is_told(tmp_path: Path) -> None:
     """By its name."""
     file = tmp_path / "data.jsonl"
     file.write_bytes(json.dumps({"messages": TALK}).encode() + b"\xff\n")
-    with pytest.raises(InvalidArgument, match=r"data.jsonl' is not UTF-8"):
+    with pytest.raises(InvalidArgument, match=r"data\.jsonl is not UTF-8"):
         read_conversations(file)
 
 
