@@ -26,8 +26,6 @@ from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 
 DONE = ("trained", "tombstoned", "evaluated")
-QUEUED = ("queued", "pending")
-"""Schedulers of an earlier release report "pending" for every open group."""
 _LINES = 10
 """Lines of progress per epoch where no bar can be shown."""
 
@@ -110,7 +108,7 @@ def _print_summary(name: str, counts: Counts) -> None:
     are those at the start of the command."""
     phases = counts.phases
     done = sum(phases[phase] for phase in DONE)
-    queued = sum(phases[phase] for phase in QUEUED)
+    queued = phases["queued"]
     by_done = ", ".join(f"{phases[phase]} {phase}" for phase in DONE if phases[phase])
     lines = [
         f"{name}: {counts.accepted} new, {queued} already queued, "

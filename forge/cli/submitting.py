@@ -72,9 +72,7 @@ class Counts:
     def add_earlier(self, group: scheduler_pb2.BatchGroup) -> None:
         """Count a group of an earlier submission."""
         record = group.group
-        phase = common_pb2.GroupState.Name(record.state).removeprefix("GROUP_STATE_").lower()
-        # Schedulers of an earlier release send no phase.
-        self.phases[group.phase or phase] += 1
+        self.phases[group.phase] += 1
         if record.state == common_pb2.GROUP_STATE_TOMBSTONED:
             reason = self.tombstones.setdefault(
                 record.reason, scheduler_pb2.TombstoneReason(reason=record.reason)
