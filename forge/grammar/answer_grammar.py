@@ -15,7 +15,6 @@ from llguidance import LLMatcher, LLParserLimits
 from forge.core.errors import InvalidArgument
 
 Kind = Literal["json_schema", "regex", "lark"]
-KINDS: tuple[Kind, ...] = ("json_schema", "regex", "lark")
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_PROPERTIES = 500
