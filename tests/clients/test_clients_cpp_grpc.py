@@ -13,7 +13,8 @@ import pytest
 from forge.runtime.coordination import Coordinator, Instance
 from tests.support.clients.example_run import EXAMPLES, run_example
 from tests.support.clients.matrix import Row
-from tests.support.clients.programs import check_linear, scripted
+from tests.support.clients.programs import check_linear
+from tests.support.gateway.script import scripted
 from tests.support.gateway.stack import GatewayStack
 
 ROW = Row(client="grpc++", protocol="grpc", stream=True, tools=False)
@@ -40,7 +41,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(1200)
-async def test_a_cpp_program_is_an_agent(
+async def test_cpp_program_is_an_agent(
     program: Path,
     stack: GatewayStack,
     gateway: Instance,

@@ -15,7 +15,8 @@ import pytest
 from forge.runtime.coordination import Coordinator, Instance
 from tests.support.clients.example_run import EXAMPLES, ROOT, run_example
 from tests.support.clients.matrix import Row
-from tests.support.clients.programs import VENV, check_linear, scripted
+from tests.support.clients.programs import VENV, check_linear
+from tests.support.gateway.script import scripted
 from tests.support.gateway.stack import GatewayStack
 
 INSTALL_S = 120
@@ -40,7 +41,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "agent.mjs"
 
 
-async def test_a_node_program_without_stubs_is_an_agent(
+async def test_node_program_without_stubs_is_an_agent(
     program: Path,
     stack: GatewayStack,
     gateway: Instance,

@@ -93,11 +93,13 @@ def published(model: PreTrainedModel) -> dict[str, NamedTensor]:
 def is_greedy(model: PreTrainedModel, ids: list[int], sampled: list[int]) -> bool:
     """Whether each token is the likeliest after all before it, by one full forward."""
     logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
-    return logits.argmax(-1).tolist() == sampled
+    found: bool = logits.argmax(-1).tolist() == sampled
+    return found
 
 
 def prompt_ids(tokens: int, *, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
+    found: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
+    return found
 
 
 def save_tokenizer(folder: Path) -> None:

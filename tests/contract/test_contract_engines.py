@@ -54,18 +54,20 @@ def greedy_of(model: Any, ids: list[int], tokens: int) -> list[int]:
     out = model.generate(
         torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
     )
-    return out[0, len(ids) :].tolist()
+    found: list[int] = out[0, len(ids) :].tolist()
+    return found
 
 
 def logprobs_of(model: Any, ids: list[int], sampled: list[int]) -> torch.Tensor:
     """Log-probs of `sampled` after `ids`, by one full forward."""
     logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    found: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    return found
 
 
 @pytest.mark.parametrize("family", engines.CONFIGS)
 @pytest.mark.parametrize("engine", engines.ENGINES)
-async def test_greedy_is_what_transformers_generates(
+async def test_greedy_answer_equals_transformers_generate(
     engine: str, family: str, tmp_path: Path
 ) -> None:
     """Greedy answers equal `generate` token by token, for each family of models."""
@@ -80,7 +82,7 @@ async def test_greedy_is_what_transformers_generates(
             assert answer.finish is Finish.LENGTH
 
 
-async def test_logprobs_are_those_of_a_full_forward(pair: Pair) -> None:
+async def test_logprobs_equal_those_of_a_full_forward(pair: Pair) -> None:
     """Log-probs equal a full forward's to 1e-4, first token and later ones, at temperature 1."""
     model = reference("qwen3")
     for tokens in (3, 40, 150):
@@ -90,8 +92,8 @@ async def test_logprobs_are_those_of_a_full_forward(pair: Pair) -> None:
         assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
 
 
-async def test_logprobs_are_of_the_distribution_sampled_from(pair: Pair) -> None:
-    """With temperature and top-k, log-probs are renormalised over what could be drawn."""
+async def test_logprobs_are_of_the_sampled_distribution(pair: Pair) -> None:
+    """With temperature and top-k, log-probs are renormalised over the allowed tokens."""
     model = reference("qwen3")
     ids = prompt_ids(20)
     answer = await pair.sample(ids, replace(SAMPLED, temperature=0.7, top_k=5, seed=3))
@@ -104,7 +106,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(pair: Pair) -> None
 
 
 async def test_prefix_cache_changes_no_result(pair: Pair) -> None:
-    """The same prompt again, a longer one and a sibling are answered alike from the cache."""
+    """The same prompt again, a longer one and a sibling get the same answers from the cache."""
     model = reference("qwen3")
     ids = prompt_ids(60)
     first = await pair.sample(ids)
@@ -122,7 +124,7 @@ async def test_prefix_cache_changes_no_result(pair: Pair) -> None:
     assert forked.cached_tokens == 40
 
 
-async def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
+async def test_decode_fetches_only_missing_keys_and_values(pair: Pair) -> None:
     """A second turn moves no keys and values of the first turn, prompt or answer."""
     ids = prompt_ids(60)
     first = await pair.sample(ids)
@@ -132,7 +134,7 @@ async def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
     assert second.fetched_tokens == 80 - 72
 
 
-async def test_a_group_that_arrives_together_shares_its_prompt(pair: Pair) -> None:
+async def test_simultaneous_requests_share_their_prompt(pair: Pair) -> None:
     """Requests of one batch compute and move their common prompt once, and answer as alone."""
     model = reference("qwen3")
     common = prompt_ids(64, seed=1)
@@ -144,7 +146,7 @@ async def test_a_group_that_arrives_together_shares_its_prompt(pair: Pair) -> No
     assert sum(answer.fetched_tokens >= 64 for answer in answers) == 1
 
 
-async def test_batch_mates_change_no_greedy_result(pair: Pair) -> None:
+async def test_other_requests_of_a_batch_change_no_greedy_result(pair: Pair) -> None:
     """Alone or among others of all lengths, a request gets the same tokens."""
     prompts = [prompt_ids(tokens, seed=tokens) for tokens in (2, 5, 30, 31, 120, 250, 260, 400)]
     alone = [(await pair.sample(ids)).ids for ids in prompts]
@@ -152,8 +154,8 @@ async def test_batch_mates_change_no_greedy_result(pair: Pair) -> None:
     assert [answer.ids for answer in together] == alone
 
 
-async def test_a_seed_fixes_the_answer(pair: Pair) -> None:
-    """Same seed, same tokens, whatever runs beside; other seeds, other tokens."""
+async def test_seed_determines_the_answer(pair: Pair) -> None:
+    """Same seed, same tokens, in any batch; other seeds, other tokens."""
     ids = prompt_ids(20)
     seeded = replace(SAMPLED, seed=7)
     alone = await pair.sample(ids, seeded)
@@ -164,16 +166,16 @@ async def test_a_seed_fixes_the_answer(pair: Pair) -> None:
     assert len({tuple(answer.ids) for answer in other_seeds}) == 3
 
 
-async def test_a_continued_request_draws_what_it_would_have_drawn(pair: Pair) -> None:
-    """Prefilling prompt and answer so far elsewhere and going on gives the uninterrupted answer."""
+async def test_continued_request_draws_the_same_tokens(pair: Pair) -> None:
+    """Prefilling prompt and partial answer elsewhere gives the uninterrupted answer."""
     ids = prompt_ids(20)
     whole = await pair.sample(ids, replace(SAMPLED, seed=7, max_tokens=12))
     rest = await pair.sample(ids + whole.ids[:5], replace(SAMPLED, seed=7, max_tokens=7))
     assert whole.ids[5:] == rest.ids
 
 
-async def test_a_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
-    """The stop token is the last one sampled."""
+async def test_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
+    """It is the last sampled one."""
     ids = prompt_ids(20)
     free = await pair.sample(ids)
     stop = free.ids[5]
@@ -182,16 +184,16 @@ async def test_a_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
     assert stopped.finish is Finish.STOP
 
 
-async def test_the_context_ends_the_answer(pair: Pair) -> None:
-    """An answer that would leave the context is cut at its last position."""
+async def test_answer_ends_at_the_context_limit(pair: Pair) -> None:
+    """At its last position."""
     ids = prompt_ids(engines.CONTEXT_TOKENS - 5)
     answer = await pair.sample(ids, replace(GREEDY, max_tokens=100))
     assert len(answer.ids) == 5
     assert answer.finish is Finish.LENGTH
 
 
-async def test_a_swap_mid_answer_changes_the_version_from_that_token_on(pair: Pair) -> None:
-    """Every token carries the version that sampled it, and is that version's choice."""
+async def test_swap_in_mid_answer_changes_the_version_of_later_tokens(pair: Pair) -> None:
+    """Every token has the version that sampled it, and is that version's choice."""
     old, new = reference("qwen3"), reference("qwen3", seed=1)
     ids = prompt_ids(20)
     swapped = asyncio.Event()
@@ -209,8 +211,8 @@ async def test_a_swap_mid_answer_changes_the_version_from_that_token_on(pair: Pa
     assert not is_greedy(old, ids, answer.ids)
 
 
-async def test_weights_empty_the_prefix_cache(pair: Pair) -> None:
-    """After a swap nothing is answered from what older weights computed."""
+async def test_new_weights_clear_the_prefix_cache(pair: Pair) -> None:
+    """After a swap no answer uses keys of older weights."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
     await pair.sample(ids)
@@ -222,7 +224,7 @@ async def test_weights_empty_the_prefix_cache(pair: Pair) -> None:
 
 
 async def test_keys_of_other_weights_are_never_cached(pair: Pair) -> None:
-    """A decode engine with newer weights than the prefill engine goes on, but keeps nothing."""
+    """A decode engine with newer weights than the prefill engine continues, but caches nothing."""
     ids = prompt_ids(60)
     await pair.decode.load(published(reference("qwen3", seed=1)), version=2)
     first = await pair.sample(ids)
@@ -232,7 +234,7 @@ async def test_keys_of_other_weights_are_never_cached(pair: Pair) -> None:
 
 
 async def test_unfit_weights_change_nothing(pair: Pair) -> None:
-    """Weights that lack a tensor, have a strange one or another shape are refused whole."""
+    """Weights without a tensor, with an unknown one or another shape are refused whole."""
     ids = prompt_ids(20)
     before = await pair.sample(ids)
     fit = published(reference("qwen3", seed=1))
@@ -249,8 +251,8 @@ async def test_unfit_weights_change_nothing(pair: Pair) -> None:
     assert set(after.versions) == {1}
 
 
-async def test_an_abort_frees_the_slot(start: Start) -> None:
-    """A caller that goes away frees its place: with one slot, the next request runs."""
+async def test_abort_frees_the_slot(start: Start) -> None:
+    """With one slot, the next request runs."""
     async with start(max_running=1) as pair:
         await pair.load(published(reference("qwen3")), version=1)
 
@@ -264,7 +266,7 @@ async def test_an_abort_frees_the_slot(start: Start) -> None:
 
 
 async def test_more_requests_than_slots_all_finish(start: Start) -> None:
-    """Requests wait for a slot and are answered as if alone."""
+    """Requests wait for a slot and get the same answers as alone."""
     model = reference("qwen3")
     async with start(max_running=3) as pair:
         await pair.load(published(model), version=1)
@@ -273,14 +275,14 @@ async def test_more_requests_than_slots_all_finish(start: Start) -> None:
     assert [answer.ids for answer in answers] == [greedy_of(model, ids, 16) for ids in prompts]
 
 
-async def test_a_released_prompt_is_gone(pair: Pair) -> None:
-    """Fetching a prompt that was released or never read is NotFound."""
+async def test_released_prompt_is_not_found(pair: Pair) -> None:
+    """Also one that was never prefilled."""
     pair.prefill.release("unheard-of")
     with pytest.raises(NotFound):
         await pair.prefill.fetch_kv("unheard-of", from_token=0)
 
 
-async def test_without_weights_nothing_is_served(start: Start) -> None:
+async def test_request_without_weights_is_unavailable(start: Start) -> None:
     """Before the first weights a request is Unavailable."""
     async with start() as pair:
         with pytest.raises(Unavailable):
@@ -288,8 +290,8 @@ async def test_without_weights_nothing_is_served(start: Start) -> None:
         assert pair.prefill.status().version == 0
 
 
-async def test_broken_weights_fail_the_request_and_poison_nothing(pair: Pair) -> None:
-    """Weights that compute no numbers give an error; the next good ones answer as ever."""
+async def test_nan_weights_fail_only_their_requests(pair: Pair) -> None:
+    """The next good weights answer as before."""
     ids = prompt_ids(20)
     good = published(reference("qwen3"))
     expected = await pair.sample(ids)
@@ -309,7 +311,7 @@ async def test_broken_weights_fail_the_request_and_poison_nothing(pair: Pair) ->
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) -> None:
-    """Nested and wide groups that come and go, some aborted: nobody reads another's context."""
+    """Nested and wide groups that come and go, some aborted: no request reads another's context."""
     model = reference("qwen3")
     rng = random.Random(seed)
     root = prompt_ids(rng.randint(60, 90), seed=seed)
@@ -343,8 +345,8 @@ async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) ->
                 assert answer.finish is None or len(answer.ids) == sampling.max_tokens
 
 
-async def test_equal_prompts_are_read_once_and_drawn_from_by_each(pair: Pair) -> None:
-    """Rollouts of one prompt that arrive together differ by their seeds alone, and cost one."""
+async def test_equal_prompts_are_prefilled_once(pair: Pair) -> None:
+    """Simultaneous rollouts of one prompt differ by their seeds only, and cost one prefill."""
     ids = prompt_ids(50)
     seeded = [replace(SAMPLED, seed=seed) for seed in range(6)]
     answers = await asyncio.gather(*(pair.sample(ids, sampling) for sampling in seeded))
@@ -355,7 +357,7 @@ async def test_equal_prompts_are_read_once_and_drawn_from_by_each(pair: Pair) ->
     assert torch.allclose(torch.tensor(answers[5].logprobs), expected, atol=1e-4)
 
 
-async def test_prompts_longer_than_a_pass_are_read_in_steps(start: Start) -> None:
+async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: Start) -> None:
     """Chunked or not, shared or not, the answer is the same."""
     model = reference("qwen3")
     async with start(pass_tokens=37) as pair:

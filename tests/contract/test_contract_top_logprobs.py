@@ -44,7 +44,8 @@ def logprobs_by_forward(ids: list[int], answer: Answer, **cut: Any) -> torch.Ten
     logits = logits / cut.get("temperature", 1.0)
     if top_k := cut.get("top_k"):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    return logits.log_softmax(-1)
+    found: torch.Tensor = logits.log_softmax(-1)
+    return found
 
 
 def check(answer: Answer, logprobs: torch.Tensor, count: int) -> None:
@@ -55,8 +56,8 @@ def check(answer: Answer, logprobs: torch.Tensor, count: int) -> None:
         assert [logprob for _, logprob in top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-async def test_the_likeliest_are_those_of_a_full_forward(pair: Pair) -> None:
-    """Ids, order and log-probs at the temperature sampled at; greedy, those at temperature 1."""
+async def test_top_logprobs_equal_those_of_a_full_forward(pair: Pair) -> None:
+    """Ids, order and log-probs at the sampling temperature; greedy, those at temperature 1."""
     ids = prompt_ids(20)
     for sampling in (SAMPLED, replace(SAMPLED, temperature=0.6, seed=3), GREEDY):
         answer = await pair.sample(ids, replace(sampling, top_logprobs=20))
@@ -68,8 +69,8 @@ async def test_the_likeliest_are_those_of_a_full_forward(pair: Pair) -> None:
                 assert (top[0][0], logprob) == (token, 0.0)
 
 
-async def test_what_is_told_changes_no_draw_and_nobody_else(pair: Pair) -> None:
-    """In one batch each request has as many as it asked for, and the tokens it has alone."""
+async def test_top_logprobs_change_no_draw(pair: Pair) -> None:
+    """In one batch each request has its requested number, and the same tokens as alone."""
     prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
     plain = [replace(SAMPLED, max_tokens=24, seed=n) for n in range(3)] + [GREEDY]
     alone = [await pair.sample(*request) for request in zip(prompts, plain, strict=True)]
@@ -83,8 +84,8 @@ async def test_what_is_told_changes_no_draw_and_nobody_else(pair: Pair) -> None:
         assert len(answer.top) == len(answer.ids)
 
 
-async def test_cuts_and_grammars_leave_out_what_they_forbid(pair: Pair) -> None:
-    """What cannot be drawn has no probability among the likeliest either."""
+async def test_top_logprobs_omit_tokens_of_cuts_and_grammars(pair: Pair) -> None:
+    """A forbidden token has no probability among the top ones either."""
     ids = prompt_ids(20)
     cut = await pair.sample(ids, replace(SAMPLED, top_k=3, top_logprobs=5))
     check(replace(cut, top=[top[:3] for top in cut.top]), logprobs_by_forward(ids, cut, top_k=3), 3)

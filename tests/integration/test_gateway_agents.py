@@ -47,6 +47,7 @@ async def test_openai_tool_conversation_is_recorded_exactly(
     assert choice.message.content == "I will look."
     assert choice.message.tool_calls is not None
     call = choice.message.tool_calls[0]
+    assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "shelf"})
     assert first.usage is not None
     assert first.usage.prompt_tokens_details is not None
@@ -79,15 +80,13 @@ async def test_openai_tool_conversation_is_recorded_exactly(
     assert [(r.name, r.value) for r in trajectory.rewards] == [("solved", 1.0)]
 
 
-async def test_streaming_gives_the_same_answer_in_pieces(
-    stack: GatewayStack, gateway: Instance
-) -> None:
-    """SSE deltas add up to the text and tool call that an unstreamed call returns."""
+async def test_streamed_answer_equals_the_whole_one(stack: GatewayStack, gateway: Instance) -> None:
+    """SSE deltas add up to the text and tool call of an unstreamed call."""
     client = stack.openai(gateway, stack.token("stream:0:0"))
     stream = await client.chat.completions.create(
         model="policy",
         messages=[user(f"SAY[[Grüße, ich schaue.\n{CALL}]]")],
-        tools=[LOOK],  # type: ignore[list-item]
+        tools=[LOOK],
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -104,7 +103,7 @@ async def test_streaming_gives_the_same_answer_in_pieces(
 
 
 async def test_streamed_choices_end_together(stack: GatewayStack, gateway: Instance) -> None:
-    """Each of n choices streams to its own end; the usage of all of them comes once, behind."""
+    """Each of n choices streams to its own end; their usage is sent once, at the end."""
     client = stack.openai(gateway, stack.token("stream-choices:0:0"))
     stream = await client.chat.completions.create(
         model="policy",
@@ -149,7 +148,7 @@ async def test_stop_strings_end_the_answer_and_the_record(
 async def test_parallel_choices_share_their_prompt(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """n answers are n turns, and only one of them stores the prompt."""
+    """n answers are n turns, and only one stores the prompt."""
     trajectory_id = "choices:0:0"
     token = stack.token(trajectory_id)
     client = stack.openai(gateway, token)
@@ -202,14 +201,14 @@ async def test_white_box_agent_folds_and_generates(
 async def test_malformed_tool_call_is_text_and_a_process_signal(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """The agent sees what the model wrote, and the trajectory is told what was wrong with it."""
+    """The agent gets the sampled text, and the trajectory has the error."""
     trajectory_id = "malformed:0:0"
     token = stack.token(trajectory_id)
     broken = '<tool_call>{"name": "look", "arguments"}</tool_call>'
     answer = await stack.openai(gateway, token).chat.completions.create(
         model="policy",
         messages=[user(f"SAY[[{broken}]]")],
-        tools=[LOOK],  # type: ignore[list-item]
+        tools=[LOOK],
     )
     assert answer.choices[0].message.content == broken
     assert not answer.choices[0].message.tool_calls
@@ -222,10 +221,10 @@ async def test_malformed_tool_call_is_text_and_a_process_signal(
     assert signal.kind == common_pb2.REWARD_KIND_PROCESS
 
 
-async def test_disconnect_aborts_and_records_what_was_sampled(
+async def test_disconnect_aborts_the_call_and_records_its_tokens(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """An agent that hangs up in mid-answer leaves a turn with the tokens sampled until then."""
+    """A client that disconnects in mid-answer leaves a turn with the tokens sampled until then."""
     trajectory_id = "hangup:0:0"
     token = stack.token(trajectory_id)
     stream = await stack.openai(gateway, token).chat.completions.create(
@@ -270,13 +269,13 @@ async def test_session_in_the_path_and_close_over_http(
 async def test_required_tool_call_is_forced(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """tool_choice puts the beginning of the call into the model's mouth, as prompt not sample."""
+    """tool_choice puts the beginning of the call into the prompt, not into the sample."""
     trajectory_id = "forced:0:0"
     token = stack.token(trajectory_id)
     answer = await stack.openai(gateway, token).chat.completions.create(
         model="policy",
         messages=[user('SAY[[{"at": "attic"}}\n</tool_call>]]')],
-        tools=[LOOK],  # type: ignore[list-item]
+        tools=[LOOK],
         tool_choice={"type": "function", "function": {"name": "look"}},
     )
     assert answer.choices[0].message.tool_calls is not None
@@ -286,10 +285,10 @@ async def test_required_tool_call_is_forced(
     check_exact(stack, await recorded(stack, own_coordinator, trajectory_id))
 
 
-async def test_many_sessions_at_once(
+async def test_parallel_sessions_do_not_mix(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """Sessions that talk at the same time do not mix."""
+    """Each has only its own turns."""
 
     async def converse(number: int) -> str:
         token = stack.token(f"crowd:{number}:0")

@@ -14,8 +14,8 @@ from forge.runtime.coordination import Coordinator
 from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.contract import engines
-from tests.contract.engines import prompt_ids, published, reference
-from tests.contract.test_contract_engines import greedy_of, is_greedy
+from tests.contract.engines import is_greedy, prompt_ids, published, reference
+from tests.contract.test_contract_engines import greedy_of
 from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample
 from tests.support.runtime.etcd import EtcdServer
 
@@ -53,8 +53,10 @@ async def serving(inference: InferenceCluster, *, decodes: int = 1) -> None:
             await inference.registered(role, name, weight_version=version)
 
 
-async def test_samples_through_router_prefill_and_decode(inference: InferenceCluster) -> None:
-    """Greedy answers are transformers'; a group computes its prompt once; bad input is named."""
+async def test_request_is_sampled_through_router_prefill_and_decode(
+    inference: InferenceCluster,
+) -> None:
+    """Greedy answers equal transformers'; a group computes its prompt once; bad input is named."""
     model = reference("qwen3")
     await serving(inference)
     common = prompt_ids(64, seed=1)
@@ -100,8 +102,8 @@ async def test_samples_through_router_prefill_and_decode(inference: InferenceClu
     assert {worker.role for worker in status.workers} == {"prefill", "decode"}
 
 
-async def test_the_next_turn_finds_its_history(inference: InferenceCluster) -> None:
-    """A follow-up reuses the prompt's prefix on the prefill instance that has it."""
+async def test_next_turn_reuses_its_cached_history(inference: InferenceCluster) -> None:
+    """On the prefill instance that has it."""
     await serving(inference)
     ids = prompt_ids(80)
     first = await inference.sample(ids)
@@ -110,10 +112,10 @@ async def test_the_next_turn_finds_its_history(inference: InferenceCluster) -> N
     assert second.ids == greedy_of(reference("qwen3"), ids + first.ids + prompt_ids(4, seed=3), 16)
 
 
-async def test_a_killed_decode_worker_is_replaced_in_mid_answer(
+async def test_killed_decode_worker_is_replaced_in_mid_answer(
     inference: InferenceCluster,
 ) -> None:
-    """kill -9 of the instance that samples: another goes on, and the caller sees no error."""
+    """kill -9 of the sampling instance: another continues, and the caller sees no error."""
     await serving(inference, decodes=2)
     ids = prompt_ids(40)
     killed = ""
@@ -130,7 +132,7 @@ async def test_a_killed_decode_worker_is_replaced_in_mid_answer(
 
 
 async def test_unstreamed_requests_outlive_every_worker(inference: InferenceCluster) -> None:
-    """All workers die with requests in flight; fresh ones finish them."""
+    """All workers die with running requests; new ones finish them."""
     await serving(inference)
     prompts = [prompt_ids(30 + n, seed=n) for n in range(4)]
     calls = [asyncio.create_task(inference.sample(ids, max_tokens=LONG)) for ids in prompts]
@@ -144,8 +146,8 @@ async def test_unstreamed_requests_outlive_every_worker(inference: InferenceClus
         assert is_greedy(reference("qwen3"), ids, sample.ids)
 
 
-async def test_weights_swap_in_mid_answer(inference: InferenceCluster) -> None:
-    """A version published while a request samples shows in its later tokens, and in discovery."""
+async def test_new_weights_take_effect_in_mid_answer(inference: InferenceCluster) -> None:
+    """Later tokens and discovery have the new version."""
     old, new = reference("qwen3", seed=1), reference("qwen3")
     ids = prompt_ids(40)
     swapped = False
@@ -170,8 +172,8 @@ async def test_weights_swap_in_mid_answer(inference: InferenceCluster) -> None:
     assert after.ids == greedy_of(new, ids, 16)
 
 
-async def test_a_worker_gets_its_weights_from_another_one(inference: InferenceCluster) -> None:
-    """Late workers are fed by those that have the version, bit for bit, not by the trainer."""
+async def test_worker_fetches_its_weights_from_a_peer(inference: InferenceCluster) -> None:
+    """Late workers get them from workers with the version, bit for bit, not from the trainer."""
     await serving(inference)
     fetches = inference.publisher.fetches
     before, _ = await inference.workers("decode", 2)
@@ -182,7 +184,7 @@ async def test_a_worker_gets_its_weights_from_another_one(inference: InferenceCl
 
 
 async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> None:
-    """With a wrong digest the old version stays in service, until good ones come."""
+    """With a wrong digest the old version stays in service, until good weights arrive."""
     await serving(inference)
     new = reference("qwen3", seed=1)
     good_version = inference.publisher.version
@@ -195,7 +197,7 @@ async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> 
     assert (await inference.sample(ids)).ids == greedy_of(new, ids, 16)
 
 
-async def test_cancelling_frees_the_slot(inference: InferenceCluster) -> None:
+async def test_cancelled_request_frees_its_slot(inference: InferenceCluster) -> None:
     """A caller that goes away is worked for no longer."""
     await serving(inference)
     sampled = LONG
@@ -211,7 +213,7 @@ async def test_cancelling_frees_the_slot(inference: InferenceCluster) -> None:
     assert 0 < sampled < LONG
 
 
-async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster) -> None:
+async def test_drained_worker_finishes_its_requests(inference: InferenceCluster) -> None:
     """SIGTERM: the running request ends there, and the exit code is 0."""
     await serving(inference)
     ids = prompt_ids(10)
@@ -223,11 +225,11 @@ async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster
     assert await asyncio.to_thread(inference.exit_code, draining) == 0
 
 
-async def test_a_kept_stream_carries_calls_and_ends_when_the_router_drains(
+async def test_kept_stream_serves_calls_until_the_router_drains(
     inference: InferenceCluster,
 ) -> None:
-    """Each call is answered as Sample answers it, errors included; SIGTERM ends the stream with
-    nothing open on it, and the process with 0."""
+    """Each call is answered as Sample answers it, errors included; SIGTERM ends the stream without
+    open calls, and the process with 0."""
     await serving(inference)
     router = inference.start("router")
     stub = inference.stub(await inference.registered("router", router))
@@ -256,8 +258,8 @@ async def test_a_kept_stream_carries_calls_and_ends_when_the_router_drains(
     assert await asyncio.to_thread(inference.exit_code, router) == 0
 
 
-async def test_without_workers_the_caller_is_told(inference: InferenceCluster) -> None:
-    """UNAVAILABLE once the wait limit has passed."""
+async def test_request_without_workers_is_unavailable(inference: InferenceCluster) -> None:
+    """After the wait limit."""
     await inference.workers("prefill", 0)
     router = inference.start("router", "--router.worker-wait-s", "0.5")
     instance = await inference.registered("router", router)

@@ -22,7 +22,12 @@ from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.status import ERROR_KEY
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens, SamplingParams
+from forge.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_UNSPECIFIED,
+    SampledTokens,
+    SamplingParams,
+)
 from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
@@ -83,7 +88,7 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
             end = min(most, start + self.portion)
             yield pb.DecodeResponse(
                 tokens=tokens(*range(start, end), top=top),
-                finish_reason=FINISH_REASON_LENGTH if end == most else 0,
+                finish_reason=FINISH_REASON_LENGTH if end == most else FINISH_REASON_UNSPECIFIED,
             )
 
 
@@ -164,9 +169,9 @@ async def routed(worker: Worker) -> AsyncIterator[Routed]:
     await server.stop(None)
 
 
-async def test_an_answer_of_any_length_goes_in_messages_of_a_size() -> None:
-    """Ten times what a message may hold, unstreamed: in parts, in order, with every column, and
-    the end with the last of them."""
+async def test_long_answer_is_sent_in_bounded_messages() -> None:
+    """Ten times the size of a message, unstreamed: in parts, in order, with every column, and the
+    end with the last of them."""
     worker = Worker()
     async with routed(worker) as one:
         most = 60_000
@@ -178,18 +183,18 @@ async def test_an_answer_of_any_length_goes_in_messages_of_a_size() -> None:
     assert sum(len(response.tokens.top_ids) for response in said) == 4 * 20 * most
 
 
-async def test_a_short_answer_is_one_message() -> None:
-    """Unstreamed, all of it comes with its end."""
+async def test_short_answer_is_one_message() -> None:
+    """Unstreamed, all of it with its end."""
     async with routed(Worker()) as one:
         (whole,) = [r async for r in one.run(most=300).responses()]
     assert len(whole.tokens.ids) == 4 * 300
     assert whole.finish_reason == FINISH_REASON_LENGTH
 
 
-async def test_the_wait_for_a_worker_begins_when_one_is_lost(
+async def test_wait_for_a_worker_begins_when_one_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However long it had read the prompt; when it goes on like that, the caller is told."""
+    """For any time of prefill before; if it lasts, the caller gets an error."""
     worker = Worker()
     monkeypatch.setattr(request_module, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
     monkeypatch.setattr(request_module, "_RETRY_PAUSE_S", 0.0)
@@ -202,8 +207,8 @@ async def test_the_wait_for_a_worker_begins_when_one_is_lost(
         assert len(worker.takes_s) == 1
 
 
-async def test_a_prompt_that_is_read_anew_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decode worker refused before it fetched it is released, not left until hold_s."""
+async def test_prompt_that_is_prefilled_again_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that a decode worker refused before the fetch is released, not left until hold_s."""
     monkeypatch.setattr(request_module, "_RELEASE_TIMEOUT_S", 30.0)
     worker = Worker()
     async with routed(worker) as one:
@@ -212,9 +217,9 @@ async def test_a_prompt_that_is_read_anew_is_held_once(monkeypatch: pytest.Monke
         assert worker.held == set()
 
 
-async def test_a_caller_that_leaves_takes_nothing_along() -> None:
-    """Whenever it does, between any two steps of the event loop: as often as there are places, and
-    each is free again, and no worker is thought to be busy."""
+async def test_cancelled_caller_frees_every_resource() -> None:
+    """At any moment, between any two steps of the event loop: every place is free again, and no
+    worker counts as busy."""
     async with routed(Worker()) as one:
 
         async def sample() -> int:

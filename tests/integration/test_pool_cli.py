@@ -82,8 +82,8 @@ async def start(pool: PoolProcess, *words: str) -> asyncio.subprocess.Process:
     )
 
 
-async def test_a_query_lists_what_fits(pool):
-    """A table for people, an object a line for programs; a condition that is none is one line."""
+async def test_query_lists_matching_trajectories(pool):
+    """A table for people, an object per line for programs; an invalid condition is one line."""
     table, lines, wrong = await asyncio.gather(
         forge(pool, "query", "--min-reward", "0.5", "--since", "1h"),
         forge(pool, "query", "--json", "--limit", "2"),
@@ -99,9 +99,9 @@ async def test_a_query_lists_what_fits(pool):
     assert wrong.stderr.count("\n") == 1
 
 
-async def test_an_export_holds_every_number_as_it_was_sampled(pool, client, tmp_path):
+async def test_export_has_every_sampled_number(pool, client, tmp_path):
     """Parquet and JSON Lines have the same rows: each sealed trajectory with its turns, ids,
-    log-probs, versions and rewards; a file that is there is not overwritten."""
+    log-probs, versions and rewards; an existing file is not overwritten."""
     for name in ("all.parquet", "all.jsonl"):
         done = await forge(pool, "export", str(tmp_path / name))
         assert done.code == 0, done.stderr
@@ -131,9 +131,10 @@ async def test_an_export_holds_every_number_as_it_was_sampled(pool, client, tmp_
             assert turn["weight_versions"] == int32_array(sent.sampled.weight_versions).tolist()
 
 
-async def test_a_tail_prints_and_tells_where_to_go_on(pool):
-    """From the start it prints what there is; stopped, it names the cursor to resume with."""
+async def test_tail_prints_trajectories_and_its_cursor(pool):
+    """From the start it prints every trajectory; stopped, it prints the cursor to resume with."""
     process = await start(pool, "tail", "--from-start", "--json")
+    assert process.stdout is not None
     lines = [json.loads(await process.stdout.readline()) for _ in range(3)]
     process.terminate()
     _, stderr = await process.communicate()
@@ -163,9 +164,9 @@ async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
     assert [one.returncode for one in (checked, copied)] == [0, 0], outputs
 
 
-async def test_a_running_pool_is_compacted_by_its_directory(pool, client, tmp_path):
-    """The same command as for a stopped one, which needs no run; where the running one is not
-    that of the directory, the line says so."""
+async def test_running_pool_is_compacted_by_its_directory(pool, client, tmp_path):
+    """The command for a stopped pool, which needs no run; if the running pool has another
+    directory, the line says so."""
     before = await client.fetch("a:0:0")
     inode = (pool.data_dir / "data.mdb").stat().st_ino
     live = await forge(pool, "compact", str(pool.data_dir))
@@ -191,7 +192,7 @@ async def test_a_running_pool_is_compacted_by_its_directory(pool, client, tmp_pa
     assert elsewhere.stderr.count("\n") == 1
 
 
-async def test_an_export_goes_past_damage(pool, client, tmp_path):
+async def test_export_continues_past_damage(pool, client, tmp_path):
     """Every other trajectory is in the file; the damaged one is named, and the exit code is 1."""
     said = "only this turn says so"
     names = [f"hurt:{number}:0" for number in range(3)]

@@ -81,7 +81,9 @@ async def shard(
 
 
 @pytest_asyncio.fixture
-async def pools(key_file: Path, coordinator: Coordinator) -> AsyncIterator[Remote]:
+async def pools(
+    key_file: Path, coordinator: Coordinator
+) -> AsyncIterator[Remote[pool_pb2_grpc.PoolServiceAsyncStub]]:
     """The pool as gateway, scheduler and trainer find it."""
     channels = Channels(Security(Keyring.from_file(key_file), subject="test"))
     yield Remote(coordinator, channels, kind="pool", stub=pool_pb2_grpc.PoolServiceStub)
@@ -118,9 +120,9 @@ async def in_sync(replicas: ReplicatedShard) -> None:
     await until(two_copies)
 
 
-async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
-    """kill -9 under load: the other one leads with all of it, and takes the rest when the first is
-    back as its follower."""
+async def test_killed_leader_loses_no_acknowledged_write(shard, pools):
+    """kill -9 under load: the other replica leads with all of it, and accepts the rest when the
+    first is back as its follower."""
     replicas = shard()
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
@@ -139,8 +141,8 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
     await Writer(pools, "s0", ledger).check_fence()
 
 
-async def test_second_outcome_is_refused_by_either_copy(shard):
-    """The leader's, and after its death its follower's: the outcome is on both."""
+async def test_second_outcome_is_refused_by_both_replicas(shard):
+    """By the leader, and after its death by its follower."""
     replicas = shard()
     await in_sync(replicas)
     client = await replicas.client()
@@ -162,9 +164,9 @@ async def test_second_outcome_is_refused_by_either_copy(shard):
         await retried(append_second, retry_for_s=LIMIT_S)
 
 
-async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
-    """kill -9 under load with `min_copies` 1: the survivor takes what is written until the first is
-    back. That one then follows, and has all of it when the survivor is killed in turn."""
+async def test_replica_continues_alone_if_one_copy_is_enough(shard, pools):
+    """kill -9 under load with `min_copies` 1: the survivor accepts writes until the first is back.
+    That one then follows, and has all of it when the survivor is killed in turn."""
     replicas = shard("--replication.min-copies", "1", first=group_of("t0"))
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
@@ -193,8 +195,8 @@ async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
     await Writer(pools, "s0", ledger).check_fence()
 
 
-async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
-    """Not a follower that is away: the status says so, naming it, until there is room again."""
+async def test_writers_see_a_full_follower_as_a_full_disk(shard):
+    """Not as an absent follower: the status names it, until there is room again."""
     replicas = shard(first=make_group("before"))
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
@@ -212,9 +214,9 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
     await put_once_it_is_taken(client, "after")
 
 
-async def test_a_deposed_leader_is_refused_everything(shard):
-    """Frozen until the other one leads, then thawed: what it is asked to write is not acknowledged,
-    and it ends. With `min_copies` 1 the new leader goes on alone, and only it may lead again."""
+async def test_deposed_leader_acknowledges_no_write(shard):
+    """Frozen until the other replica leads, then thawed: it acknowledges no write, and it ends.
+    With `min_copies` 1 the new leader continues alone, and only it may lead again."""
     replicas = shard(
         "--replication.min-copies", "1", "--lease-ttl-s", "4", first=make_group("before")
     )
@@ -246,9 +248,9 @@ async def test_a_deposed_leader_is_refused_everything(shard):
     await successor.close()
 
 
-async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
+async def test_etcd_outage_stops_no_writes(own_etcd, tmp_path):
     """With etcd frozen until the lease is over the leader keeps acknowledging, since its follower
-    confirms and no other can be elected; afterwards the next leader has all of it."""
+    confirms and no other can be elected; afterwards the next leader has all writes."""
     key_file = tmp_path / "key"
     Keyring.generate(key_file)
     coordinator = await Coordinator.connect(own_etcd.endpoint, cluster="outage")
@@ -288,16 +290,16 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         await coordinator.close()
 
 
-async def test_a_shard_moves_to_another_host(
+async def test_shard_moves_to_another_host(
     tmp_path: Path,
     key_file: Path,
     etcd: EtcdServer,
     cluster: str,
     coordinator: Coordinator,
-    pools: Remote,
+    pools: Remote[pool_pb2_grpc.PoolServiceAsyncStub],
 ):
-    """As docs/pool.md says: an unreplicated shard follows its data to a second host, the first is
-    drained and its disk given away, while writers go on; everything acknowledged has moved."""
+    """As docs/pool.md says: an unreplicated shard is replicated to a second host, the first is
+    drained and its disk removed, while writers continue; every acknowledged write has moved."""
     old, new = (
         PoolProcess(tmp_path / name, etcd=etcd, cluster=cluster, shard="s0", key_file=key_file)
         for name in ("old", "new")

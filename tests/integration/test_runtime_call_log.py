@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -57,7 +57,7 @@ class Servicer(
         await asyncio.Event().wait()
 
     async def SampleStream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        async def defect(request: Any) -> AsyncIterator[Any]:
+        async def defect(request: Any) -> AsyncGenerator[Any, None]:
             raise ZeroDivisionError
             yield
 

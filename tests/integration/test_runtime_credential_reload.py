@@ -53,7 +53,14 @@ class Host:
         unfinished.replace(self.folder / HOST_CA)
 
     def security(self, key: bytes = KEY) -> Security:
-        return Security(Keyring.from_bytes(key), subject=self.folder.name, **self.files())
+        files = self.files()
+        return Security(
+            Keyring.from_bytes(key),
+            subject=self.folder.name,
+            tls_cert=files["tls_cert"],
+            tls_key=files["tls_key"],
+            tls_ca=files["tls_ca"],
+        )
 
     def files(self) -> dict[str, str]:
         names = {"tls_cert": HOST_CERT, "tls_key": HOST_KEY, "tls_ca": HOST_CA}
@@ -164,7 +171,7 @@ async def get_metrics(address: str, client: Host) -> str:
             return await response.text()
 
 
-async def test_a_ca_is_rotated_under_a_running_process(
+async def test_ca_is_rotated_under_a_running_process(
     echo: Echo, server_host: Host, client_host: Host, ca: Path, tmp_path: Path
 ) -> None:
     """The old certificate is accepted until its CA is removed; gRPC and /metrics never stop."""
@@ -220,7 +227,7 @@ async def coordinator(server: EtcdServer, host: Host, cluster: str) -> Coordinat
     )
 
 
-async def test_a_process_stays_in_discovery_when_the_ca_of_etcd_is_rotated(
+async def test_process_stays_in_discovery_when_the_ca_of_etcd_is_rotated(
     server_host: Host, etcd_host: Host, tls_etcd: EtcdServer, ca: Path, tmp_path: Path, cluster: str
 ) -> None:
     """etcd restarts with a certificate of the new CA alone; the process updates its entry there."""
@@ -251,7 +258,7 @@ async def test_a_process_stays_in_discovery_when_the_ca_of_etcd_is_rotated(
         await asyncio.to_thread(echo.process.wait)
 
 
-async def test_an_open_watch_follows_etcd_to_the_new_ca(
+async def test_open_watch_continues_with_the_new_ca_of_etcd(
     client_host: Host, etcd_host: Host, tls_etcd: EtcdServer, ca: Path, cluster: str
 ) -> None:
     """It stays open when the credentials change, and opens again when its connection ends."""
@@ -279,7 +286,7 @@ async def test_an_open_watch_follows_etcd_to_the_new_ca(
         await observer.close()
 
 
-async def test_wrong_files_keep_the_certificates_before(
+async def test_wrong_files_keep_the_earlier_certificates(
     echo: Echo, server_host: Host, client_host: Host, ca: Path
 ) -> None:
     """One warning names the setting and the reason; complete files are then read."""
@@ -295,7 +302,7 @@ async def test_wrong_files_keep_the_certificates_before(
     assert len(echo.logged("credentials_not_reloaded")) == 1
 
 
-async def test_a_signing_key_is_rotated_under_a_running_process(
+async def test_signing_key_is_rotated_under_a_running_process(
     echo: Echo, client_host: Host, etcd: EtcdServer, cluster: str
 ) -> None:
     """Tokens of the removed key are refused; the new key signs the entry in discovery."""
@@ -345,7 +352,7 @@ async def test_open_channels_use_the_new_certificate(
         await server.stop(grace_s=0)
 
 
-async def test_the_http_listener_presents_the_new_certificate(server_host: Host, ca: Path) -> None:
+async def test_http_listener_presents_the_new_certificate(server_host: Host, ca: Path) -> None:
     """Its clients have tokens and no certificates."""
     security = server_host.security()
     runner = web.AppRunner(web.Application())
@@ -375,7 +382,7 @@ async def test_the_http_listener_presents_the_new_certificate(server_host: Host,
         await runner.cleanup()
 
 
-def test_a_key_of_another_certificate_is_refused_once(server_host: Host, client_host: Host) -> None:
+def test_key_of_another_certificate_is_refused_once(server_host: Host, client_host: Host) -> None:
     """Certificate and key are two files: between their replacements they do not match."""
     security = server_host.security()
     Path(server_host.files()["tls_key"]).write_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -44,7 +45,7 @@ async def in_thread(action: Callable[[], None]) -> None:
 async def test_killed_etcd_leaves_the_last_known_view(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """While etcd is down, who was there is still there, however long the TTL is over."""
+    """While etcd is down, discovery keeps its instances, even after the TTL."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -57,10 +58,10 @@ async def test_killed_etcd_leaves_the_last_known_view(
         await observer.get("config/x")
 
 
-async def test_after_kill_and_restart_all_is_as_before_without_flapping(
+async def test_restarted_etcd_restores_discovery_without_flapping(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """Registrations come back, discovery follows anew, and at no time was it empty."""
+    """Registrations return, discovery follows again, and it was never empty."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -85,10 +86,11 @@ async def test_after_kill_and_restart_all_is_as_before_without_flapping(
     await until(lambda: len(discovery.instances) == 1)
 
 
-async def test_freeze_beyond_the_ttl_ends_leadership_while_it_lasts(
+async def test_freeze_beyond_the_ttl_ends_leadership(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """A leader that etcd no longer answers knows that it leads no more, before a rival can."""
+    """A leader without an answer of etcd knows that it does not lead any more, before a rival
+    can."""
     leadership = await member.campaign("scheduler", "a", ttl_s=TTL_S)
     own_etcd.freeze()
     await asyncio.wait_for(leadership.lost(), LIMIT_S)
@@ -100,10 +102,11 @@ async def test_freeze_beyond_the_ttl_ends_leadership_while_it_lasts(
     await successor.resign()
 
 
-async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
+async def test_registrations_survive_a_freeze_beyond_the_ttl(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """`alive` goes false in time; after the thaw the entry comes back and was never missed."""
+    """`alive` becomes false in time; after the thaw the entry returns, and discovery never lost
+    it."""
     registration = await member.register("pool", "p", "h:1", metadata={"a": "1"}, ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -124,10 +127,10 @@ async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
     assert set(lengths) == {1}
 
 
-async def test_metadata_changed_during_an_outage_is_seen_after_it(
+async def test_metadata_changed_during_an_outage_is_written_after_it(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """An update never fails for want of etcd: it is written once etcd is back."""
+    """An update never fails in an outage of etcd."""
     registration = await member.register("decode", "d", "h:1", metadata={"v": "1"}, ttl_s=TTL_S)
     discovery = observer.discover("decode")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -137,10 +140,10 @@ async def test_metadata_changed_during_an_outage_is_seen_after_it(
     await discovery.wait(timeout_s=LIMIT_S, where=lambda one: one.metadata["v"] == "2")
 
 
-async def test_instance_that_dies_while_all_is_well_is_gone_with_its_lease(
+async def test_dead_instance_leaves_discovery_with_its_lease(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """The grace is for outages of etcd alone: a dead instance is not kept by it."""
+    """The grace time is for outages of etcd only."""
     await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -148,10 +151,10 @@ async def test_instance_that_dies_while_all_is_well_is_gone_with_its_lease(
     await until(lambda: not discovery.instances)
 
 
-async def test_instance_that_died_in_an_outage_is_gone_after_the_grace(
+async def test_instance_dead_after_an_outage_is_removed_after_the_grace_time(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """Who does not come back after etcd did is dropped in the end."""
+    """An instance that does not return after etcd did is removed in the end."""
     await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -161,10 +164,10 @@ async def test_instance_that_died_in_an_outage_is_gone_after_the_grace(
     await until(lambda: not discovery.instances)
 
 
-async def test_watch_from_a_compacted_revision_starts_over(
+async def test_watch_from_a_compacted_revision_starts_again(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """What happened before a compaction that a follower slept through is seen all the same."""
+    """Changes before a compaction that a follower missed are seen all the same."""
     await member.compare_and_swap("weights/default/latest", b"1", expected_revision=0)
     async with aclosing(observer.follow("weights/default/latest")) as values:
         first = await anext(values)
@@ -184,21 +187,23 @@ async def test_watch_from_a_compacted_revision_starts_over(
 async def swap_in_the_end(member: Coordinator, value: bytes) -> int:
     """Swap as a publisher does: again until etcd, just restarted, says that it is there."""
     key = "weights/default/latest"
-    while True:
-        try:
+
+    async def swapped() -> int | None:
+        with contextlib.suppress(Unavailable):
             found = await member.get(key)
             assert found is not None
             if found.value == value:
                 return found.mod_revision
             return await member.compare_and_swap(key, value, expected_revision=found.mod_revision)
-        except Unavailable:
-            await asyncio.sleep(0.1)
+        return None
+
+    return await until(swapped)
 
 
 async def test_snapshot_overtaken_by_a_compaction_is_taken_again(
     own_etcd: EtcdServer, observer: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watch that would begin below the compacted revision does not hang: it begins anew."""
+    """A watch that would begin below the compacted revision does not hang: it starts again."""
     revision = await observer.compare_and_swap("config/a", b"1", expected_revision=0)
     kv = observer._etcd._kv
     get, snapshots = kv.get, 0
@@ -224,10 +229,10 @@ async def test_snapshot_overtaken_by_a_compaction_is_taken_again(
     assert snapshots == 2
 
 
-async def test_lost_data_directory_is_survived(
+async def test_registrations_survive_a_lost_data_directory(
     own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
 ) -> None:
-    """Even an etcd that forgot everything gets its registrations back, on the same watch."""
+    """An etcd without data gets its registrations back, on the same watch."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -240,8 +245,8 @@ async def test_lost_data_directory_is_survived(
     await second.close()
 
 
-async def test_a_member_without_a_leader_is_watched_no_longer(tmp_path: Path) -> None:
-    """It would be told nothing of what the others agree on, and would not say so."""
+async def test_watch_leaves_a_member_without_a_leader(tmp_path: Path) -> None:
+    """It would miss every change of the others without an error."""
     first, *others = await asyncio.to_thread(EtcdServer.members, tmp_path, 3)
     observer = await Coordinator.connect(first.endpoint, cluster="outage")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -63,25 +64,25 @@ async def kind(coordinator: Coordinator) -> AsyncIterator[Kind]:
     await made.close()
 
 
-async def ask(kind: Kind, text: str, **options: float) -> str:
+async def ask(kind: Kind, text: str, **options: Any) -> str:
     answer: bytes = await kind.remote.call("Unary", text.encode(), **{"timeout_s": 30.0, **options})
     return answer.decode()
 
 
-async def test_call_waits_for_the_first_instance_to_appear(kind: Kind) -> None:
-    """Services start in any order: who calls early waits within its time-out."""
+async def test_call_waits_for_the_first_instance(kind: Kind) -> None:
+    """Services start in any order: an early caller waits within its time-out."""
     calling = asyncio.create_task(ask(kind, "name"))
     await kind.add("a")
     assert await calling == "a"
 
 
-async def test_nobody_there_is_unavailable_and_names_the_kind(kind: Kind) -> None:
-    """The error says what is missing."""
+async def test_call_without_an_instance_is_unavailable_and_names_the_kind(kind: Kind) -> None:
+    """In the error text."""
     with pytest.raises(Unavailable, match="0 of 1 fitting echo instances in cluster '"):
         await ask(kind, "name", timeout_s=0.1)
 
 
-async def test_calls_spread_over_all_instances(kind: Kind) -> None:
+async def test_calls_are_spread_over_all_instances(kind: Kind) -> None:
     """No instance is left idle."""
     await kind.add("a")
     await kind.add("b")
@@ -90,7 +91,7 @@ async def test_calls_spread_over_all_instances(kind: Kind) -> None:
 
 
 async def test_where_restricts_the_choice(kind: Kind) -> None:
-    """The leader is asked when the leader is meant."""
+    """For example to the leader."""
     await kind.add("a")
     await kind.add("b", leader="true")
     for _ in range(10):
@@ -100,8 +101,8 @@ async def test_where_restricts_the_choice(kind: Kind) -> None:
         assert answer == b"b"
 
 
-async def test_failed_attempt_is_made_again_on_another_instance(kind: Kind) -> None:
-    """One broken instance is not seen by who retries."""
+async def test_failed_call_is_retried_on_another_instance(kind: Kind) -> None:
+    """A caller with retry time does not see one broken instance."""
     broken = await kind.add("broken")
     await kind.add("sound")
     await kind.coordinator.discover("echo").wait(count=2, timeout_s=LIMIT_S)
@@ -110,10 +111,10 @@ async def test_failed_attempt_is_made_again_on_another_instance(kind: Kind) -> N
         assert await ask(kind, "name", retry_for_s=LIMIT_S) == "sound"
 
 
-async def test_stopped_server_is_retried_elsewhere_while_its_lease_still_stands(
+async def test_call_to_a_stopped_server_is_retried_elsewhere(
     kind: Kind,
 ) -> None:
-    """Between a crash and the end of its lease, calls go to who is left."""
+    """Between a crash and the end of its lease."""
     gone = await kind.add("gone")
     await kind.add("left")
     await kind.coordinator.discover("echo").wait(count=2, timeout_s=LIMIT_S)
@@ -123,22 +124,22 @@ async def test_stopped_server_is_retried_elsewhere_while_its_lease_still_stands(
 
 
 async def test_overload_is_retried_after_the_hint(kind: Kind) -> None:
-    """RESOURCE_EXHAUSTED is waited out, not passed on, while there is time."""
+    """RESOURCE_EXHAUSTED is retried while there is time."""
     member = await kind.add("a")
     member.servicer.failures = [ResourceExhausted("full", retry_after_s=0.01) for _ in range(3)]
     assert await ask(kind, "name", retry_for_s=LIMIT_S) == "a"
     assert member.servicer.seen == ["name"] * 4
 
 
-async def test_error_a_retry_cannot_cure_is_raised_at_once(kind: Kind) -> None:
-    """A wrong field stays wrong."""
+async def test_permanent_error_is_raised_at_once(kind: Kind) -> None:
+    """An invalid field stays invalid."""
     member = await kind.add("a")
     with pytest.raises(InvalidArgument, match="told to raise"):
         await ask(kind, "raise:InvalidArgument", retry_for_s=LIMIT_S)
     assert len(member.servicer.seen) == 1
 
 
-async def test_without_retry_time_there_is_one_attempt(kind: Kind) -> None:
+async def test_call_without_retry_time_has_one_attempt(kind: Kind) -> None:
     """Retrying is the caller's decision."""
     member = await kind.add("a")
     member.servicer.failures = [Unavailable("starting")]
@@ -148,15 +149,15 @@ async def test_without_retry_time_there_is_one_attempt(kind: Kind) -> None:
 
 
 async def test_attempt_without_an_answer_ends_at_its_deadline(kind: Kind) -> None:
-    """Every call has a deadline, also towards an instance that hangs."""
+    """Every call has a deadline, also to a hung instance."""
     await kind.add("a")
     await kind.coordinator.discover("echo").wait(timeout_s=LIMIT_S)
     with pytest.raises(DeadlineExceeded):
         await ask(kind, "wait", timeout_s=0.3)
 
 
-async def test_pick_gives_an_instance_and_its_stub_for_streams(kind: Kind) -> None:
-    """Streams choose once and know whom they chose."""
+async def test_pick_returns_an_instance_and_its_stub(kind: Kind) -> None:
+    """Streams choose once and know their instance."""
     await kind.add("a")
     instance, stub = await kind.remote.pick(timeout_s=LIMIT_S)
     assert instance.instance_id == "a"

@@ -104,7 +104,7 @@ all_kinds = pytest.mark.parametrize(
 
 @all_kinds
 async def test_every_kind_of_call_carries_the_callers_token(served: Served, call: Caller) -> None:
-    """A handler knows who calls, without any ado on either side."""
+    """A handler knows its caller, without code on either side."""
     answer = await call(served.stub, "who", None)
     assert answer in (b"tester", ["tester"])
 
@@ -113,7 +113,7 @@ async def test_every_kind_of_call_carries_the_callers_token(served: Served, call
 async def test_every_kind_of_call_without_a_token_is_unauthenticated(
     served: Served, call: Caller
 ) -> None:
-    """I8: without a credential nothing is answered and no handler runs."""
+    """I8: without a credential no call is answered and no handler runs."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             # Of a stream that is refused while it is written to, grpc may lose the status.
@@ -123,8 +123,10 @@ async def test_every_kind_of_call_without_a_token_is_unauthenticated(
 
 
 @all_kinds
-async def test_forge_error_of_a_handler_comes_back_as_itself(served: Served, call: Caller) -> None:
-    """Class, message and retry hint cross the wire, on streams too."""
+async def test_forge_error_of_a_handler_is_raised_to_the_caller(
+    served: Served, call: Caller
+) -> None:
+    """Class, message and retry hint, on streams too."""
     with pytest.raises(StaleFence, match="told to raise StaleFence") as caught:
         async with translated():
             await call(served.stub, "raise:StaleFence", None)
@@ -132,8 +134,8 @@ async def test_forge_error_of_a_handler_comes_back_as_itself(served: Served, cal
 
 
 @all_kinds
-async def test_bug_in_a_handler_is_internal_and_tells_nothing(served: Served, call: Caller) -> None:
-    """What went wrong inside is in the log, not on the wire."""
+async def test_bug_in_a_handler_is_internal_without_its_cause(served: Served, call: Caller) -> None:
+    """The cause is in the log only."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(served.stub, "crash", None)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
@@ -141,7 +143,7 @@ async def test_bug_in_a_handler_is_internal_and_tells_nothing(served: Served, ca
 
 
 async def test_token_without_the_scope_is_denied_and_names_it(served: Served) -> None:
-    """A genuine token is not enough: the error says what is missing and what is there."""
+    """The error names the missing and the present scopes."""
     token = KEYRING.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -150,8 +152,8 @@ async def test_token_without_the_scope_is_denied_and_names_it(served: Served) ->
     assert "needs scope service; the token of agent has session" in (caught.value.details() or "")
 
 
-async def test_callers_own_token_goes_before_the_channels(served: Served) -> None:
-    """A session speaks for itself even through a service's channel."""
+async def test_callers_own_token_overrides_the_channels(served: Served) -> None:
+    """A session has its own rights even through a service's channel."""
     token = KEYRING.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
     answer = await served.stub.ForSessions(b"who", timeout=30, metadata=metadata)
@@ -160,8 +162,8 @@ async def test_callers_own_token_goes_before_the_channels(served: Served) -> Non
         await served.stub.ForSessions(b"who", timeout=30)
 
 
-async def test_open_method_needs_no_token_but_knows_one(served: Served) -> None:
-    """Scope "" lets everybody in, under their name if they give one."""
+async def test_open_method_needs_no_token_and_reads_one(served: Served) -> None:
+    """Scope "" accepts every caller, with the claims of a token if there is one."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         assert await EchoStub(channel).Open(b"who", timeout=30) == b"nobody"
     assert await served.stub.Open(b"who", timeout=30) == b"tester"
@@ -178,14 +180,15 @@ class Pool(pool_pb2_grpc.PoolServiceServicer):
             yield pool_pb2.AppendTurnsResponse()
 
 
-async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
-    """On a stream and before it; who has no token learns nothing about it."""
+async def test_corrupt_message_is_invalid_argument_and_counted() -> None:
+    """On a stream and before it; a caller without a token gets no detail."""
     security = Security(KEYRING, subject="tester")
     server = RpcServer(service="pool", host="127.0.0.1", port=0, security=security)
     name = "forge.v1.PoolService"
     server.add_service(pool_pb2_grpc.add_PoolServiceServicer_to_server, Pool(), full_name=name)
     metadata = (("authorization", f"Bearer {security.token_for('PoolService')}"),)
-    async with grpc.aio.insecure_channel(await server.start()) as channel:
+    channel: Any = grpc.aio.insecure_channel(await server.start())
+    async with channel:
         put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"
         calls: tuple[Any, ...] = (
             channel.unary_unary(put)(b"\xff\xff", timeout=30, metadata=metadata),
@@ -204,14 +207,15 @@ async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
 
 
 async def test_unknown_method_is_unimplemented(served: Served) -> None:
-    """A newer client gets a status it can act on."""
-    async with grpc.aio.insecure_channel(served.address) as channel:
+    """A newer client can handle this status."""
+    channel: Any = grpc.aio.insecure_channel(served.address)
+    async with channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
             await channel.unary_unary(f"/{FULL_NAME}/NoSuch")(b"", timeout=30)
 
 
 async def test_health_follows_set_serving_for_the_process_and_each_service(served: Served) -> None:
-    """Standard health checking: NOT_SERVING until told, open to everybody."""
+    """Standard health checking: NOT_SERVING at first, open to every caller."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for serving in (False, True, False):
@@ -233,7 +237,7 @@ async def test_reflection_lists_the_services(served: Served) -> None:
     assert {FULL_NAME, "grpc.health.v1.Health"} <= names
 
 
-async def test_taken_port_is_one_line_that_names_it() -> None:
+async def test_occupied_port_is_one_line_that_names_it() -> None:
     """Two servers never share a port silently."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -248,8 +252,8 @@ async def test_taken_port_is_one_line_that_names_it() -> None:
     )
 
 
-async def test_stop_lets_a_call_in_flight_finish_and_takes_no_new_one(served: Served) -> None:
-    """Draining answers what was accepted; the rest is UNAVAILABLE, to be retried elsewhere."""
+async def test_stop_finishes_running_calls_and_refuses_new_ones(served: Served) -> None:
+    """New ones are UNAVAILABLE, to be retried elsewhere."""
     in_flight = asyncio.ensure_future(served.stub.Unary(b"wait", timeout=30))
     await served.servicer.entered.wait()
     stopping = asyncio.create_task(served.server.stop(grace_s=30))
@@ -264,8 +268,8 @@ async def test_stop_lets_a_call_in_flight_finish_and_takes_no_new_one(served: Se
     await stopping
 
 
-async def test_client_that_goes_away_cancels_its_handler(served: Served) -> None:
-    """No work goes on for a caller that hung up; the call is counted as CANCELLED."""
+async def test_disconnected_client_cancels_its_handler(served: Served) -> None:
+    """The call is counted as CANCELLED."""
     labels = {"method": f"/{FULL_NAME}/Unary", "code": "CANCELLED"}
     before = REGISTRY.get_sample_value("forge_rpc_calls_total", labels) or 0
     call = served.stub.Unary(b"wait", timeout=30)
@@ -277,8 +281,8 @@ async def test_client_that_goes_away_cancels_its_handler(served: Served) -> None
 
 
 async def test_message_of_four_mebibytes_fits_and_a_bigger_one_is_refused(served: Served) -> None:
-    """The limit is 4 MiB of payload, both ways: beyond it the status says so, which no retry would
-    cure, and the call is counted by it."""
+    """The limit is 4 MiB of payload, both ways: beyond it the status is not retryable, and the call
+    is counted by it."""
     payload = "say:" + "x" * (4 << 20)
     answer = await served.stub.Unary(payload.encode(), timeout=30)
     assert len(answer) == 4 << 20
@@ -294,16 +298,16 @@ async def test_message_of_four_mebibytes_fits_and_a_bigger_one_is_refused(served
     assert REGISTRY.get_sample_value("forge_rpc_calls_total", labels) == before + 1
 
 
-async def test_answer_that_no_message_holds_is_refused_by_size(served: Served) -> None:
-    """It is no call that went well."""
+async def test_response_larger_than_a_message_is_refused_by_size(served: Served) -> None:
+    """The call does not count as successful."""
     for call in (served.stub.Unary, lambda *a, **k: gather(served.stub.UnaryStream(*a, **k))):
         with pytest.raises(InvalidArgument, match=r"an answer of 5242880 bytes.* ask for less"):
             async with translated():
                 await call(b"long:5242880", timeout=30)
 
 
-async def test_error_of_a_call_made_on_behalf_of_another_passes_through(served: Served) -> None:
-    """A handler that calls on does not turn the other's NOT_FOUND into an INTERNAL of its own."""
+async def test_error_of_a_nested_call_is_passed_on(served: Served) -> None:
+    """A handler does not turn another service's NOT_FOUND into INTERNAL."""
     with pytest.raises(grpc.aio.AioRpcError) as upstream:
         await served.stub.Unary(b"raise:NotFound", timeout=30)
     served.servicer.failures.append(upstream.value)
@@ -328,8 +332,8 @@ async def ask_over(server_security: Security, client_security: Security) -> byte
         await server.stop(grace_s=0)
 
 
-async def test_mutual_tls_serves_who_shows_a_certificate(certificates: Certificates) -> None:
-    """With a certificate authority set, both sides prove who they are."""
+async def test_mutual_tls_accepts_clients_with_a_certificate(certificates: Certificates) -> None:
+    """With a certificate authority both sides must have one."""
     security = Security(
         KEYRING,
         subject="tls",
@@ -343,10 +347,10 @@ async def test_mutual_tls_serves_who_shows_a_certificate(certificates: Certifica
         await ask_over(security, nameless)
 
 
-async def test_tls_without_client_certificates_serves_agents_by_token_alone(
+async def test_tls_without_client_certificates_accepts_agents_by_token(
     certificates: Certificates,
 ) -> None:
-    """A gateway may let clients in that have a token but no certificate."""
+    """A gateway may accept clients with a token and no certificate."""
     server_security = Security(
         KEYRING,
         tls_cert=certificates.cert,
@@ -358,7 +362,7 @@ async def test_tls_without_client_certificates_serves_agents_by_token_alone(
     assert await ask_over(server_security, nameless) == b"agent"
 
 
-async def test_plain_client_does_not_get_through_to_a_tls_server(
+async def test_plaintext_client_is_refused_by_a_tls_server(
     certificates: Certificates,
 ) -> None:
     """Nothing is said in the clear by mistake."""

@@ -27,12 +27,11 @@ from tests.support.scheduler.cluster import (
 async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
     forge: SchedulerCluster,
 ) -> None:
-    """SIGKILL between two steps: what is trained stays trained, what is sealed is trained next,
-    what is running goes on under its claim, and the open batch is committed by its groups."""
-    settings = {"lease_ttl_s": "4", "takeover_hold_s": "1"}
-    leader = forge.start_scheduler(**settings)
+    """SIGKILL between two steps: trained groups stay trained, sealed ones are trained next, running
+    rollouts keep their claims, and the open batch is committed by its groups."""
+    leader = forge.start_scheduler(lease_ttl_s="4", takeover_hold_s="1")
     first = await forge.leader()
-    forge.start_scheduler(**settings)
+    forge.start_scheduler(lease_ttl_s="4", takeover_hold_s="1")
     await forge.submit([make_task(name, size=2) for name in "abcdef"])
     await forge.complete(4)
     trained = await forge.take()
@@ -61,11 +60,11 @@ async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
     assert ids_of(await forge.take()) == ["e", "f"]
 
 
-async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
+async def test_batch_undone_by_a_rewind_stays_void_under_the_next_leader(
     forge: SchedulerCluster,
 ) -> None:
-    """Rewind, then SIGKILL: the new leader refuses the step that is in no surviving checkpoint,
-    and its groups are trained once."""
+    """Rewind, then SIGKILL: the new leader refuses the step that is in no surviving checkpoint, and
+    its groups are trained once."""
     leader = forge.start_scheduler()
     first = await forge.leader()
     forge.start_scheduler()
@@ -83,9 +82,9 @@ async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
     assert (await forge.status()).trained == 2
 
 
-async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerCluster) -> None:
-    """One shard stored its part, the other was down, and the trainer went back: nothing of the
-    step is on record, whoever leads."""
+async def test_half_of_a_commit_is_undone_by_its_trainers_rewind(forge: SchedulerCluster) -> None:
+    """One shard stored its part, the other was down, and the trainer went back: no part of the step
+    is stored, under any leader."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     leader = forge.start_scheduler(queue={"window": "8"})
@@ -112,7 +111,7 @@ async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerC
 
 
 async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
-    """SIGKILL: the new leader, in another mode, hands nothing out until it is resumed."""
+    """SIGKILL: the new leader, in another mode, leases nothing until a resume."""
     leader = forge.start_scheduler()
     first = await forge.leader()
     await forge.submit([make_task("a")])
@@ -131,7 +130,7 @@ async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     assert ids_of(await forge.take(groups=1)) == ["a"]
 
 
-async def test_books_on_metrics_are_those_of_the_leader(forge: SchedulerCluster) -> None:
+async def test_queue_metrics_are_those_of_the_leader(forge: SchedulerCluster) -> None:
     """Scraped from each instance: the sums of the cluster are right before and after SIGKILL."""
     leader = forge.start_scheduler()
     first = await forge.leader()
@@ -164,7 +163,7 @@ async def group_gauges(instance: Instance) -> dict[str, float]:
 
 
 async def test_standby_answers_unavailable_and_names_the_leader(forge: SchedulerCluster) -> None:
-    """A client that asked the wrong one learns where to go."""
+    """A client that called the wrong instance learns the address."""
     forge.start_scheduler()
     leader = await forge.leader()
     forge.start_scheduler()
@@ -179,8 +178,8 @@ async def test_standby_answers_unavailable_and_names_the_leader(forge: Scheduler
 async def test_frozen_leader_is_deposed_and_its_writes_are_refused(
     forge: SchedulerCluster,
 ) -> None:
-    """SIGSTOP for longer than the TTL: another one leads, and when the frozen one wakes up, in
-    the middle of a commit, neither its memory nor its pen is good for anything."""
+    """SIGSTOP for longer than the TTL: another instance leads, and when the frozen one continues,
+    in the middle of a commit, its state is dropped and its writes are refused."""
     frozen = forge.start_scheduler(lease_ttl_s="3")
     old = await forge.leader()
     await forge.submit([make_task(name) for name in "abcd"])
@@ -213,7 +212,8 @@ async def test_frozen_leader_is_deposed_and_its_writes_are_refused(
 
 
 async def test_pool_refuses_the_fence_of_an_earlier_leader(forge: SchedulerCluster) -> None:
-    """Even a leader that never notices its end cannot write: the new one fenced first."""
+    """Even a leader that does not notice its end cannot write: the new one raised the fence
+    first."""
     first = forge.start_scheduler()
     old = await forge.leader()
     await forge.submit([make_task("a")])
@@ -229,8 +229,8 @@ async def test_pool_refuses_the_fence_of_an_earlier_leader(forge: SchedulerClust
         await forge.ask_pool("s0", "SetGroupStates", late)
 
 
-async def test_stopped_leader_leaves_office_at_once(forge: SchedulerCluster) -> None:
-    """SIGTERM resigns: the standby need not wait for the TTL, nor for claims nobody holds."""
+async def test_stopped_leader_resigns_at_once(forge: SchedulerCluster) -> None:
+    """SIGTERM: the standby need not wait for the TTL, nor for claims of other leaders."""
     first = forge.start_scheduler(takeover_hold_s="60")
     old = await forge.leader()
     forge.start_scheduler(takeover_hold_s="60")
@@ -241,8 +241,8 @@ async def test_stopped_leader_leaves_office_at_once(forge: SchedulerCluster) -> 
     assert lease.task.task_id == "a"
 
 
-async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
-    """A pool shard that joins in the middle of a run is used at once; nothing moves."""
+async def test_new_shard_gets_only_new_groups(forge: SchedulerCluster) -> None:
+    """A pool shard that joins in the middle of a run is used at once; no group moves."""
     forge.start_scheduler(queue={"concurrency": "64"})
     await forge.submit([make_task(f"old-{i}") for i in range(8)])
     forge.start_pool("s1")
@@ -258,8 +258,8 @@ async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
     assert_counts_balance(await forge.status())
 
 
-async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: SchedulerCluster) -> None:
-    """Leases and batches of the other shard go on; when it is back, so are its groups."""
+async def test_outage_of_one_shard_delays_only_its_own_groups(forge: SchedulerCluster) -> None:
+    """Leases and batches of the other shard continue; when it is back, so are its groups."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     scheduler = forge.start_scheduler(queue={"rollout_lease_s": "4", "window": "8"})
@@ -285,8 +285,10 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
     assert_counts_balance(await forge.status())
 
 
-async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerCluster) -> None:
-    """What is complete beyond the window counts against N, and yet the head starts."""
+async def test_head_starts_after_an_outage_in_which_groups_overtook_it(
+    forge: SchedulerCluster,
+) -> None:
+    """Complete groups beyond the window count against N, and the head starts all the same."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     scheduler = forge.start_scheduler(queue={"concurrency": "4", "window": "2"})
@@ -307,10 +309,10 @@ async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerClu
         await forge.commit(batch, step)
 
 
-async def test_leader_stands_down_while_etcd_is_frozen_and_comes_back(
+async def test_leader_stops_while_etcd_is_frozen_and_leads_again(
     tmp_path: Path, own_etcd: EtcdServer, cluster: str
 ) -> None:
-    """Without etcd nobody can be sure to lead, so nobody does; afterwards all is as it was."""
+    """Without etcd no instance can be sure to lead; afterwards the state is as before."""
     coordinator = await Coordinator.connect(own_etcd.endpoint, cluster=cluster)
     forge = SchedulerCluster(tmp_path, etcd=own_etcd, cluster=cluster, coordinator=coordinator)
     try:

@@ -16,7 +16,7 @@ from tests.support.scheduler.cluster import (
 
 STEPS = 6
 BATCH = 2
-HELD = {"held_settled_groups": "2"}
+HELD_GROUPS = "2"
 """One of each of two shards, or the groups of a step."""
 
 
@@ -39,17 +39,17 @@ async def train(forge: SchedulerCluster) -> list[scheduler_pb2.LeaseBatchRespons
 
 
 async def test_new_leader_knows_groups_that_it_never_read(forge: SchedulerCluster) -> None:
-    """Of two shards it reads the last steps; all that names the others is answered as before, and
-    a rewind takes them back."""
+    """Of two shards it reads the last steps; calls for the other groups are answered as before, and
+    a rewind restores them."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    first = forge.start_scheduler(**HELD)
+    first = forge.start_scheduler(held_settled_groups=HELD_GROUPS)
     await first.until_logged("term_began")
     (oldest, *_) = await train(forge)
     before = await forge.status()
     listed = sorted(one.group.task.task_id for one in await forge.groups("third"))
     await forge.kill(first)
-    second = forge.start_scheduler(**HELD)
+    second = forge.start_scheduler(held_settled_groups=HELD_GROUPS)
     await second.until_logged("term_began")
 
     assert returned(second) <= 2 * BATCH
@@ -84,10 +84,10 @@ async def test_new_leader_knows_groups_that_it_never_read(forge: SchedulerCluste
 async def test_new_task_waits_for_a_shard_with_groups_that_are_not_held(
     forge: SchedulerCluster,
 ) -> None:
-    """The shard may have it already. What is held, and what the other shard has, is known."""
+    """The shard may have it already. Held groups, and those of the other shard, are known."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    leader = forge.start_scheduler(**HELD)
+    leader = forge.start_scheduler(held_settled_groups=HELD_GROUPS)
     await leader.until_logged("term_began")
     await train(forge)
     where = {one.group.task.task_id: one.group.pool_shard for one in await forge.groups()}

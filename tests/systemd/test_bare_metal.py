@@ -10,17 +10,19 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.runtime.waiting import until_blocking
 from tests.support.systemd.bare_host import BareHost, make_root, missing
 
 ROOT = Path(__file__).parents[2]
 STOCK = ROOT / ".systemd" / "debian12"
 LIMIT_S = 600.0
+until = partial(until_blocking, limit_s=LIMIT_S)
 FORGE = "/opt/forge/.venv/bin/forge"
 CLUSTER = ("--etcd", "127.0.0.1:2379", "--key-file", "/etc/forge/key")
 USERS = ("pool", "scheduler", "gateway", "inference", "trainer", "agents")
@@ -77,15 +79,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHost]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a whole system does."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, condition
-        # Real time: processes of a booted system.
-        time.sleep(1)
-
-
 def enabled(host: BareHost) -> list[str]:
     units = host.run("ls", "/etc/systemd/system/forge.target.wants").split()
     assert len(units) == 10
@@ -110,8 +103,8 @@ def submit(host: BareHost, first: int, beyond: int) -> None:
     host.run(FORGE, "queue", "submit", file, *CLUSTER)
 
 
-def test_the_documented_commands_start_every_unit(host: BareHost) -> None:
-    """Each runs as the user of its service, and tasks are trained on."""
+def test_documented_commands_start_every_unit(host: BareHost) -> None:
+    """Each runs as the user of its service, and tasks are trained."""
     until(lambda: all_active(host))
     for unit in enabled(host):
         user = unit.partition("@")[0].removesuffix(".service")
@@ -122,7 +115,7 @@ def test_the_documented_commands_start_every_unit(host: BareHost) -> None:
 
 
 def test_no_service_reads_the_key_or_the_data_of_another(host: BareHost) -> None:
-    """systemd hands each the key as a credential; agents may read neither pool nor checkpoints."""
+    """systemd gives each the key as a credential; agents may read neither pool nor checkpoints."""
     secrets = ("/etc/forge/key", "/etc/forge/agents-token")
     paths = (*secrets, "/var/lib/forge/pool-1/", "/var/lib/forge/trainer-1/")
     for user in USERS:
@@ -132,14 +125,14 @@ def test_no_service_reads_the_key_or_the_data_of_another(host: BareHost) -> None
             assert "Permission denied" in host.run(*words, path, check=False), (user, path)
 
 
-def test_warnings_of_the_journal_are_warnings(host: BareHost) -> None:
+def test_journal_lines_have_the_priority_of_their_level(host: BareHost) -> None:
     """A line's priority is its level."""
     assert '"level": "info"' in host.journal("--unit=forge-*", "--priority=info")
     assert '"level": "info"' not in host.journal("--unit=forge-*", "--priority=warning")
 
 
-def test_a_reboot_starts_everything_again(host: BareHost) -> None:
-    """Nothing trained is lost, and what is submitted then is trained on."""
+def test_reboot_starts_every_unit_again(host: BareHost) -> None:
+    """No trained step is lost, and new tasks are trained."""
     host.reboot()
     until(lambda: all_active(host))
     until(lambda: trained(host) == 16)
@@ -147,7 +140,7 @@ def test_a_reboot_starts_everything_again(host: BareHost) -> None:
     until(lambda: trained(host) == 32)
 
 
-def test_a_process_that_hangs_is_started_again(host: BareHost) -> None:
+def test_hung_process_is_restarted_by_the_watchdog(host: BareHost) -> None:
     """SIGSTOP: no beat reaches the watchdog."""
     drop_in = "mkdir -p /run/systemd/system/forge-pool@1.service.d; printf '[Service]\\n%s\\n' "
     drop_in += "WatchdogSec=20 > /run/systemd/system/forge-pool@1.service.d/20-watchdog.conf"
@@ -161,7 +154,7 @@ def test_a_process_that_hangs_is_started_again(host: BareHost) -> None:
     assert "watchdog timeout" in host.run("journalctl", "-b", "--unit=forge-pool@1").lower()
 
 
-def test_killed_services_come_back_and_train_on(host: BareHost) -> None:
+def test_killed_services_restart_and_continue_training(host: BareHost) -> None:
     """kill -9 of every unit at once, etcd included."""
     host.run("systemctl", "kill", "--signal=KILL", *enabled(host))
     until(lambda: all_active(host))
@@ -170,7 +163,7 @@ def test_killed_services_come_back_and_train_on(host: BareHost) -> None:
     until(lambda: trained(host) == 48)
 
 
-def test_a_gateway_on_an_occupied_port_is_not_started_again(host: BareHost) -> None:
+def test_gateway_on_an_occupied_port_is_not_restarted(host: BareHost) -> None:
     """It is an error of the settings: the unit fails once, and the line names the port."""
     host.run("systemctl", "start", "forge-gateway@2", check=False)
     until(lambda: host.show("forge-gateway@2", "ActiveState") == "failed")
@@ -179,7 +172,7 @@ def test_a_gateway_on_an_occupied_port_is_not_started_again(host: BareHost) -> N
     assert "8000" in host.journal("--unit=forge-gateway@2")
 
 
-def test_a_moved_trainer_does_not_start_over(host: BareHost) -> None:
+def test_moved_trainer_does_not_start_over(host: BareHost) -> None:
     """A second trainer stands by; without the checkpoints of the first it then refuses, once."""
     steps = host.journal("--unit=forge-trainer@1").count('"step_done"')
     assert steps

@@ -18,7 +18,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = (ROOT / "dist").glob("*.whl")
     home = tmp_path_factory.mktemp("home")
     venv.create(home / "venv", with_pip=True)
-    pip = [home / "venv/bin/python", "-m", "pip", "install", "--quiet"]
+    pip: list[str | Path] = [home / "venv/bin/python", "-m", "pip", "install", "--quiet"]
     run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[all]", cwd=home)
     return home
 
@@ -40,8 +40,8 @@ def run(*command: str | Path, cwd: Path) -> str:
     return ended.stdout
 
 
-def test_the_environment_has_the_wheel_and_not_the_repository(home: Path) -> None:
-    """What is imported comes from the environment of its own."""
+def test_environment_has_the_wheel_and_not_the_repository(home: Path) -> None:
+    """Imports come from its own site-packages."""
     shown = run(
         home / "venv/bin/python", "-c", "import services; print(services.__file__)", cwd=home
     )

@@ -129,7 +129,7 @@ def rollout(
 def lease(number: int = 0, *, lease_s: float = 30.0, **task: Any) -> scheduler_pb2.RolloutLease:
     """A claim on rollout `number`; its tokens are "token-<number>" and "grader-<number>"."""
     payload = task.pop("payload", {"sum": 4})
-    fields = {"domain": "sums", "scaffold": "blackbox", "group_size": 1} | task
+    fields: dict[str, Any] = {"domain": "sums", "scaffold": "blackbox", "group_size": 1} | task
     return scheduler_pb2.RolloutLease(
         lease_id=f"lease-{number}",
         task=common_pb2.Task(task_id=f"t{number}", payload_json=json.dumps(payload), **fields),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from forge.core.queue.admission import Admission, QueueSettings
 from forge.core.queue.batches import Batch
 from forge.core.queue.generation_queue import GenerationQueue
@@ -12,9 +14,9 @@ LATE_S = 99.0
 """Long after the last group was added."""
 
 
-def make_queue(domains: str, *, term: int = 0, **settings: object) -> GenerationQueue:
+def make_queue(domains: str, *, term: int = 0, **settings: Any) -> GenerationQueue:
     """One group per letter, of the domain the letter names: task `<letter><index>`. All run."""
-    defaults: dict[str, object] = {"concurrency": 64, "window": 2, "admission": Admission.RUNNING}
+    defaults: dict[str, Any] = {"concurrency": 64, "window": 2, "admission": Admission.RUNNING}
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
     for index, domain in enumerate(domains):
         add(queue, f"{domain}{index}", index)

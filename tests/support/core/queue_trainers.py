@@ -259,7 +259,7 @@ class QueueTrainers(QueueInvariants):
     def release(self, data: st.DataObject, bad: bool) -> None:
         trainer = data.draw(st.sampled_from(sorted(self.batches)))
         batch_id, _ = self.batches.pop(trainer)
-        reasons = {}
+        reasons: dict[str, str] = {}
         for task_id in self.queue.batches.prepare_release(batch_id, now_s=self.now_s):
             if bad:
                 self.pool[task_id].phase = Phase.TOMBSTONED

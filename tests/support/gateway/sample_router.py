@@ -32,7 +32,9 @@ def response(*ids: int, last: bool = False) -> inference_pb2.SampleResponse:
             logprobs=float32_bytes([-0.5] * len(ids)),
             weight_versions=int32_bytes([1] * len(ids)),
         ),
-        finish_reason=common_pb2.FINISH_REASON_STOP if last else 0,
+        finish_reason=(
+            common_pb2.FINISH_REASON_STOP if last else common_pb2.FINISH_REASON_UNSPECIFIED
+        ),
     )
 
 

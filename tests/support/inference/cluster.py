@@ -202,7 +202,8 @@ class InferenceCluster:
 
     def stub(self, router: Instance) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channels.get(router.address))
-        return stub
+        found: inference_pb2_grpc.InferenceServiceAsyncStub = stub
+        return found
 
     async def sample(self, ids: list[int], **options: Any) -> Sample:
         sample = Sample()

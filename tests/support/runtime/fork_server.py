@@ -120,7 +120,9 @@ def become(request: dict[str, Any], files: list[int]) -> None:
 
 def save_coverage() -> None:
     """Under `make coverage`, save the lines reached every second: SIGKILL ends most services."""
-    measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if "coverage" not in sys.modules:
+        return
+    measured = sys.modules["coverage"].Coverage.current()
 
     def save() -> None:
         while True:

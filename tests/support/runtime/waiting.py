@@ -26,12 +26,12 @@ class StillNotSo(AssertionError):
 
 @overload
 async def until(
-    condition: Callable[[], Awaitable[Result]], *, limit_s: float = LIMIT_S
+    condition: Callable[[], Awaitable[Result | None]], *, limit_s: float = LIMIT_S
 ) -> Result: ...
 @overload
-async def until(condition: Callable[[], Result], *, limit_s: float = LIMIT_S) -> Result: ...
+async def until(condition: Callable[[], Result | None], *, limit_s: float = LIMIT_S) -> Result: ...
 async def until(
-    condition: Callable[[], Result | Awaitable[Result]], *, limit_s: float = LIMIT_S
+    condition: Callable[[], Result | Awaitable[Result | None] | None], *, limit_s: float = LIMIT_S
 ) -> Result:
     """The first true value of `condition`, a function or a coroutine function.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 from typing import Any, TypeVar
 
 from forge.core.errors import Unavailable
 from forge.v1 import pool_pb2
-from services.pool.service import PoolServicer
 from services.pool.store import PoolStore
+from services.scheduler.pool_shards import PoolShards
 from services.scheduler.state.domain_progress import Progress
+from tests.support.pool.servicer import make_servicer
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class AtOnce:
         return read()
 
 
-class StoreScans:
+class StoreScans(PoolShards):
     """What `ShardScans` promises, of stores in this process."""
 
     def __init__(self, stores: dict[str, PoolStore]) -> None:
@@ -38,9 +39,9 @@ class StoreScans:
 
     async def scan(
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         store = self.stores[shard]
-        servicer = PoolServicer(store, None, AtOnce(), None, None, max_turn_bytes=1)
+        servicer = make_servicer(store, readers=AtOnce())
         request = pool_pb2.ScanGroupsRequest(
             since=since, settled_limit=settled_limit, count_settled=count_settled
         )
@@ -59,7 +60,7 @@ class WholeScans(StoreScans):
 
     async def scan(
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         async for response in super().scan(shard, since=since):
             yield response
 

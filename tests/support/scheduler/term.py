@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
+from forge.runtime.coordination import Leadership
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.actors.commits import CommitActor
 from services.scheduler.actors.expired_leases import ExpiredLeaseActor
@@ -22,15 +23,16 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
-from services.scheduler.pool_shards import Change
+from services.scheduler.pool_shards import Change, PoolShards
 from services.scheduler.state.messages import Connect
 from services.scheduler.state.term_state import TermState
+from services.scheduler.term_record import OwnRecord, TermRecord
 from tests.support.pool.records import make_reward
 
 ASK_S = 60.0
 
 
-class FakeShards:
+class FakeShards(PoolShards):
     """What `PoolShards` promises, in memory; a shard in `down` does not answer, and one in `hung`
     does not even fail to."""
 
@@ -76,7 +78,7 @@ class FakeShards:
 
     async def scan(
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         await self._answer(shard)
         yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))
         async for response in self.scan_settled(shard):
@@ -105,7 +107,7 @@ class FakeShards:
 
     async def scan_settled(
         self, shard: str, *, tag: str = "", trained_after: int | None = None
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         """Every group, as a shard of an earlier version does."""
         await self._answer(shard)
         if self.tells_all:
@@ -144,14 +146,15 @@ class FakeShards:
             raise self.refusal(f"pool shard {shard} does not answer")
 
 
-class FakeRecord:
+class FakeRecord(OwnRecord):
     """The term record, in memory."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
 
-    async def amend(self, **changes: Any) -> None:
+    async def amend(self, **changes: Any) -> TermRecord:
         self.fields |= changes
+        return TermRecord()
 
 
 class Clock:
@@ -164,10 +167,15 @@ class Clock:
         return self.now_s
 
 
-class FirmLeadership:
+class FirmLeadership(Leadership):
     """One that holds."""
 
-    alive = True
+    def __init__(self) -> None:
+        self.fence = 1
+
+    @property
+    def alive(self) -> bool:
+        return True
 
 
 class TermActors:

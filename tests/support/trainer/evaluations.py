@@ -56,7 +56,7 @@ class System:
                 if outcomes is None
                 else common_pb2.GROUP_STATE_EVALUATED
             )
-            group = scheduler_pb2.BatchGroup(group={"task": task, "state": state})
+            group = scheduler_pb2.BatchGroup(group=common_pb2.GroupRecord(task=task, state=state))
             for outcome in outcomes or []:
                 sealed = group.trajectories.add(
                     state=common_pb2.TRAJECTORY_STATE_SEALED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -25,11 +26,11 @@ from tests.support.rl.models import tiny_model
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
 from tests.support.runtime.service_process import ServiceProcess, start_service
+from tests.support.runtime.waiting import until
 
 START_S = 240.0
 """Until a process has started, taken its steps or ended, on a machine with ten others to run."""
 CALL_S = 120.0
-RETRY_S = 0.1
 """Paces the calls to a trainer that is starting."""
 WEIGHTS_KEY = "weights/default/latest"
 
@@ -143,14 +144,16 @@ class TrainerClient:
 
     async def until_step(self, step: int, *, after: int = 0) -> trainer_pb2.StepMetrics:
         """The metrics of `step`, once it has been taken, by whichever process it is."""
+
+        async def taken() -> trainer_pb2.StepMetrics | None:
+            with contextlib.suppress(Unavailable):
+                async for metrics in self.steps(after=after):
+                    if metrics.step >= step:
+                        return metrics
+            return None
+
         async with asyncio.timeout(START_S):
-            while True:
-                try:
-                    async for metrics in self.steps(after=after):
-                        if metrics.step >= step:
-                            return metrics
-                except Unavailable:
-                    await asyncio.sleep(RETRY_S)
+            return await until(taken, limit_s=START_S)
 
     async def manifests(self) -> AsyncIterator[dict[str, Any]]:
         """Announced weights: the current ones, then each change."""
