@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,22 +25,22 @@ assert may_end.wait(60), "the event loop was held up by this import"
 """
 
 
-async def test_an_import_does_not_hold_up_the_event_loop(
+async def test_import_does_not_block_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop renews the leases meanwhile. Two rollouts get the same scaffold."""
+    """The loop renews leases meanwhile. Two rollouts get the same scaffold."""
     (tmp_path / "slow_scaffold.py").write_text(SLOW)
     monkeypatch.syspath_prepend(tmp_path)
     scaffolds = Scaffolds(timeout_s=60.0, extra={"slow": "slow_scaffold:Slow"})
     waiting = [asyncio.create_task(scaffolds.get("slow")) for _ in range(2)]
-    module = await until(lambda: sys.modules.get("slow_scaffold"))
+    module: Any = await until(lambda: sys.modules.get("slow_scaffold"))
     await until(lambda: hasattr(module, "may_end"))
     module.may_end.set()
     first, second = await asyncio.gather(*waiting)
     assert first is second
 
 
-async def test_an_unknown_scaffold_names_those_that_are_known() -> None:
+async def test_unknown_scaffold_lists_the_known_scaffolds() -> None:
     with pytest.raises(
         NotFound, match="unknown scaffold 'x'; this runner knows blackbox, whitebox"
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.agents.scaffolds.whitebox import WhiteBox
@@ -12,8 +14,8 @@ from tests.support.agents.tasks import SumEpisode, rollout
 ADD = calls(("add", '{"a": 1, "b": 3}'))
 
 
-async def test_it_folds_after_so_many_turns_and_goes_on_from_the_summary() -> None:
-    """The fold is a call under its own name; what follows sees the task and the summary only."""
+async def test_white_box_folds_its_history_and_continues_from_the_summary() -> None:
+    """The fold is a call under its own name; later turns see only the task and the summary."""
     script = replay(ADD, ADD, text("so far: 4"), ADD, text("4"))
     async with ScriptedGateway(script) as gateway:
         attempt = rollout(gateway, fold_every=2, fold_prompt="Summarize.")
@@ -30,8 +32,8 @@ async def test_it_folds_after_so_many_turns_and_goes_on_from_the_summary() -> No
     assert [m["content"] for m in transcript.messages if m["role"] == "user"][1:] == ["Summarize."]
 
 
-async def test_the_fold_keeps_the_prefix() -> None:
-    """The request to summarise extends the history, tools included, so that its cache serves."""
+async def test_fold_extends_the_history() -> None:
+    """With its tools, so that the prefix cache serves it."""
     async with ScriptedGateway(replay(ADD, text("4"), text("4"))) as gateway:
         attempt = rollout(gateway, fold_every=1, fold_prompt="Summarize.")
         await WhiteBox(timeout_s=60.0).run(attempt, SumEpisode(4))
@@ -40,7 +42,7 @@ async def test_the_fold_keeps_the_prefix() -> None:
     assert session.tools[1] == session.tools[0]
 
 
-async def test_it_never_folds_unless_asked() -> None:
+async def test_white_box_without_fold_every_is_a_tool_loop() -> None:
     """Without fold_every it is the plain tool loop."""
     async with ScriptedGateway(replay(ADD, ADD, ADD, text("4"))) as gateway:
         transcript = await WhiteBox(timeout_s=60.0).run(rollout(gateway), SumEpisode(4))
@@ -49,7 +51,7 @@ async def test_it_never_folds_unless_asked() -> None:
 
 
 async def test_folds_do_not_count_as_turns() -> None:
-    """The turn limit is about acting; the last turn is not followed by a fold."""
+    """The turn limit counts acting turns; no fold follows the last turn."""
     async with ScriptedGateway(replay(ADD)) as gateway:
         attempt = rollout(gateway, max_turns=2, fold_every=1, fold_prompt="Summarize.")
         await WhiteBox(timeout_s=60.0).run(attempt, SumEpisode(4))
@@ -60,15 +62,15 @@ async def test_folds_do_not_count_as_turns() -> None:
     "payload",
     [{"fold_every": 2}, {"fold_prompt": "Summarize."}, {"fold_every": "2", "fold_prompt": "S"}],
 )
-async def test_half_a_fold_is_refused(payload: dict[str, object]) -> None:
-    """fold_every and fold_prompt go together; the error names them."""
+async def test_fold_every_without_fold_prompt_is_refused(payload: dict[str, Any]) -> None:
+    """Both or none; the error names them."""
     async with ScriptedGateway(replay(text("4"))) as gateway:
         with pytest.raises(InvalidArgument, match="fold_every"):
             await WhiteBox(timeout_s=60.0).run(rollout(gateway, **payload), SumEpisode(4))
 
 
-async def test_a_history_that_outgrew_the_model_ends_a_white_box_rollout() -> None:
-    """As with the black box: scored as it is, unless the very first call is refused."""
+async def test_history_beyond_the_context_ends_a_white_box_rollout() -> None:
+    """Scored like a black box, unless the first call is refused."""
 
     async def script(token: str, messages: list[Message]) -> Message:
         if len(messages) > 3:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from forge.cli import queue
+from forge.cli.connection import Connection
 from forge.client import operator
 from forge.v1 import scheduler_pb2
 
 DRAINING = scheduler_pb2.ACTIVITY_DRAINING
 
 
-async def test_drain_waits_for_what_a_new_leader_does_not_know_yet(
+async def test_drain_waits_for_groups_unknown_to_a_new_leader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A new leader knows no running group before the runners have renewed their leases."""
@@ -38,13 +39,13 @@ async def test_drain_waits_for_what_a_new_leader_does_not_know_yet(
         async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
             return looks.pop(0)
 
-    class Connection:
+    class Unconnected(Connection):
         @asynccontextmanager
-        async def open(self) -> AsyncIterator[tuple[None, None]]:
+        async def open(self, *_: Any, **__: Any) -> AsyncIterator[tuple[Any, Any]]:
             yield None, None
 
     monkeypatch.setattr(operator, "Operator", Operator)
     monkeypatch.setattr(queue, "_POLL_S", 0.0)
-    await queue._set(Connection(), "ACTIVITY_DRAINING", wait=True)
+    await queue._set(Unconnected(etcd="", cluster=""), "ACTIVITY_DRAINING", wait=True)
     assert not looks
     assert "7 trained" in capsys.readouterr().out

@@ -11,20 +11,21 @@ import pytest
 from forge.cli.outages import Outages
 from forge.cli.submission import Submission
 from forge.cli.submitting import Counts, Submitter, load_curriculum
+from forge.client.operator import Operator
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.v1 import common_pb2, scheduler_pb2
 
 OUTAGES = Outages(print, longest_s=0.0)
 
 
-class Queue:
+class Queue(Operator):
     """An operator's view of a queue that begins each group at once, and stops after some."""
 
     def __init__(self, *, calls: int = 1000) -> None:
         self.tasks: list[common_pb2.Task] = []
         self._calls = calls
 
-    async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+    async def scheduler_status(self, **_: Any) -> scheduler_pb2.GetSchedulerStatusResponse:
         domains = [scheduler_pb2.DomainStatus(domain="qa", recent_reward=0.5)]
         return scheduler_pb2.GetSchedulerStatusResponse(domains=domains)
 
@@ -68,7 +69,7 @@ def nothing(candidates: Any, rewards: Any) -> list[int]:
     return []
 
 
-async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
+async def test_interrupted_submission_is_continued(tmp_path: Path) -> None:
     """Each line once per epoch, in the order of the file, also after an interruption."""
     file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
     queue = Queue(calls=2)
@@ -83,7 +84,7 @@ async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
 
 
 async def test_curriculum_chooses_the_order(tmp_path: Path) -> None:
-    """It sees difficulty and recent rewards; one that chooses nothing does not halt training."""
+    """It gets difficulty and recent rewards; one that chooses no row does not halt training."""
     rows = [{"payload": {}, "difficulty": level} for level in (0.1, 0.9, 0.5)]
     file = write(tmp_path / "t.jsonl", *rows)
     queue = Queue()
@@ -100,8 +101,8 @@ def silent(candidates: Any, rewards: Any) -> None:
     """A hook whose author forgot to return anything."""
 
 
-async def test_curriculum_that_returns_no_positions_is_said(tmp_path: Path) -> None:
-    """The line names the hook and what it returned."""
+async def test_curriculum_that_returns_no_positions_is_an_error(tmp_path: Path) -> None:
+    """The line names the hook and its return value."""
     submission = make_submission(
         write(tmp_path / "t.jsonl", {"payload": {}}), curriculum=f"{__name__}:silent"
     )
@@ -122,9 +123,9 @@ def test_every_problem_of_a_submission_is_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
-    """Before anything is submitted, naming both lines; however the payload is written, and only in
-    the domain that holds it out."""
+def test_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
+    """Before submission, naming both lines; for any spelling of the payload, and only in the domain
+    that holds it out."""
     rows = [{"payload": {"n": 1}}, {"payload": {"n": 2, "m": 3}}]
     file = write(tmp_path / "t.jsonl", *rows)
     held_out = tmp_path / "held_out.jsonl"
@@ -137,7 +138,7 @@ def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
     Submitter(make_submission(file, held_out=held_out), OUTAGES)
 
 
-def test_curriculum_that_is_none_is_said() -> None:
-    """Before anything is submitted."""
+def test_invalid_curriculum_is_refused() -> None:
+    """Before submission."""
     with pytest.raises(ConfigError, match="is not a function"):
         load_curriculum("math:pi")

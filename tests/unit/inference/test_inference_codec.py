@@ -54,10 +54,10 @@ def ids(*tokens: int) -> bytes:
         ),
     ],
 )
-def test_bad_input_is_named_with_its_value(
+def test_invalid_input_is_named_with_its_value(
     prompt_ids: bytes, sampling: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    """InvalidArgument says which field, which value and what is allowed."""
+    """InvalidArgument gives field, value and allowed values."""
     params = SamplingParams(**{"max_tokens": 4, **sampling})
     request = SampleRequest(request_id="r", prompt_ids=prompt_ids, sampling=params)
     with pytest.raises(InvalidArgument) as refused:
@@ -66,28 +66,29 @@ def test_bad_input_is_named_with_its_value(
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
-def test_a_grammar_travels_whole(kind: str) -> None:
-    """A worker gets what the router was asked for, and how far it has come; a request without one
-    stays without."""
+def test_grammar_reaches_the_worker_whole(kind: str) -> None:
+    """With the number of matched tokens; a request without a grammar stays without."""
     params = SamplingParams(max_tokens=4, temperature=1, top_p=1, seed=5, stop_token_ids=[3])
     assert codec.read_sampling(params, seed=0).grammar is None
     assert codec.sampling_of_rest(params, seed=5, max_tokens=4, sampled_tokens=2) == params
-    params.grammar.MergeFrom(Grammar(**{kind: "{}", "lenient": True, "matched_tokens": 7}))
+    params.grammar.lenient = True
+    params.grammar.matched_tokens = 7
+    setattr(params.grammar, kind, "{}")
     rest = codec.sampling_of_rest(params, seed=5, max_tokens=4, sampled_tokens=2)
     assert rest.grammar.matched_tokens == 9
     rest.grammar.matched_tokens = 7
     assert rest == params
 
 
-def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
+def test_unset_sampling_is_the_trained_distribution() -> None:
     """Temperature and top-p 1, every token allowed, and the seed given by the caller of read."""
     sampling = codec.read_sampling(SamplingParams(max_tokens=4), seed=99)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert sampling.seed == 99
 
 
-def test_sampling_survives_the_way_to_a_worker() -> None:
-    """Every field, zero temperature and a 64-bit seed among them, reads back as written."""
+def test_sampling_parameters_reach_the_worker() -> None:
+    """Every field, also zero temperature and a 64-bit seed."""
     params = SamplingParams(
         temperature=0.0,
         top_p=0.5,
@@ -103,8 +104,8 @@ def test_sampling_survives_the_way_to_a_worker() -> None:
     assert sampling.seed == 2**64 - 1
 
 
-def test_tokens_survive_the_way() -> None:
-    """Columns read back as written, and parts join in order."""
+def test_sampled_tokens_are_read_back() -> None:
+    """Columns are equal, and parts join in order."""
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8))
     message = codec.write_tokens(tokens)
     assert codec.read_tokens(message) == tokens
@@ -113,9 +114,9 @@ def test_tokens_survive_the_way() -> None:
 
 
 @given(count=st.integers(0, 50), top=st.integers(0, 3), max_bytes=st.integers(1, 500))
-def test_what_was_split_joins_again(count: int, top: int, max_bytes: int) -> None:
-    """No token is lost, doubled or parted from its columns, and no message is larger than it may
-    be, or has one token."""
+def test_split_tokens_are_joined_again(count: int, top: int, max_bytes: int) -> None:
+    """No token is lost, doubled or separated from its columns, and each message is within its
+    limit, or has one token."""
     tokens = Tokens(
         ids=tuple(range(count)),
         logprobs=tuple(-0.5 * at for at in range(count)),
@@ -129,8 +130,8 @@ def test_what_was_split_joins_again(count: int, top: int, max_bytes: int) -> Non
         assert columns <= max_bytes or len(part.ids) == 4
 
 
-def test_the_likeliest_survive_the_way() -> None:
-    """As many for each token as there were, also joined; columns that do not fit are refused."""
+def test_top_logprobs_are_read_back() -> None:
+    """As many for each token as before, also joined; wrong columns are refused."""
     top = (((3, -0.5), (1, -1.0)), ((9, -0.25), (2, -math.inf)))
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8), top=top)
     message = codec.write_tokens(tokens)
@@ -144,14 +145,14 @@ def test_the_likeliest_survive_the_way() -> None:
 
 
 def test_columns_of_different_length_are_refused() -> None:
-    """A token without its log-prob is never taken in."""
+    """A token without its log-prob is refused."""
     with pytest.raises(InvalidArgument, match="disagree"):
         codec.read_tokens(SampledTokens(ids=ids(1, 2), logprobs=b"\0" * 4, weight_versions=ids(1)))
 
 
 @pytest.mark.parametrize("slices", [True, False])
-def test_spans_survive_the_wire(slices: bool) -> None:
-    """A span of several messages comes out whole, in slices as in chunks."""
+def test_kv_spans_are_read_back(slices: bool) -> None:
+    """A span of several messages is whole, in slices and in chunks."""
     data = bytes(range(256)) * (CHUNK_BYTES // 128)
     span = KvSpan(
         from_token=3,
@@ -168,7 +169,7 @@ def test_spans_survive_the_wire(slices: bool) -> None:
     assert [one for one in map(assembler.add, responses) if one is not None] == [span]
 
 
-def test_a_span_that_no_message_can_hold_travels_only_in_slices(
+def test_span_larger_than_a_message_needs_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without slices the refusal names the size and the field to set."""
@@ -179,8 +180,8 @@ def test_a_span_that_no_message_can_hold_travels_only_in_slices(
         list(codec.write_span(span, slices=False))
 
 
-def test_limits_come_from_the_models_config(tmp_path: Path) -> None:
-    """Its own context unless a shorter one is set; a text_config counts before the rest."""
+def test_context_limit_comes_from_the_models_config(tmp_path: Path) -> None:
+    """Unless a shorter one is set; a text_config takes precedence."""
     config = {"vocab_size": 50, "text_config": {"max_position_embeddings": 64, "vocab_size": 60}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_limits(str(tmp_path), context_tokens=0) == ModelLimits(
@@ -191,15 +192,17 @@ def test_limits_come_from_the_models_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"vocab_size": 5}'])
-def test_a_folder_without_a_usable_config_is_an_error(tmp_path: Path, content: str | None) -> None:
-    """ConfigError names model_path and what is wrong with it."""
+def test_model_folder_without_a_usable_config_is_an_error(
+    tmp_path: Path, content: str | None
+) -> None:
+    """ConfigError names model_path and the fault."""
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="model_path"):
         read_limits(str(tmp_path), context_tokens=0)
 
 
-def test_a_router_imports_no_torch() -> None:
+def test_router_imports_no_torch() -> None:
     """Its host has none installed."""
     code = (
         "import sys, services.inference.app, services.inference.router.role;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,7 +20,7 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., PoolStore]]:
     """Opens a store in the test's directory, closing the one opened before."""
     opened: list[PoolStore] = []
 
-    def open_(**settings: object) -> PoolStore:
+    def open_(**settings: Any) -> PoolStore:
         while opened:
             opened.pop().close()
         opened.append(PoolStore(tmp_path / "shard", **settings))

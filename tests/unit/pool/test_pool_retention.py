@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from forge.core.errors import (
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.trajectory import parse_trajectory_id
+from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
 from services.pool.data.commands import FreeGroups
@@ -71,16 +73,17 @@ def train(store: PoolStore, task_id: str = "task", *, step: int = 1) -> None:
 
 
 def free_now(store: PoolStore, *task_ids: str, step: int = 1, max_records: int = 512) -> Freed:
-    return commit(
+    found: Freed = commit(
         store,
         FreeGroups(
             task_ids=task_ids, covered_step=step, max_records=max_records, now_unix_s=SETTLED_S
         ),
     )
+    return found
 
 
-async def test_a_trained_group_is_freed_once_covered_and_old(store, sweeper):
-    """Neither a checkpoint alone nor age alone frees what was trained; both together do."""
+async def test_trained_group_is_freed_once_covered_and_old(store, sweeper):
+    """Neither a checkpoint alone nor age alone frees it."""
     add_group(store)
     train(store, step=7)
     sweeper.covered_step = 7
@@ -95,8 +98,8 @@ async def test_a_trained_group_is_freed_once_covered_and_old(store, sweeper):
     assert await sweeper.sweep() == Freed()
 
 
-async def test_a_clock_that_is_set_frees_early_or_late_and_nothing_uncovered(store, sweeper):
-    """Age goes by the wall clock; what no checkpoint covers is kept whatever that says."""
+async def test_set_clock_frees_no_uncovered_group(store, sweeper):
+    """Age follows the wall clock; a group without a covering checkpoint is kept at any time."""
     for number, name in enumerate(("covered", "uncovered")):
         add_group(store, name, number)
         train(store, name, step=1 + number)
@@ -110,9 +113,9 @@ async def test_a_clock_that_is_set_frees_early_or_late_and_nothing_uncovered(sto
     assert (await retention.sweep()).groups == 1
 
 
-async def test_the_books_keep_every_group(store, sweeper):
-    """What is listed of a freed group counts as before: state, step, place, and each trajectory
-    with its counts and the sum of its outcomes; of the task only the payload is gone."""
+async def test_freed_group_keeps_its_counts(store, sweeper):
+    """A listing of a freed group is as before: state, step, place, and each trajectory with its
+    counts and the sum of its outcomes; only the task's payload is deleted."""
     add_group(store)
     train(store, step=7)
     (before,) = groups_page(store).groups
@@ -136,8 +139,8 @@ async def test_the_books_keep_every_group(store, sweeper):
 
 
 @pytest.mark.parametrize("state", [TOMBSTONED, EVALUATED])
-async def test_what_was_given_up_or_evaluated_needs_no_checkpoint(store, sweeper, state):
-    """Age alone frees it."""
+async def test_tombstoned_and_evaluated_groups_need_no_checkpoint(store, sweeper, state):
+    """Age alone frees them."""
     add_group(store)
     set_states(store, change("task", state, reason="given up"))
     assert (await sweeper.sweep()).groups == 0
@@ -146,7 +149,7 @@ async def test_what_was_given_up_or_evaluated_needs_no_checkpoint(store, sweeper
 
 
 async def test_pending_groups_are_never_freed(store, sweeper):
-    """However old, and however much room they take."""
+    """At any age, and for any need of room."""
     add_group(store)
     set_states(store, change("task", PENDING))
     sweeper.covered_step, sweeper.now_unix_s = 10**6, SETTLED_S + 10**9
@@ -154,9 +157,9 @@ async def test_pending_groups_are_never_freed(store, sweeper):
     assert len(fetch(store).turns) == 2
 
 
-async def test_a_rewind_finds_all_that_no_checkpoint_covers(store, sweeper):
-    """Steps after the oldest checkpoint can be made visible again with all their data; a step that
-    it covers cannot, and the answer says so and changes nothing."""
+async def test_rewind_finds_every_uncovered_group(store, sweeper):
+    """Steps after the oldest checkpoint can be made visible again with all their data; a covered
+    step cannot, and the answer says so and changes nothing."""
     for step in (1, 2, 3):
         add_group(store, f"t{step}", step)
         train(store, f"t{step}", step=step)
@@ -171,8 +174,8 @@ async def test_a_rewind_finds_all_that_no_checkpoint_covers(store, sweeper):
     assert (states["t1"], states["t2"]) == (TRAINED, TRAINED)
 
 
-async def test_a_rewind_that_comes_between_choice_and_freeing_wins(store, sweeper):
-    """The transaction that frees looks again: a group that went back is left whole."""
+async def test_rewind_between_choice_and_freeing_keeps_the_group(store, sweeper):
+    """The transaction that frees checks again."""
     add_group(store)
     train(store)
     sweeper.covered_step = 1
@@ -181,8 +184,8 @@ async def test_a_rewind_that_comes_between_choice_and_freeing_wins(store, sweepe
     assert len(fetch(store).turns) == 2
 
 
-async def test_beyond_its_size_a_shard_frees_the_longest_settled_first(store, sweeper):
-    """Age counts for nothing until the records fit `keep_bytes` again, and then does."""
+async def test_shard_beyond_its_size_frees_the_longest_settled_first(store, sweeper):
+    """Age does not count until the records fit `keep_bytes` again."""
     for index in range(40):
         task_id = f"t{index:02}"
         put_groups(store, make_group(task_id, index))
@@ -199,9 +202,9 @@ async def test_beyond_its_size_a_shard_frees_the_longest_settled_first(store, sw
     assert 0 < sum(freed) < 40
 
 
-async def test_a_large_group_is_freed_in_small_transactions(store, sweeper, monkeypatch):
-    """None deletes more than its share; a shard that ends in between goes on where it was, and
-    nothing of a group that is being freed is given out or added to."""
+async def test_large_group_is_freed_in_small_transactions(store, sweeper, monkeypatch):
+    """None deletes more than its share; after a restart the freeing continues, and a half-freed
+    group is neither returned nor extended."""
     monkeypatch.setattr(retention, "MAX_RECORDS", 10)
     add_group(store, turns=35)
     train(store)
@@ -222,8 +225,8 @@ async def test_a_large_group_is_freed_in_small_transactions(store, sweeper, monk
     assert sum(freed.groups for freed in sweeper.writer.freed) == 1
 
 
-async def test_a_sweep_that_fails_is_followed_by_others(store, sweeper, monkeypatch):
-    """Be it for want of room or for a defect."""
+async def test_failed_sweep_is_followed_by_others(store, sweeper, monkeypatch):
+    """For lack of room or a defect."""
     monkeypatch.setattr(retention, "PERIOD_S", 0)
     add_group(store)
     set_states(store, change("task", TOMBSTONED))
@@ -241,8 +244,8 @@ async def test_a_sweep_that_fails_is_followed_by_others(store, sweeper, monkeypa
 
 
 @pytest.mark.parametrize("table", [Table.TRAJECTORIES, Table.GROUPS])
-def test_a_damaged_group_keeps_no_other_from_being_freed(store, table):
-    """What is marked as freed is gone and what is gone is marked, whichever record is damaged."""
+def test_damaged_group_blocks_no_freeing(store, table):
+    """A group marked as freed is deleted and a deleted group is marked, for any damaged record."""
     for task_id in ("damaged", "whole"):
         add_group(store, task_id)
         set_states(store, change(task_id, TOMBSTONED))
@@ -260,9 +263,9 @@ def test_a_damaged_group_keeps_no_other_from_being_freed(store, table):
             assert len(fetch(store, "damaged:0:0").turns) == 2
 
 
-def test_who_comes_late_is_told_and_changes_nothing(store):
-    """Turns, rewards and new attempts of a freed group are refused, naming why; the seal and the
-    commit that were there are acknowledged again, others are not."""
+def test_late_writes_to_a_freed_group_are_refused(store):
+    """Turns, rewards and new attempts are refused with the reason; a repeated seal or commit is
+    acknowledged again, others are not."""
     add_group(store)
     train(store, step=3)
     before = summary(store)
@@ -292,9 +295,9 @@ def test_who_comes_late_is_told_and_changes_nothing(store):
     assert records_of(store) == counts
 
 
-def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
+def test_new_leader_counts_freed_groups_as_before(store):
     """accepted = trained + tombstoned + pending, the order of the queue, rewards by domain and
-    known tasks are what they were before anything was freed."""
+    known tasks equal those before groups were freed."""
     for index, task_id in enumerate(("a", "b", "c", "d")):
         add_group(store, task_id, index)
         record = groups_page(store).groups[index].group
@@ -327,16 +330,16 @@ def scheduler_of(store: PoolStore) -> TermState:
     return state
 
 
-def test_a_group_without_a_digest_keeps_its_payload(store):
-    """It is what a task that is submitted again is known by."""
+def test_group_without_a_digest_keeps_its_payload(store):
+    """A repeated submission is recognized by it."""
     put_groups(store, make_group("old", payload_json='{"a": 1}'))
     set_states(store, change("old", TOMBSTONED))
     assert free_now(store, "old").groups == 1
     assert groups_page(store).groups[0].group.task.payload_json == '{"a": 1}'
 
 
-def test_a_repeated_state_keeps_the_time_of_the_first(store):
-    """A commit that is made again does not make a group younger."""
+def test_repeated_state_keeps_its_first_time(store):
+    """A repeated commit does not make a group younger."""
     add_group(store)
     train(store)
     set_states(
@@ -356,8 +359,8 @@ settled = st.builds(
 
 
 @given(settled, st.integers(0, 100), st.floats(0, 2e9), st.floats(0, 1e9), st.booleans())
-def test_nothing_uncovered_is_ever_due(group, covered_step, now_unix_s, keep_age_s, pressed):
-    """Whatever age, size and pressure say."""
+def test_uncovered_group_is_never_due(group, covered_step, now_unix_s, keep_age_s, pressed):
+    """For any age, size and pressure."""
     policy = RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=1)
     due = policy.due(group, covered_step=covered_step, now_unix_s=now_unix_s, pressed=pressed)
     assert not due or group.step <= covered_step
@@ -377,21 +380,21 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Trainers:
+class Trainers(Remote[Any]):
     """Stands in for a Remote."""
 
     steps: tuple[int | None, ...]
 
-    def instances(self) -> tuple[Trainer, ...]:
+    def instances(self) -> tuple[Any, ...]:
         return tuple(map(Trainer, self.steps))
 
-    def stub(self, instance: Trainer) -> Trainer:
+    def stub(self, instance: Any) -> Any:
         return instance
 
 
 @pytest.mark.parametrize(
     ("steps", "covered"), [((), 0), ((7,), 7), ((7, 5), 5), ((7, 0), 0), ((7, None), 0)]
 )
-async def test_the_trainer_that_is_least_far_decides(steps, covered):
-    """None at all, one without a checkpoint, and one that does not answer cover nothing."""
+async def test_slowest_trainer_decides_the_coverage(steps, covered):
+    """No trainer, one without a checkpoint and one that does not answer cover nothing."""
     assert await TrainersCoverage(Trainers(steps))() == covered

@@ -173,7 +173,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_unix_s += CHANGES_S
         for moment in ("now_unix_s", "sealed_unix_s"):
             if hasattr(command, moment):
-                return replace(command, **{moment: self.now_unix_s})
+                changes: dict[str, Any] = {moment: self.now_unix_s}
+                return replace(command, **changes)
         return command
 
     @rule()

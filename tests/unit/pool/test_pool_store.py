@@ -39,8 +39,8 @@ from tests.support.pool.store import (
 )
 
 
-def test_a_trajectory_is_read_back_as_it_was_written(store):
-    """Turns, rewards and header come back equal, turns in order however they came in."""
+def test_trajectory_is_read_back(store):
+    """Turns, rewards and header are equal, and turns are in order however they arrived."""
     turns = [
         make_turn(index=0),
         make_turn(index=1, prefix=5),
@@ -62,16 +62,16 @@ def test_a_trajectory_is_read_back_as_it_was_written(store):
     )
 
 
-def test_a_seal_without_the_agents_end_leaves_it_unknown(store):
-    """Not 0, which is a time; a seal that is sent again with another one changes nothing."""
+def test_seal_without_the_agents_end_leaves_it_unknown(store):
+    """Not 0, which is a time; a repeated seal with another end changes nothing."""
     append(store, make_turn())
     seal(store)
     seal(store, closing_agent_s=1.0)
     assert not fetch(store).HasField("closing_agent_s")
 
 
-def test_the_first_turn_opens_its_trajectory(store):
-    """A trajectory nobody announced is open from its first turn on, and can be summarised."""
+def test_first_turn_opens_its_trajectory(store):
+    """A trajectory is open from its first turn, and has a summary."""
     append(store, make_turn(version=7))
     assert summary(store) == common_pb2.TrajectorySummary(
         trajectory_id="task:0:0",
@@ -84,8 +84,8 @@ def test_the_first_turn_opens_its_trajectory(store):
     )
 
 
-def test_the_same_turn_again_changes_nothing(store):
-    """A resent turn is acknowledged, even after the seal, and stored once."""
+def test_repeated_turn_changes_nothing(store):
+    """It is acknowledged, even after the seal, and stored once."""
     append(store, make_turn())
     append(store, make_turn(), make_turn())
     seal(store)
@@ -93,8 +93,8 @@ def test_the_same_turn_again_changes_nothing(store):
     assert len(fetch(store).turns) == 1
 
 
-def test_a_turn_serialised_differently_is_the_same_turn(store):
-    """Content decides, not bytes: a sender whose library orders fields otherwise may resend."""
+def test_turn_with_another_field_order_is_the_same_turn(store):
+    """Content is compared, not bytes: the sender's library may order fields otherwise."""
     whole = make_turn()
     first = common_pb2.Turn(trajectory_id=whole.trajectory_id)
     rest = make_turn()
@@ -105,15 +105,15 @@ def test_a_turn_serialised_differently_is_the_same_turn(store):
     assert answer == (None,)
 
 
-def test_another_turn_under_the_same_index_is_refused(store):
-    """What is stored stays; the message names the turn."""
+def test_other_turn_under_the_same_index_is_refused(store):
+    """The stored turn stays; the message names it."""
     append(store, make_turn(sampled=(4, 5)))
     with pytest.raises(Conflict, match=r"turn 0 of task:0:0 .* other content"):
         append(store, make_turn(sampled=(4, 6)))
     assert fetch(store).turns == [make_turn(sampled=(4, 5))]
 
 
-def test_one_refused_turn_does_not_hold_up_its_neighbours(store):
+def test_refused_turn_does_not_block_its_neighbours(store):
     """In one commit every turn has its own outcome."""
     append(store, make_turn(index=0))
     new = [make_turn(index=0, sampled=(9,)), make_turn(index=1, prefix=5)]
@@ -125,8 +125,8 @@ def test_one_refused_turn_does_not_hold_up_its_neighbours(store):
 
 
 @pytest.mark.parametrize("state", [SEALED, ABANDONED])
-def test_a_closed_trajectory_takes_no_turn(store, state):
-    """After the seal a new turn is FAILED_PRECONDITION and nothing is stored."""
+def test_closed_trajectory_accepts_no_turn(store, state):
+    """After the seal a new turn is FAILED_PRECONDITION and is not stored."""
     append(store, make_turn(index=0))
     seal(store, state=state)
     with pytest.raises(FailedPrecondition, match="takes no turn 1"):
@@ -134,7 +134,7 @@ def test_a_closed_trajectory_takes_no_turn(store, state):
     assert len(fetch(store).turns) == 1
 
 
-def test_a_seal_counts_what_it_closes(store):
+def test_seal_counts_its_turns(store):
     """The summary adds up sampled tokens and the range of weight versions."""
     append(store, make_turn(index=0, version=3), make_turn(index=1, prefix=5, version=5))
     sealed = seal(store, turns=2, rewards=[make_reward()])
@@ -144,46 +144,47 @@ def test_a_seal_counts_what_it_closes(store):
     assert sealed == summary(store)
 
 
-def test_a_repeated_seal_gives_the_same_summary(store):
+def test_repeated_seal_returns_the_same_summary(store):
     """A retry whose first answer was lost gets that answer."""
     append(store, make_turn())
     first = seal(store, rewards=[make_reward()])
     assert seal(store, rewards=[make_reward()]) == first
 
 
-def test_a_seal_names_the_turns_that_have_not_arrived(store):
-    """Sealing early is FAILED_PRECONDITION, leaves the trajectory open, and says what to resend."""
+def test_seal_names_missing_turns(store):
+    """An early seal is FAILED_PRECONDITION, leaves the trajectory open, and names the turns to
+    resend."""
     append(store, make_turn(index=1))
     with pytest.raises(FailedPrecondition, match="lacks 2 of its 3 turns: 0, 2"):
         seal(store, turns=3)
     assert summary(store).state == common_pb2.TRAJECTORY_STATE_OPEN
 
 
-def test_a_seal_with_fewer_turns_than_stored_is_refused(store):
+def test_seal_with_fewer_turns_than_stored_is_refused(store):
     """A writer that does not know of stored turns must not close the trajectory over them."""
     append(store, make_turn(index=0), make_turn(index=1))
     with pytest.raises(FailedPrecondition, match="2 turns stored, more than the 1"):
         seal(store, turns=1)
 
 
-def test_a_seal_refuses_turns_that_form_no_tree(store):
-    """A prefix longer than the parent's sequence can spell no tokens, so it cannot be sealed."""
+def test_seal_refuses_turns_that_form_no_tree(store):
+    """A prefix longer than the parent's sequence has no tokens, so it cannot be sealed."""
     append(store, make_turn(index=0), make_turn(index=1, prefix=6))
     with pytest.raises(InvalidArgument, match="prefix_tokens 6"):
         seal(store, turns=2)
 
 
-def test_an_abandoned_trajectory_is_taken_as_it_is(store):
-    """Abandoning asks for no completeness, keeps the reason, and works before any turn."""
+def test_trajectory_can_be_abandoned_at_any_time(store):
+    """Incomplete, or before any turn; the reason is kept."""
     append(store, make_turn(index=1))
     assert seal(store, turns=5, state=ABANDONED, reason="runner died").turns == 1
     assert fetch(store).reason == "runner died"
     assert seal(store, "task:1:0", turns=0, state=ABANDONED).state == ABANDONED
 
 
-def test_a_rollout_that_sampled_nothing_may_be_sealed(store, tmp_path):
-    """Unknown until then, it is closed with its outcome, and again only in the same way; it takes
-    and credits no turn, and is no damage to a check."""
+def test_rollout_without_turns_can_be_sealed(store, tmp_path):
+    """Unknown until then, it is closed with its outcome, and repeated only in the same form; it
+    accepts and credits no turn, and a check finds no damage."""
     sealed = seal(store, turns=0, rewards=[make_reward()])
     assert (sealed.state, sealed.turns, sealed.sampled_tokens) == (SEALED, 0, 0)
     assert (sealed.min_weight_version, sealed.max_weight_version) == (-1, -1)
@@ -200,8 +201,8 @@ def test_a_rollout_that_sampled_nothing_may_be_sealed(store, tmp_path):
     assert list(backup.check(tmp_path / "shard", lambda done, total: None)) == []
 
 
-def test_a_seal_is_final(store):
-    """What was sealed cannot be abandoned, nor sealed with another count."""
+def test_seal_is_final(store):
+    """A sealed trajectory cannot be abandoned, nor sealed with another count."""
     append(store, make_turn())
     seal(store)
     with pytest.raises(FailedPrecondition, match="is sealed with 1 turns"):
@@ -210,7 +211,7 @@ def test_a_seal_is_final(store):
         seal(store, turns=2)
 
 
-def test_rewards_are_kept_once_by_event_id(store):
+def test_rewards_are_stored_once_by_event_id(store):
     """The first value under an event id stays, before and after the seal."""
     reward(store, make_reward("early", 0.25))
     append(store, make_turn())
@@ -223,7 +224,7 @@ def test_rewards_are_kept_once_by_event_id(store):
     }
 
 
-def test_a_reward_for_a_turn_that_does_not_exist_is_refused(store):
+def test_reward_for_a_missing_turn_is_refused(store):
     """At the seal and after it, a credited turn must be one of the trajectory's."""
     append(store, make_turn())
     with pytest.raises(InvalidArgument, match="turn_index 1"):
@@ -233,9 +234,9 @@ def test_a_reward_for_a_turn_that_does_not_exist_is_refused(store):
         reward(store, make_reward(turn_index=1))
 
 
-def test_a_seal_refuses_a_turn_that_was_credited_too_early(store):
-    """A reward that came before the seal is held against the turns there are, as a later one is;
-    the trajectory can still be given up."""
+def test_seal_refuses_a_reward_for_a_missing_turn(store):
+    """An earlier reward is compared with the turns, as a later one is; the trajectory can still be
+    abandoned."""
     append(store, make_turn(index=0))
     reward(store, make_reward("early", turn_index=1))
     with pytest.raises(InvalidArgument, match="reward early credits turn_index 1, but task:0:0"):
@@ -259,10 +260,11 @@ def test_groups_are_listed_in_queue_order_with_their_trajectories(store):
     assert listed[0].group.pool_shard == "s0"
 
 
-def test_pages_of_groups_add_up(store):
+def test_pages_cover_every_group_once(store):
     """Paging by count or by bytes visits every group once, in order."""
     put_groups(store, *(make_group(f"t{index}", index) for index in range(10)))
-    for limits in ({"limit": 3}, {"limit_bytes": 1}):
+    every_limit: list[dict[str, Any]] = [{"limit": 3}, {"limit_bytes": 1}]
+    for limits in every_limit:
         found: list[Any] = []
         after = b""
         while not found or after:
@@ -272,8 +274,8 @@ def test_pages_of_groups_add_up(store):
         assert found == [f"t{index}" for index in range(10)]
 
 
-def test_a_group_is_put_once(store):
-    """Putting a group again leaves the record and its state as they are."""
+def test_group_is_stored_once(store):
+    """A repeated put leaves the record and its state as they are."""
     put_groups(store, make_group(queue_index=1))
     set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
     put_groups(store, make_group(queue_index=9))
@@ -282,8 +284,8 @@ def test_a_group_is_put_once(store):
     assert (only.group.state, only.group.step) == (common_pb2.GROUP_STATE_TRAINED, 4)
 
 
-def test_a_state_replaces_the_one_before_it(store):
-    """Going back to pending, as a rewind does, leaves no batch and no step behind."""
+def test_state_replaces_the_earlier_state(store):
+    """Back to pending, as a rewind does, it has no batch and no step."""
     put_groups(store, make_group())
     set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
     set_states(store, change("task", common_pb2.GROUP_STATE_PENDING))
@@ -299,7 +301,7 @@ def make_group_stored(state) -> common_pb2.GroupRecord:
 
 
 def test_states_change_all_or_none(store):
-    """One unknown group refuses the whole request, by name."""
+    """One unknown group refuses the whole request by name."""
     put_groups(store, make_group("known"))
     with pytest.raises(NotFound, match="group unknown"):
         set_states(
@@ -311,8 +313,8 @@ def test_states_change_all_or_none(store):
     assert only.group.state == common_pb2.GROUP_STATE_PENDING
 
 
-def test_a_deposed_leader_is_refused_even_after_a_restart(store, open_store):
-    """The newest fence is durable: an older one writes no groups and no states, ever."""
+def test_deposed_leader_is_refused_also_after_a_restart(store, open_store):
+    """The newest fence is durable: an older one writes no groups and no states."""
     put_groups(store, make_group("a"), fence=7)
     store = open_store()
     with pytest.raises(StaleFence, match="fence 6 is stale"):
@@ -323,22 +325,22 @@ def test_a_deposed_leader_is_refused_even_after_a_restart(store, open_store):
     assert queued(store) == ["a", "c"]
 
 
-def test_a_put_of_no_groups_raises_the_fence(store):
-    """A new leader can shut its predecessor out before it scans."""
+def test_empty_put_raises_the_fence(store):
+    """A new leader excludes its predecessor before it scans."""
     put_groups(store, fence=5)
     with pytest.raises(StaleFence):
         put_groups(store, make_group(), fence=4)
 
 
-def test_an_unknown_trajectory_is_not_found(store):
-    """A fetch names it; a listing of summaries leaves it out."""
+def test_unknown_trajectory_is_not_found(store):
+    """A fetch names it; a listing of summaries omits it."""
     with pytest.raises(NotFound, match="task:0:0"):
         fetch(store)
     assert store.summaries([parse_trajectory_id("task:0:0")]) == []
 
 
-def test_a_shard_keeps_its_name(open_store):
-    """A name is drawn once, kept with the data, and cannot be changed by a setting."""
+def test_shard_keeps_its_name(open_store):
+    """The name is created once, stored with the data, and no setting changes it."""
     name = open_store().shard
     assert open_store().shard == name
     assert open_store(shard=name).shard == name
@@ -346,8 +348,8 @@ def test_a_shard_keeps_its_name(open_store):
         open_store(shard="other")
 
 
-def test_counts_follow_what_is_stored(store):
-    """Statistics count groups, trajectories and turns, and say how big the shard is."""
+def test_statistics_count_stored_records(store):
+    """Groups, trajectories and turns, and the size of the shard."""
     put_groups(store, make_group())
     append(store, make_turn(), make_turn(index=1), make_turn("task:1:0"))
     stats = store.stats()
@@ -356,8 +358,8 @@ def test_counts_follow_what_is_stored(store):
     assert stats.disk_free_bytes > 0
 
 
-def test_scan_passes_over_what_cannot_be_read(store):
-    """A damaged trajectory keeps no scheduler from taking office: it is as if it were not there."""
+def test_scan_passes_over_unreadable_trajectories(store):
+    """A damaged trajectory blocks no new leader: it is left out."""
     put_groups(store, make_group("a"), make_group("b", queue_index=1))
     for trajectory_id in ("a:0:0", "a:1:0", "b:0:0"):
         append(store, make_turn(trajectory_id))

@@ -88,7 +88,7 @@ async def context(
     monkeypatch.setattr(app, "_PAUSE_S", 0.0)
     for name in ("ShardScans", "PoolShards"):
         monkeypatch.setattr(app, name, Shards)
-    made = SimpleNamespace(
+    made: Any = SimpleNamespace(
         config=SchedulerConfig(etcd="etcd:2379"),
         coordinator=coordinator,
         remote=lambda *_: None,
@@ -103,10 +103,10 @@ async def context(
     await instance.stop()
 
 
-async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
+async def test_deposed_leader_frees_its_queue_before_it_stands_again(
     context: SimpleNamespace, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a million groups, and now the copies of a standby take their place."""
+    """It may be a million groups, and the copies of a standby take their place."""
     states: list[weakref.ref[TermState]] = []
 
     class Watched(TermState):
@@ -124,10 +124,10 @@ async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
     assert states[0]() is None
 
 
-async def test_a_term_that_could_not_begin_leaves_the_copies_as_they_were(
+async def test_failed_start_of_a_term_keeps_the_copies(
     context: SimpleNamespace, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One shard does not answer: at the next attempt the other need not tell everything again."""
+    """One shard does not answer: at the next attempt the other is not scanned whole again."""
     scanned: list[tuple[str, str]] = []
 
     async def scan(

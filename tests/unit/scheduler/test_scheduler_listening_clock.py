@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import Unauthenticated
+from forge.runtime.coordination import Discovery
 from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.state import messages as m
+from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, TermActors
 
@@ -21,17 +23,17 @@ DAY_S = 86_400.0
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
-async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
+async def test_set_clock_ends_no_claim_and_dates_later_tokens(
     term: TermActors,
     clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     jump_s: float,
 ) -> None:
-    """Claims go by the monotonic clock; a session's token by the wall clock of its lease, so a
-    gateway whose clock is beyond its end refuses it."""
+    """Claims follow the monotonic clock; a session's token follows the wall clock of its lease, so
+    a gateway whose clock is beyond its end refuses it."""
     keyring = Keyring.generate(tmp_path / "key")
-    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, None)
+    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, unused(Discovery))
     servicer.leader = term.leader()
     await term.submissions.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
     request = scheduler_pb2.LeaseRolloutsRequest(runner_id="r", max_rollouts=1)
@@ -51,7 +53,7 @@ async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
 
 
 async def test_pause_of_the_scheduler_ends_no_claim(term: TermActors, clock: Clock) -> None:
-    """While it was stopped nobody could renew: claims last for as much longer, and no more."""
+    """While its process was stopped no runner could renew: claims last longer by that time."""
     await term.submissions.ask(m.Submit(tasks={"a": make_task("a")}), timeout_s=ASK_S)
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from unittest.mock import AsyncMock
+
 from prometheus_client import REGISTRY
 
+from forge.runtime.coordination import Coordinator, Leadership
 from forge.v1 import scheduler_pb2
 from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.leadership.term import Term
+from services.scheduler.pool_shards import PoolShards
+from tests.support.runtime.unused import unused
 
 
-class Leadership:
-    """What a term gives up at its end."""
+class Resigned(Leadership):
+    """The leadership of a term that ends."""
 
-    alive = False
-    fence = 1
+    def __init__(self) -> None:
+        self.fence = 1
+
+    @property
+    def alive(self) -> bool:
+        return False
 
     async def resign(self) -> None: ...
 
 
 def shown(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(f"forge_scheduler_{name}", labels)
+    found: float | None = REGISTRY.get_sample_value(f"forge_scheduler_{name}", labels)
+    return found
 
 
-async def test_instance_that_leads_no_more_shows_no_queue() -> None:
-    """Else a sum over instances would add its last counts to those of the next leader."""
+async def test_deposed_leader_shows_no_queue_metrics() -> None:
+    """A sum over instances would add its last counts to those of the next leader."""
     metrics.show(
         scheduler_pb2.GetSchedulerStatusResponse(
             accepted=5,
@@ -38,7 +49,15 @@ async def test_instance_that_leads_no_more_shows_no_queue() -> None:
     assert shown("groups", state="accepted") == 5
     assert shown("activity", state="paused") == 1
     assert shown("completed_rollouts", domain="code") == 7
-    await Term(SchedulerConfig(), None, Leadership(), None, None, awaiting=None).end()
+    leadership = Resigned()
+    await Term(
+        SchedulerConfig(),
+        unused(Coordinator),
+        leadership,
+        unused(PoolShards),
+        unused(ShardCopies),
+        awaiting=AsyncMock(),
+    ).end()
     assert shown("groups", state="accepted") == shown("head") == 0
     assert shown("activity", state="paused") == 0
     assert shown("completed_rollouts", domain="code") is None

@@ -8,11 +8,11 @@ import pytest
 
 from forge.core.errors import StaleFence, Unavailable
 from forge.core.queue.activity import Activity
-from forge.runtime.coordination import Versioned
+from forge.runtime.coordination import Coordinator, Versioned
 from services.scheduler.term_record import TERM_KEY, OwnRecord, TermRecord
 
 
-class OneKey:
+class OneKey(Coordinator):
     """etcd, as far as the record needs it; `between` happens once, before the next write."""
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class OneKey:
         return self.revision
 
 
-async def test_record_is_read_as_it_was_written() -> None:
-    """Every field, and the revision that the next change rests on."""
+async def test_term_record_is_read_back() -> None:
+    """Every field, and the revision of the next change."""
     etcd = OneKey()
     assert await TermRecord.read(etcd) == TermRecord()
     written = await TermRecord(
@@ -52,8 +52,8 @@ async def test_record_is_read_as_it_was_written() -> None:
     assert await TermRecord.read(etcd) == written
 
 
-async def test_record_of_an_earlier_release_is_understood() -> None:
-    """What it does not have is as it was then: nothing paused, nothing void."""
+async def test_term_record_of_an_earlier_release_is_read() -> None:
+    """Missing fields have their defaults: not paused, no void batches."""
     etcd = OneKey()
     etcd.value, etcd.revision = b'{"term": 1, "shards": ["s0"], "claims": false}', 5
     record = await TermRecord.read(etcd)
@@ -61,7 +61,7 @@ async def test_record_of_an_earlier_release_is_understood() -> None:
 
 
 async def test_changes_of_one_leader_do_not_undo_each_other() -> None:
-    """The keeper of shards wrote in between: the ledger's change comes on top of that."""
+    """Another change is written in between: this one is applied on top of it."""
     etcd = OneKey()
     record = await TermRecord(term=1, shards=frozenset({"s0"})).write(etcd)
     etcd.between = json.dumps({"term": 1, "shards": ["s0", "s1"], "claims": False}).encode()
@@ -70,8 +70,8 @@ async def test_changes_of_one_leader_do_not_undo_each_other() -> None:
     assert amended.revision == record.revision + 2
 
 
-async def test_deposed_leader_changes_nothing() -> None:
-    """Another term has begun, before or while this one writes."""
+async def test_deposed_leader_changes_no_term_record() -> None:
+    """Another term has begun, before or during the write."""
     etcd = OneKey()
     await TermRecord(term=1).write(etcd)
     etcd.between = json.dumps({"term": 2, "shards": [], "claims": True}).encode()
@@ -81,7 +81,7 @@ async def test_deposed_leader_changes_nothing() -> None:
 
 
 async def test_former_trainer_is_refused() -> None:
-    """The highest fence of a trainer stays on record: a lower one may not rewind."""
+    """The highest fence of a trainer is recorded: a lower one may not rewind."""
     etcd = OneKey()
     await TermRecord(term=1).write(etcd)
     record = OwnRecord(etcd, 1)

@@ -13,6 +13,7 @@ from forge.core.credit.advantages import (
     AdvantageRules,
     GroupAdvantages,
     GroupReturns,
+    Spread,
     batch_advantages,
 )
 from forge.core.credit.rewards import returns_to_go
@@ -51,26 +52,26 @@ def test_no_baseline_leaves_returns_as_they_are() -> None:
     assert of_group(GROUP, baseline="none").advantages == GROUP
 
 
-def test_returns_to_go_and_the_group_make_a_turns_advantage() -> None:
+def test_advantage_is_return_to_go_minus_the_group_mean() -> None:
     """Rewards (1, 0, 2) discounted by half: G = (1.5, 1, 2); the other rollout has 0.5."""
     returns = [returns_to_go([1.0, 0.0, 2.0], gamma=0.5), [0.5]]
     assert returns[0] == [1.5, 1.0, 2.0]
     assert of_group(returns).advantages == [[0.5, 0.0, 1.0], [-0.5]]
 
 
-def test_the_batch_mean_knows_no_groups() -> None:
-    """Totals 0, 2, 4, 6 have mean 3, whichever group they are in."""
+def test_batch_baseline_is_the_mean_over_all_groups() -> None:
+    """Totals 0, 2, 4, 6 have mean 3 for any division into groups."""
     groups = [("a", [0.0, 2.0]), ("b", [4.0, 6.0])]
     assert of_batch(groups, baseline="batch_mean") == [[-3.0, -1.0], [1.0, 3.0]]
 
 
-def test_the_spread_of_the_group_is_divided_by() -> None:
+def test_returns_are_divided_by_the_spread_of_their_group() -> None:
     """Totals 0 and 2 have mean 1 and standard deviation 1; 0 and 4 scale to the same."""
     for top in (2.0, 4.0):
         assert of_group([[0.0], [top]], spread="group").advantages == [[-1.0], [1.0]]
 
 
-def test_the_spread_of_the_batch_is_that_of_what_baselines_leave() -> None:
+def test_batch_spread_is_computed_from_centered_totals() -> None:
     """Centered totals -1, 1, -3, 3: standard deviation sqrt 5, for every group."""
     found = of_batch([("a", [0.0, 2.0]), ("b", [100.0, 106.0])], spread="batch")
     root = math.sqrt(5)
@@ -85,7 +86,7 @@ def test_reinforce_plus_plus_whitens_the_batch() -> None:
     )
 
 
-def test_a_domains_spread_is_its_own() -> None:
+def test_domain_spread_covers_the_groups_of_one_domain() -> None:
     """Two groups of `a` share sqrt 5; the one of `b` has 10."""
     found = of_batch([("a", [0.0, 2.0]), ("a", [0.0, 6.0]), ("b", [0.0, 20.0])], spread="domain")
     root = math.sqrt(5)
@@ -95,7 +96,7 @@ def test_a_domains_spread_is_its_own() -> None:
 
 
 def test_domain_weights_scale_their_domain_alone() -> None:
-    """A domain not named weighs 1; 0 leaves a domain's policy where it is."""
+    """A domain without a weight weighs 1; weight 0 leaves the policy of a domain unchanged."""
     found = of_batch(
         [("a", [0.0, 2.0]), ("b", [0.0, 2.0]), ("c", [0.0, 2.0])],
         domain_weights={"a": 0.5, "c": 0.0},
@@ -105,7 +106,7 @@ def test_domain_weights_scale_their_domain_alone() -> None:
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 @pytest.mark.parametrize("spread", ["none", "group", "batch", "domain"])
-def test_an_all_equal_group_is_flat_and_teaches_nothing(baseline: str, spread: str) -> None:
+def test_flat_group_has_zero_advantages(baseline: str, spread: str) -> None:
     """Equal rewards give zero advantage, without a division by zero."""
     result = of_group([[0.1]] * 3, baseline=baseline, spread=spread)
     assert result.flat
@@ -113,7 +114,7 @@ def test_an_all_equal_group_is_flat_and_teaches_nothing(baseline: str, spread: s
 
 
 @pytest.mark.parametrize("spread", ["group", "batch", "domain"])
-def test_a_spread_below_the_floor_is_taken_as_the_floor(spread: str) -> None:
+def test_spread_below_the_floor_is_replaced_by_the_floor(spread: str) -> None:
     """Totals 0 and 0.002 have a spread of 0.001; over a floor of 0.01 they are a tenth from 0."""
     returns = [[0.0], [0.002]]
     small = of_group(returns, spread=spread, spread_floor=0.01)
@@ -124,8 +125,9 @@ def test_a_spread_below_the_floor_is_taken_as_the_floor(spread: str) -> None:
 
 
 @pytest.mark.parametrize("spread", ["none", "group", "batch", "domain"])
-def test_speed_is_added_after_the_spread(spread: str) -> None:
-    """It changes neither baseline nor spread nor flatness, and has the domain's weight."""
+def test_speed_reward_is_added_after_division_by_the_spread(spread: Spread) -> None:
+    """The speed reward changes neither baseline nor spread nor flatness, and is scaled by the
+    domain's weight."""
     for returns in ([[1.0], [1.0]], [[0.0], [4.0]]):
         rules = AdvantageRules(spread=spread, domain_weights={"a": 2.0})
         groups = [
@@ -139,14 +141,14 @@ def test_speed_is_added_after_the_spread(spread: str) -> None:
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
-def test_a_rollout_without_others_is_its_own_baseline(baseline: str) -> None:
-    """A group of one has nothing to compare with, so it moves nothing."""
+def test_single_rollout_is_its_own_baseline(baseline: str) -> None:
+    """A group of one rollout has an advantage of zero."""
     assert of_group([[3.0]], baseline=baseline).advantages == [[0.0]]
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "batch_mean"])
-def test_a_rollout_without_turns_takes_no_part(baseline: str) -> None:
-    """It neither has advantages nor shifts the baseline."""
+def test_rollout_without_turns_is_left_out(baseline: str) -> None:
+    """It has no advantages and does not shift the baseline."""
     assert of_group([[], [1.0], [3.0]], baseline=baseline).advantages == [[], [-1.0], [1.0]]
     assert of_group([[]], baseline=baseline, spread="batch").advantages == [[]]
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,8 @@ class World:
     """A queue in which each `one_in`-th task is slow, runners enough for all that may start, and a
     trainer that takes every batch there is."""
 
-    def __init__(self, fast: Kind, slow: Kind, *, one_in: int, groups: int, **settings: object):
-        defaults: dict[str, object] = {
+    def __init__(self, fast: Kind, slow: Kind, *, one_in: int, groups: int, **settings: Any):
+        defaults: dict[str, Any] = {
             "concurrency": 256,
             "mode": Mode.ADAPTIVE,
             "batch_groups": BATCH,
@@ -120,7 +121,7 @@ A_FIFTH_SLOWER = (9.0, 11.0)
 @pytest.mark.parametrize("one_in", [2, 4])
 @pytest.mark.parametrize("max_shift_kl", [0.0, 0.05])
 def test_each_batch_has_the_mix_of_the_queue(
-    took_s: tuple[float, float], trait: dict[str, object], one_in: int, max_shift_kl: float
+    took_s: tuple[float, float], trait: dict[str, Any], one_in: int, max_shift_kl: float
 ) -> None:
     """Of two domains, or difficulties, of different speed: every batch is within the bound, unless
     the next groups of the queue, but for one, are complete; and in the end each has the share."""
@@ -137,7 +138,7 @@ def test_each_batch_has_the_mix_of_the_queue(
 @pytest.mark.parametrize(
     ("max_shift_kl", "fewest"), [(0.0, 8), (0.05, 5), (0.1, 4), (0.2, 3), (0.3, 2), (0.5, 1)]
 )
-def test_larger_bound_lets_batches_go_out_with_fewer_slow_ones(
+def test_larger_shift_bound_allows_batches_with_fewer_slow_groups(
     max_shift_kl: float, fewest: int
 ) -> None:
     """Of 16 groups 8 should be slow; the more shift is allowed, the fewer a batch waits for after a
@@ -148,7 +149,7 @@ def test_larger_bound_lets_batches_go_out_with_fewer_slow_ones(
     assert min((batch.slow for batch in batches if batch.overtaken > 1), default=8) == fewest
 
 
-def test_groups_left_behind_bound_how_many_batches_go_without_them() -> None:
+def test_skipped_groups_bound_the_batches_that_skip_them() -> None:
     """Two batches of the start may do with 3 slow groups of 8, but not a third in a row: what the
     first two leave behind would make a batch of too many."""
     fast, slow = Kind(took_s=9.0), Kind(took_s=11.0, domain="b")
@@ -156,9 +157,9 @@ def test_groups_left_behind_bound_how_many_batches_go_without_them() -> None:
     assert [batch.slow for batch in batches[1:4]] == [3, 3, 8]
 
 
-def test_no_bound_on_shift_waits_for_no_slow_group_that_is_in_time() -> None:
-    """Of the first 8 batches, the fast halves make four, and nobody waits to know the queue; the
-    slow ones come all together when they are due."""
+def test_batches_without_a_shift_bound_do_not_wait_for_slow_groups() -> None:
+    """Of the first 8 batches, the fast halves make four, without a wait to know the queue; the slow
+    groups are taken together when they are due."""
     fast, slow = Kind(took_s=1.0), Kind(took_s=9.0)
     batches = World(fast, slow, one_in=2, groups=400, max_shift_kl=math.inf).play()
     assert [batch.slow for batch in batches[:9]] == [0, 0, 0, 0, 16, 16, 16, 16, 8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,13 +35,13 @@ def train(deadlines: Deadlines, *groups: Group) -> None:
     deadlines.trained(groups)
 
 
-def look(deadlines: Deadlines, size: int = 2, **changed: object) -> tuple[list[int], bool]:
-    asked: dict[str, object] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
+def look(deadlines: Deadlines, size: int = 2, **changed: Any) -> tuple[list[int], bool]:
+    asked: dict[str, Any] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
     due = deadlines.due(size, **(asked | changed))
     return [group.spec.index for group in due.groups], due.lacking
 
 
-def test_group_is_due_in_the_last_step_that_is_in_time() -> None:
+def test_group_is_due_in_the_last_step_within_the_bound() -> None:
     """Started after step 0 with a bound of 3: the third batch must hold it."""
     deadlines = Deadlines(3, history=1000)
     make_started(deadlines, 0, complete=True)
@@ -51,7 +53,7 @@ def test_group_is_due_in_the_last_step_that_is_in_time() -> None:
     assert look(deadlines) == ([0], False)
 
 
-def test_more_than_fit_into_the_last_batch_are_due_before() -> None:
+def test_groups_beyond_the_last_batch_are_due_one_batch_earlier() -> None:
     """Five groups with two steps left, two to a batch: one cannot be in time in any order, and
     the batch before the last must be full of them."""
     deadlines = Deadlines(2, history=1000)
@@ -65,8 +67,9 @@ def test_more_than_fit_into_the_last_batch_are_due_before() -> None:
     assert not due.lacking
 
 
-def test_batch_that_is_due_and_not_complete_is_waited_for() -> None:
-    """Four of four are due and three complete: these are in it, and nothing is chosen."""
+def test_batch_waits_for_due_groups_that_are_incomplete() -> None:
+    """Four of four are due and three complete: the batch holds these, and no other group is
+    chosen."""
     deadlines = Deadlines(1, history=1000)
     make_started(deadlines, 0, 1, 2, complete=True)
     make_started(deadlines, 3)
@@ -75,8 +78,8 @@ def test_batch_that_is_due_and_not_complete_is_waited_for() -> None:
     assert (due.among, due.lacking) == ([], True)
 
 
-def test_batch_waits_for_what_is_due_and_runs() -> None:
-    """A running group is lacking, unless its pool shard is away or it is beyond the window."""
+def test_batch_waits_for_due_groups_that_run() -> None:
+    """Unless the pool shard is unreachable or the group is beyond the window."""
     deadlines = Deadlines(1, history=1000)
     make_started(deadlines, 7)
     assert look(deadlines) == ([], True)
@@ -84,8 +87,8 @@ def test_batch_waits_for_what_is_due_and_runs() -> None:
     assert look(deadlines, edge=7) == ([], False)
 
 
-def test_one_in_a_thousand_may_be_late() -> None:
-    """Nobody waits for the first hung group of a thousand trained ones; for the second, they do."""
+def test_one_trained_group_in_a_thousand_may_be_late() -> None:
+    """The first hung group of a thousand delays no batch; the second one does."""
     deadlines = Deadlines(1, history=1000)
     for index in range(999):
         train(deadlines, *make_started(deadlines, index))
@@ -101,7 +104,7 @@ def test_one_in_a_thousand_may_be_late() -> None:
 
 
 def test_group_of_another_leader_is_due_at_once() -> None:
-    """Nobody remembers its start; its staleness is not counted."""
+    """Its start is unknown, so its staleness is not counted."""
     deadlines = Deadlines(5, history=1000)
     group = make_group(3)
     group.phase = Phase.COMPLETE
@@ -112,15 +115,15 @@ def test_group_of_another_leader_is_due_at_once() -> None:
     assert deadlines.staleness_p99 == 0
 
 
-def test_what_a_fifo_would_have_trained_on_is_left_behind() -> None:
+def test_groups_a_fifo_would_have_trained_count_as_left_behind() -> None:
     """Groups 0 to 3 are of the first two batches: of them, those in no batch are behind the second
     one, the oldest first, and no more than a batch of them."""
     deadlines = Deadlines(100, history=1000)
     left = make_started(deadlines, *range(4))
     ahead = make_started(deadlines, *range(4, 12), complete=True)
 
-    def behind(*picked: int, **changed: object) -> list[int]:
-        asked: dict[str, object] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
+    def behind(*picked: int, **changed: Any) -> list[int]:
+        asked: dict[str, Any] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
         found = deadlines.left_behind(2, picked, **(asked | changed))
         return [group.spec.index for group in found]
 
@@ -135,11 +138,11 @@ def test_what_a_fifo_would_have_trained_on_is_left_behind() -> None:
     assert behind(6, 7, batched=1) == [1, 2]
 
 
-def test_batch_of_a_fifo_overtakes_nothing() -> None:
+def test_fifo_batch_overtakes_no_group() -> None:
     """Of the oldest groups in no batch, those that run count, up to the complete ones it needs."""
     deadlines = Deadlines(100, history=1000)
     groups = make_started(deadlines, 0, 1, 2, 3, 4, complete=True)
-    visible: dict[str, object] = {"edge": EVERYTHING, "away": frozenset()}
+    visible: dict[str, Any] = {"edge": EVERYTHING, "away": frozenset()}
     groups[2].phase = Phase.RUNNING
     assert deadlines.overtaken(2, **visible) == 0
     assert deadlines.overtaken(3, **visible) == 1
@@ -157,12 +160,11 @@ def test_batch_of_a_fifo_overtakes_nothing() -> None:
     concurrency=st.integers(1, 24),
     order=st.lists(st.floats(0, 1, exclude_max=True), min_size=60, max_size=250),
 )
-def test_no_order_of_completion_breaks_the_bound(
+def test_staleness_bound_holds_for_every_order_of_completion(
     batch: int, bound: int, concurrency: int, order: list[float]
 ) -> None:
-    """Whichever group completes next, with full batches none is ever staler than the bound, none
-    beyond the edge is handed out, the window never takes back what it announced, and a batch that
-    a FIFO would give out is not kept waiting."""
+    """With full batches no group is staler than the bound, none beyond the edge is leased, the
+    window keeps its announced groups, and a batch that a FIFO would return is not delayed."""
     rules = QueueSettings(
         concurrency=concurrency, mode=Mode.ADAPTIVE, batch_groups=batch, max_staleness_p99=bound
     )

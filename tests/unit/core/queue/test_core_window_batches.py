@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.errors import FailedPrecondition, NotFound
@@ -11,9 +13,9 @@ from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Pha
 from forge.core.trajectory import TaskId
 
 
-def make_queue(domains: str, *, term: int = 0, **settings: object) -> GenerationQueue:
+def make_queue(domains: str, *, term: int = 0, **settings: Any) -> GenerationQueue:
     """One queued group per letter, of the domain the letter names: task `<letter><index>`."""
-    defaults: dict[str, object] = {
+    defaults: dict[str, Any] = {
         "concurrency": 64,
         "window": 4,
         "admission": Admission.RUNNING,
@@ -60,14 +62,14 @@ def train(queue: GenerationQueue, size: int, *, step: int, now_s: float = 0.0) -
     return batch.batch_id
 
 
-def test_any_complete_group_in_the_window_is_taken_at_once() -> None:
-    """Strict order is for generation: in the window, the hung head holds up nobody."""
+def test_complete_groups_in_the_window_are_taken_at_once() -> None:
+    """Strict order is for generation: a hung head delays no group in the window."""
     queue = make_queue("aaaa")
     complete(queue, "a2", "a3")
     assert take(queue, 2) == ("a2", "a3")
 
 
-def test_group_at_the_far_edge_is_forbidden_even_when_complete() -> None:
+def test_complete_group_at_the_window_edge_is_not_taken() -> None:
     """The window is half-open: H+W is outside."""
     queue = make_queue("aaaaaa", window=4)
     complete(queue, "a1", "a4", "a5")
@@ -77,7 +79,7 @@ def test_group_at_the_far_edge_is_forbidden_even_when_complete() -> None:
     assert (status.complete_in_window, status.complete_outside_window) == (0, 2)
 
 
-def test_head_moves_only_when_its_own_group_is_consumed() -> None:
+def test_head_moves_only_when_its_group_is_consumed() -> None:
     """Groups after the head may be trained; the window waits for the head."""
     queue = make_queue("aaaaaa", window=2)
     complete(queue, "a1", "a2")
@@ -90,8 +92,8 @@ def test_head_moves_only_when_its_own_group_is_consumed() -> None:
     assert take(queue, 1) == ("a2",)
 
 
-def test_trainer_that_asks_again_gets_the_batch_it_holds() -> None:
-    """An answer that got lost costs nothing."""
+def test_repeated_lease_request_returns_the_held_batch() -> None:
+    """A lost response costs nothing."""
     queue = make_queue("aaaa")
     complete(queue, "a0", "a1", "a2", "a3")
     assert take(queue, 2) == take(queue, 4) == ("a0", "a1")
@@ -105,8 +107,8 @@ def test_domains_fill_their_quotas() -> None:
     assert take(queue, 4) == ("a0", "a1", "b4", "b5")
 
 
-def test_domain_that_is_short_waits_for_its_own_groups_in_the_window() -> None:
-    """As long as one of them may still complete, its part is kept for it."""
+def test_quota_is_reserved_while_groups_of_its_domain_are_in_the_window() -> None:
+    """As long as one of them may complete, its part of the batch stays reserved."""
     queue = make_queue("aaab", domain_shares={"a": 0.5, "b": 0.5})
     complete(queue, "a0", "a1", "a2")
     assert take(queue, 2) == ()
@@ -114,22 +116,22 @@ def test_domain_that_is_short_waits_for_its_own_groups_in_the_window() -> None:
     assert take(queue, 2) == ("a0", "b3")
 
 
-def test_others_fill_the_part_of_a_domain_with_nothing_in_the_window() -> None:
-    """Shares never block when waiting could bring nothing better."""
+def test_quota_of_a_domain_without_groups_in_the_window_is_given_to_others() -> None:
+    """Shares never block where waiting cannot help."""
     queue = make_queue("aaaaaab", window=4, domain_shares={"a": 0.5, "b": 0.5})
     complete(queue, "a0", "a1", "b6")
     assert take(queue, 2) == ("a0", "a1")
 
 
-def test_domain_without_a_share_is_trained_when_the_window_is_full_of_it() -> None:
-    """It never blocks the queue: in the end it fills the batch."""
+def test_domain_without_a_share_is_trained_when_it_fills_the_window() -> None:
+    """It never blocks the queue: it fills the batch in the end."""
     queue = make_queue("zzzz", domain_shares={"a": 1.0})
     complete(queue, "z0", "z1", "z2", "z3")
     assert take(queue, 2) == ("z0", "z1")
 
 
 def test_batch_waits_until_it_is_full() -> None:
-    """While a group in the window may still complete, a batch is not sent out short."""
+    """While a group in the window may complete, no short batch is returned."""
     queue = make_queue("aaaa")
     complete(queue, "a0", "a1", "a2")
     assert take(queue, 4) == ()
@@ -137,15 +139,15 @@ def test_batch_waits_until_it_is_full() -> None:
     assert take(queue, 4) == ("a0", "a1", "a2", "a3")
 
 
-def test_batch_larger_than_the_window_of_a_fifo_goes_out_short() -> None:
-    """It is chosen whole: waiting for more would be forever."""
+def test_fifo_batch_larger_than_the_window_is_short() -> None:
+    """It is chosen at once: a full one would never exist."""
     queue = make_queue("aaaaaa", mode=Mode.FIFO, batch_groups=2)
     complete(queue, "a0", "a1", "a2", "a3", "a4", "a5")
     assert take(queue, 8) == ("a0", "a1")
 
 
-def test_batch_larger_than_admission_allows_goes_out_short() -> None:
-    """With N below W, groups that may not start are not waited for."""
+def test_batch_larger_than_admission_is_short() -> None:
+    """With N below W, no batch waits for groups that may not start."""
     queue = make_queue(
         "aaaaaa", mode=Mode.FIFO, batch_groups=6, concurrency=2, admission=Admission.WINDOW
     )
@@ -153,16 +155,16 @@ def test_batch_larger_than_admission_allows_goes_out_short() -> None:
     assert take(queue, 4) == ("a0", "a1")
 
 
-def test_last_batch_of_a_queue_goes_out_short_after_a_while() -> None:
-    """What may be followed by more is waited for; a queue at its end is not."""
+def test_last_batch_of_a_queue_is_short_after_a_wait() -> None:
+    """A batch waits for more submissions, but not for ever."""
     queue = make_queue("aaa", short_batch_after_s=5.0)
     complete(queue, "a0", "a1", "a2")
     assert take(queue, 4, now_s=4.9) == ()
     assert take(queue, 4, now_s=5.0) == ("a0", "a1", "a2")
 
 
-def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> None:
-    """The batches of the other shards go on."""
+def test_groups_of_an_unreachable_shard_delay_no_batch() -> None:
+    """They are not taken, and batches of the other shards are."""
     queue = make_queue("")
     for index, shard in enumerate(("s0", "s1", "s0", "s1")):
         queue.add_group(make_group("a", index, shard=shard), now_s=0.0)
@@ -173,8 +175,8 @@ def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> No
     assert take(queue, 1, trainer="other") == ("a1",)
 
 
-def test_a_smaller_batch_is_taken_while_a_shard_is_away() -> None:
-    """More groups are assigned to the open batch than it now needs."""
+def test_smaller_batch_is_taken_while_a_shard_is_unreachable() -> None:
+    """More groups are assigned to the open batch than it needs."""
     queue = make_queue("")
     for index, shard in enumerate(("s0", "s0", "s0", "s1", "s0", "s0")):
         queue.add_group(make_group("a", index, shard=shard), now_s=0.0)
@@ -185,8 +187,8 @@ def test_a_smaller_batch_is_taken_while_a_shard_is_away() -> None:
     assert take(queue, 1) == ("a0",)
 
 
-def test_late_batch_goes_back_and_keeps_its_place() -> None:
-    """A trainer that died gives its groups back by itself."""
+def test_batch_of_an_expired_lease_returns_to_its_place() -> None:
+    """The groups of a dead trainer become visible again by themselves."""
     queue = make_queue("aa", batch_lease_s=30.0)
     complete(queue, "a0", "a1")
     batch = queue.take_batch(trainer_id="t", max_groups=2, now_s=0.0)
@@ -201,7 +203,7 @@ def test_late_batch_goes_back_and_keeps_its_place() -> None:
 
 
 def test_commit_is_idempotent_and_bound_to_its_step() -> None:
-    """The same commit again is nothing; the same batch under another step is a mistake."""
+    """A repeated commit changes nothing; the same batch under another step is an error."""
     queue = make_queue("a")
     complete(queue, "a0")
     batch_id = train(queue, 1, step=7, now_s=9.0)
@@ -222,8 +224,8 @@ def test_batch_of_an_earlier_leader_is_committed_by_its_groups() -> None:
     assert queue.ledger.totals().trained == 2
 
 
-def test_batch_of_an_earlier_term_is_kept_from_others_while_its_trainer_works() -> None:
-    """A new leader hears what is being trained on before it grants anything: no step is lost."""
+def test_batch_of_an_earlier_term_stays_with_its_trainer() -> None:
+    """A new leader learns the open batches before it leases any: no step is lost."""
     queue = make_queue("aa", term=1)
     for task_id in ("a0", "a1"):
         queue.rollouts.complete(f"{task_id}:0:0")
@@ -233,8 +235,8 @@ def test_batch_of_an_earlier_term_is_kept_from_others_while_its_trainer_works() 
     assert queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0",), now_s=9.0) == ("a0",)
 
 
-def test_batch_that_went_back_is_not_adopted() -> None:
-    """A claim that another has taken over by now is left to fail at its commit."""
+def test_returned_batch_is_not_adopted() -> None:
+    """A claim on groups of another batch fails at its commit."""
     queue = make_queue("a", term=1)
     queue.rollouts.complete("a0:0:0")
     assert take(queue, 1, trainer="other", now_s=9.0) == ("a0",)
@@ -242,7 +244,7 @@ def test_batch_that_went_back_is_not_adopted() -> None:
     assert queue.batches.get("batch-0-0") is None
 
 
-def test_half_stored_commit_is_completed() -> None:
+def test_partly_stored_commit_is_completed() -> None:
     """One shard stored its part, the other did not, and then the leader died."""
     queue = make_queue("", term=1)
     stored, lost = make_group("a", 0), make_group("a", 1)
@@ -256,8 +258,8 @@ def test_half_stored_commit_is_completed() -> None:
     assert prepared == ("a1",)
 
 
-def test_batch_whose_groups_went_to_another_cannot_be_committed() -> None:
-    """The late trainer is told to discard its step: the groups are trained once."""
+def test_batch_is_refused_after_its_groups_went_to_another() -> None:
+    """The late trainer must discard its step: the groups are trained once."""
     queue = make_queue("a", batch_lease_s=10.0)
     complete(queue, "a0")
     late = queue.take_batch(trainer_id="late", max_groups=1, now_s=5.0)
@@ -268,8 +270,8 @@ def test_batch_whose_groups_went_to_another_cannot_be_committed() -> None:
         queue.batches.prepare_commit(late.batch_id, step=1, task_ids=("a0",), now_s=15.0)
 
 
-def test_group_held_again_and_released_is_taken_once() -> None:
-    """However often a group comes back, it is in one batch at a time."""
+def test_group_held_twice_and_released_is_taken_once() -> None:
+    """A returned group is in one batch at a time."""
     queue = make_queue("aa", term=1)
     for task_id in ("a0", "a1"):
         queue.rollouts.complete(f"{task_id}:0:0")
@@ -279,8 +281,8 @@ def test_group_held_again_and_released_is_taken_once() -> None:
     assert take(queue, 2, now_s=9.0) == ("a0", "a1")
 
 
-def test_release_with_a_reason_gives_the_groups_up() -> None:
-    """What cannot be trained on counts as consumed, with the reason kept."""
+def test_release_with_a_reason_tombstones_the_groups() -> None:
+    """Groups that cannot be trained count as consumed, with the reason."""
     queue = make_queue("aa")
     complete(queue, "a0", "a1")
     batch = queue.take_batch(trainer_id="t", max_groups=1, now_s=0.0)
@@ -292,8 +294,8 @@ def test_release_with_a_reason_gives_the_groups_up() -> None:
     assert queue.window.head == 1
 
 
-def test_group_that_is_named_twice_is_held_once() -> None:
-    """A careless client cannot break the balance of the counts."""
+def test_group_named_twice_is_held_once() -> None:
+    """A careless client cannot break the counts."""
     queue = make_queue("ab", term=1)
     complete_again(queue, "a0", "b1")
     queue.batches.adopt("batch-0-0", ("a0", "a0"), now_s=5.0)
@@ -307,8 +309,8 @@ def test_group_that_is_named_twice_is_held_once() -> None:
 
 
 @pytest.mark.parametrize("batch_id", ["batch-1-0", "batch-1-7", "batch-2-0"])
-def test_batch_nobody_was_given_cannot_be_held(batch_id: str) -> None:
-    """Its name would be given to another batch one day, and its groups would be lost."""
+def test_batch_never_leased_cannot_be_held(batch_id: str) -> None:
+    """Its name will belong to another batch, whose groups would be lost."""
     queue = make_queue("a", term=1)
     complete_again(queue, "a0")
     queue.batches.adopt(batch_id, ("a0",), now_s=5.0)
@@ -331,7 +333,7 @@ def test_rewind_makes_later_steps_visible_again() -> None:
     assert take(queue, 2) == ("a1", "a2")
 
 
-def test_rewind_takes_open_batches_back_for_good() -> None:
+def test_rewind_ends_open_batches() -> None:
     """The step of a trainer that was replaced is in no surviving checkpoint."""
     queue = make_queue("a")
     complete(queue, "a0")
@@ -344,7 +346,7 @@ def test_rewind_takes_open_batches_back_for_good() -> None:
     assert take(queue, 1, now_s=5.0) == ("a0",)
 
 
-def test_rewind_takes_back_what_a_commit_stored_in_part() -> None:
+def test_rewind_undoes_a_partly_stored_commit() -> None:
     """One shard stored its part, the other did not, and the trainer died: neither is trained on."""
     queue = make_queue("ab")
     complete(queue, "a0", "b1")
@@ -357,8 +359,8 @@ def test_rewind_takes_back_what_a_commit_stored_in_part() -> None:
     assert queue.batches.prepare_rewind(1) == ()
 
 
-def test_missing_index_does_not_hold_the_head() -> None:
-    """A submission that failed leaves a hole; there is nothing to wait for."""
+def test_missing_queue_index_does_not_hold_the_head() -> None:
+    """A failed submission leaves a gap; no group will fill it."""
     queue = make_queue("a")
     queue.add_group(make_group("a", 2), now_s=0.0)
     complete(queue, "a0")
@@ -368,8 +370,8 @@ def test_missing_index_does_not_hold_the_head() -> None:
     assert queue.window.head == 1
 
 
-def test_long_queue_costs_nothing_to_take_from() -> None:
-    """Leasing, completing and taking look at the front, however long the queue is."""
+def test_cost_of_take_does_not_grow_with_the_queue() -> None:
+    """Leasing, completing and taking read the front of the queue only."""
     queue = make_queue("a" * 20_000, window=32)
     touched = 0
     group_of = queue.window._groups
@@ -378,7 +380,8 @@ def test_long_queue_costs_nothing_to_take_from() -> None:
         def __getitem__(self, key: int) -> Group:
             nonlocal touched
             touched += 1
-            return super().__getitem__(key)
+            found: Group = super().__getitem__(key)
+            return found
 
     queue.window._groups = Counting(group_of)
     for step in range(1, 11):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.queue.admission import PartialGroups, QueueSettings
@@ -13,8 +15,8 @@ from forge.core.trajectory import TaskId
 INFRASTRUCTURE = FailureKind.INFRASTRUCTURE
 
 
-def make_queue(*, term: int = 0, **settings: object) -> GenerationQueue:
-    defaults: dict[str, object] = {
+def make_queue(*, term: int = 0, **settings: Any) -> GenerationQueue:
+    defaults: dict[str, Any] = {
         "concurrency": 4,
         "window": 8,
         "rollout_lease_s": 10.0,
@@ -51,8 +53,8 @@ def expire(queue: GenerationQueue, now_s: float) -> list[str]:
     return [each for each in expired if queue.rollouts.lapse(each, now_s=now_s)]
 
 
-def test_restarted_runners_tombstone_no_half_sealed_group() -> None:
-    """A runner that dies again and again costs its rollouts nothing but time."""
+def test_runner_restarts_tombstone_no_group() -> None:
+    """A runner that dies repeatedly costs its rollouts only time."""
     queue = make_queue()
     group = add(queue, "a", 0, size=8)
     *sealed, _ = lease(queue)
@@ -68,8 +70,8 @@ def test_restarted_runners_tombstone_no_half_sealed_group() -> None:
 
 
 @pytest.mark.parametrize("partial", PartialGroups)
-def test_reported_fault_of_the_infrastructure_counts_for_nothing(partial: PartialGroups) -> None:
-    """Whatever `partial_groups` says of failures, it says of the task's own."""
+def test_infrastructure_failures_use_up_no_attempt(partial: PartialGroups) -> None:
+    """`partial_groups` applies to the task's own failures only."""
     queue = make_queue(partial_groups=partial)
     group = add(queue, "a", 0)
     now_s = 0.0
@@ -80,8 +82,8 @@ def test_reported_fault_of_the_infrastructure_counts_for_nothing(partial: Partia
     assert group.phase is Phase.RUNNING
 
 
-def test_failures_of_the_task_count_between_faults() -> None:
-    """Two failures of its own end a task with two attempts, whatever came between."""
+def test_task_failures_count_across_infrastructure_failures() -> None:
+    """Two failures of its own end a task with two attempts, with any failures between them."""
     queue = make_queue()
     group = add(queue, "a", 0)
     for kind in (INFRASTRUCTURE, FailureKind.TASK, INFRASTRUCTURE):
@@ -91,8 +93,8 @@ def test_failures_of_the_task_count_between_faults() -> None:
     assert (group.phase, group.reason) == (Phase.TOMBSTONED, "rollout 0: died")
 
 
-def test_back_off_grows_with_reported_faults() -> None:
-    """A cluster that refuses rollouts is not asked for the next one at once, again and again."""
+def test_back_off_grows_with_infrastructure_failures() -> None:
+    """A cluster that refuses rollouts is not asked again at once."""
     queue = make_queue(retry_backoff_s=1.0, max_backoff_s=60.0)
     add(queue, "a", 0)
     now_s = 0.0
@@ -102,8 +104,8 @@ def test_back_off_grows_with_reported_faults() -> None:
         now_s += pause_s
 
 
-def test_task_that_kills_its_runners_ends_while_others_succeed() -> None:
-    """A rollout lost `max_losses` times, while others were sealed, is the fault of its task."""
+def test_task_that_kills_its_runners_is_tombstoned() -> None:
+    """A rollout lost `max_losses` times, while others were sealed, fails because of its task."""
     queue = make_queue(max_losses=3)
     group = add(queue, "bomb", 0)
     now_s = 0.0
@@ -119,9 +121,9 @@ def test_task_that_kills_its_runners_ends_while_others_succeed() -> None:
 
 
 @pytest.mark.parametrize("word", ["renewal", "late renewal", "report"])
-def test_runner_that_is_often_late_blames_no_task(word: str) -> None:
-    """An overloaded host stops a runner again and again. The runner speaks of its claim in the end,
-    so the task did not end it, whether another runner has the rollout by now or not."""
+def test_late_runner_does_not_blame_its_task(word: str) -> None:
+    """An overloaded host delays a runner repeatedly. The runner renews its claim in the end, so the
+    task did not kill it, even if another runner has the rollout by now."""
     queue = make_queue(max_losses=3, rollout_timeout_s=1e6, concurrency=32, window=32)
     group = add(queue, "slow", 0)
     now_s = 0.0
@@ -144,8 +146,8 @@ def test_runner_that_is_often_late_blames_no_task(word: str) -> None:
     assert group.phase is Phase.RUNNING
 
 
-def test_losses_that_no_runner_speaks_of_are_counted_among_others() -> None:
-    """A word of one claim takes back the loss of that claim alone, and once."""
+def test_losses_without_a_late_renewal_are_counted() -> None:
+    """A renewal withdraws the loss of its own claim only, and once."""
     queue = make_queue(max_losses=2)
     group = add(queue, "bomb", 0)
     (first,) = lease(queue)
@@ -164,8 +166,8 @@ def test_losses_that_no_runner_speaks_of_are_counted_among_others() -> None:
     assert group.phase is Phase.TOMBSTONED
 
 
-def test_losses_in_an_outage_of_everything_count_for_nothing() -> None:
-    """Where nothing is sealed, nothing says that the task is to blame."""
+def test_losses_in_a_total_outage_do_not_count() -> None:
+    """If no rollout is sealed, the task is not to blame."""
     queue = make_queue(max_losses=1)
     group = add(queue, "a", 0)
     for turn in range(5):
@@ -174,8 +176,8 @@ def test_losses_in_an_outage_of_everything_count_for_nothing() -> None:
     assert group.phase is Phase.RUNNING
 
 
-def test_claim_renewed_while_the_pool_was_asked_is_kept() -> None:
-    """A runner that talks is alive, however late."""
+def test_claim_renewed_during_its_look_up_is_kept() -> None:
+    """A runner that renews is alive, however late."""
     queue = make_queue()
     add(queue, "a", 0)
     (trajectory_id,) = lease(queue)
@@ -186,8 +188,8 @@ def test_claim_renewed_while_the_pool_was_asked_is_kept() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 30.0])
-def test_late_renewal_takes_back_a_rollout_that_nobody_else_got(pause_s: float) -> None:
-    """Whether it waits for its back-off or for a runner."""
+def test_late_renewal_regains_an_unassigned_rollout(pause_s: float) -> None:
+    """Also while the rollout waits for its back-off or for a runner."""
     queue = make_queue(retry_backoff_s=30.0, max_losses=9)
     add(queue, "a", 0)
     (trajectory_id,) = lease(queue)
@@ -198,8 +200,8 @@ def test_late_renewal_takes_back_a_rollout_that_nobody_else_got(pause_s: float) 
     assert queue.rollouts.complete(trajectory_id)
 
 
-def test_late_renewal_takes_no_rollout_from_another_runner() -> None:
-    """The one that has it goes on; the late one is called off."""
+def test_late_renewal_does_not_regain_a_reassigned_rollout() -> None:
+    """The other runner keeps it; the late runner must stop."""
     queue = make_queue()
     add(queue, "a", 0)
     (late,) = lease(queue)
@@ -209,8 +211,8 @@ def test_late_renewal_takes_no_rollout_from_another_runner() -> None:
     assert queue.rollouts.renew(newer, now_s=11.0)
 
 
-def test_taken_back_claim_keeps_its_deadline() -> None:
-    """A rollout that never ends cannot live on by being late."""
+def test_regained_claim_keeps_its_deadline() -> None:
+    """Late renewals cannot extend a rollout without end."""
     queue = make_queue(rollout_timeout_s=25.0, retry_backoff_s=100.0)
     group = add(queue, "a", 0)
     (trajectory_id,) = lease(queue)
@@ -222,7 +224,7 @@ def test_taken_back_claim_keeps_its_deadline() -> None:
 
 
 def test_claims_of_a_slow_runner_last_longer() -> None:
-    """A runner whose renewals come late gets three times the pause between them; others do not."""
+    """A runner with late renewals gets three times the pause between them; others do not."""
     queue = make_queue(rollout_lease_s=10.0)
     add(queue, "a", 0)
     (slow,) = lease(queue, runner_id="slow")
@@ -236,7 +238,7 @@ def test_claims_of_a_slow_runner_last_longer() -> None:
 
 
 def test_slowness_of_a_runner_is_forgotten() -> None:
-    """Once its renewals have been in time for long, its claims end as soon as those of others."""
+    """After many renewals in time, its claims have the usual length again."""
     queue = make_queue(rollout_lease_s=10.0)
     add(queue, "a", 0)
     (trajectory_id,) = lease(queue)
@@ -246,8 +248,8 @@ def test_slowness_of_a_runner_is_forgotten() -> None:
     assert queue.expire(259.0) == (trajectory_id,)
 
 
-def test_abandoned_for_the_infrastructure_counts_under_the_next_leader_for_nothing() -> None:
-    """The reason on record says whose failure it was."""
+def test_next_leader_reads_an_abandoned_attempt_as_infrastructure_failure() -> None:
+    """The stored reason says whose failure it was."""
     queue = make_queue(term=1, max_attempts=1)
     spec = GroupSpec(task_id=TaskId("a"), index=0, domain="code", shard="s0", size=1)
     group = Group(spec)
@@ -258,8 +260,8 @@ def test_abandoned_for_the_infrastructure_counts_under_the_next_leader_for_nothi
     assert group.rollout(0).phase is RolloutPhase.LEASED
 
 
-def test_abandon_reason_tells_the_kind() -> None:
-    """What a runner writes into the pool is what the next leader reads."""
+def test_abandon_reason_gives_the_kind_of_failure() -> None:
+    """The next leader reads the reason that a runner wrote into the pool."""
     for kind in FailureKind:
         assert kind_of_abandoned(abandon_reason(kind, "no router is there")) is kind
     assert kind_of_abandoned("the rollout was stopped") is FailureKind.TASK

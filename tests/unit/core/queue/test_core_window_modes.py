@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.queue.activity import Activity
@@ -14,9 +16,9 @@ from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
 
 
-def make_queue(domains: str, **settings: object) -> GenerationQueue:
+def make_queue(domains: str, **settings: Any) -> GenerationQueue:
     """One queued group per letter, of the domain the letter names: task `<letter><index>`."""
-    defaults: dict[str, object] = {
+    defaults: dict[str, Any] = {
         "concurrency": 64,
         "admission": Admission.RUNNING,
         "short_batch_after_s": 5.0,
@@ -40,13 +42,20 @@ def complete(queue: GenerationQueue, *task_ids: str, now_s: float = 0.0) -> None
         assert queue.rollouts.complete(f"{task_id}:0:0", now_s=now_s)
 
 
+def commit_next(queue: GenerationQueue, size: int, *, now_s: float) -> None:
+    """Take the next batch and commit it as step 1."""
+    batch = queue.take_batch(trainer_id="t", max_groups=size, now_s=now_s)
+    assert batch is not None
+    queue.batches.commit(batch.batch_id, step=1)
+
+
 def take(queue: GenerationQueue, size: int, *, now_s: float = 0.0) -> tuple[str, ...]:
     batch = queue.take_batch(trainer_id="t", max_groups=size, now_s=now_s)
     return batch.task_ids if batch else ()
 
 
-def test_fifo_lets_nothing_overtake() -> None:
-    """A batch is the next groups of the queue, even when it asks for fewer than a full one."""
+def test_fifo_batch_is_the_next_groups_of_the_queue() -> None:
+    """Even if it is smaller than a full one."""
     queue = make_queue("aaaa", mode=Mode.FIFO, batch_groups=4)
     lease(queue)
     complete(queue, "a1", "a2")
@@ -55,8 +64,8 @@ def test_fifo_lets_nothing_overtake() -> None:
     assert take(queue, 2) == ("a0", "a1")
 
 
-def test_fifo_gives_out_the_end_of_the_queue_short() -> None:
-    """What is left when nothing follows is a batch."""
+def test_fifo_returns_a_short_batch_at_the_end_of_the_queue() -> None:
+    """The last groups are a batch if none follows."""
     queue = make_queue("aaa", mode=Mode.FIFO, batch_groups=4)
     lease(queue)
     complete(queue, "a0", "a1", "a2")
@@ -64,8 +73,8 @@ def test_fifo_gives_out_the_end_of_the_queue_short() -> None:
     assert take(queue, 4, now_s=6.0) == ("a0", "a1", "a2")
 
 
-def test_greedy_sees_every_group() -> None:
-    """The head holds up nobody, however far away."""
+def test_greedy_mode_sees_every_group() -> None:
+    """The head delays no group, however far behind it."""
     queue = make_queue("a" * 60, mode=Mode.GREEDY)
     lease(queue)
     complete(queue, "a58", "a59")
@@ -73,8 +82,8 @@ def test_greedy_sees_every_group() -> None:
     assert queue.window.width == 0
 
 
-def test_narrower_window_keeps_what_was_announced() -> None:
-    """The edge waits until the head has come close enough; it never moves back."""
+def test_narrowed_window_keeps_its_announced_groups() -> None:
+    """The edge waits until the head is close enough; it never moves back."""
     window = Window(size=4, shares=DomainShares({}))
     groups = []
     for index in range(8):
@@ -89,8 +98,8 @@ def test_narrower_window_keeps_what_was_announced() -> None:
     assert (window.head, window.edge, window.width) == (3, 5, 2)
 
 
-def test_pause_hands_out_nothing_and_takes_nothing_back() -> None:
-    """Claims and batches that are out go on; after a resume all is as it was."""
+def test_pause_leases_nothing_and_revokes_nothing() -> None:
+    """Leased rollouts and batches continue; a resume restores everything."""
     queue = make_queue("aaaa", mode=Mode.GREEDY)
     lease(queue, 3)
     complete(queue, "a0", "a1")
@@ -105,8 +114,8 @@ def test_pause_hands_out_nothing_and_takes_nothing_back() -> None:
     assert lease(queue) == ["a3"]
 
 
-def test_drain_ends_what_runs_and_starts_nothing() -> None:
-    """A retry still goes out, and the last batch goes out short at once."""
+def test_drain_completes_running_groups_and_starts_none() -> None:
+    """A retry is still leased, and the last batch is short at once."""
     queue = make_queue("aaaa", mode=Mode.GREEDY, retry_backoff_s=0.0)
     lease(queue, 2)
     queue.set_activity(Activity.DRAINING)
@@ -119,17 +128,17 @@ def test_drain_ends_what_runs_and_starts_nothing() -> None:
     assert take(queue, 4) == ("a0", "a1")
 
 
-def test_domain_at_its_limit_holds_up_no_other() -> None:
-    """It is passed over, and keeps its place."""
+def test_domain_at_its_limit_delays_no_other_domain() -> None:
+    """Its groups are passed over, and keep their places."""
     queue = make_queue("aaab", mode=Mode.GREEDY, domain_limits={"a": 1})
     assert lease(queue) == ["a0", "b3"]
     complete(queue, "a0")
     assert lease(queue) == ["a1"]
 
 
-def test_adaptive_starts_what_can_be_trained_on_in_time() -> None:
-    """S B groups are started and not trained on, whether they run, are complete or in a batch; a
-    group counts no more once it is trained on."""
+def test_adaptive_mode_starts_groups_that_can_be_trained_in_time() -> None:
+    """At most S B groups are started and untrained, whether they run, are complete or in a
+    batch."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.5)
     names = lease(queue)
     assert len(names) == 20, "five steps of four groups"
@@ -143,9 +152,9 @@ def test_adaptive_starts_what_can_be_trained_on_in_time() -> None:
     assert queue.window.width == 40
 
 
-def test_adaptive_keeps_half_a_batch_back_when_it_is_little_of_what_was_trained() -> None:
-    """After 50 steps since the queue was last empty. As many as fit into S batches with all that
-    is queued start all the same."""
+def test_adaptive_mode_keeps_half_a_batch_back_in_a_long_queue() -> None:
+    """After 50 steps since the queue was last empty. All queued groups start if they fit into S
+    batches."""
     queue = make_queue("a" * 240, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.0)
     adaptive = queue.selection
     assert isinstance(adaptive, Adaptive)
@@ -159,8 +168,9 @@ def test_adaptive_keeps_half_a_batch_back_when_it_is_little_of_what_was_trained(
         queue.batches.commit(batch.batch_id, step=step)
 
 
-def test_adaptive_chooses_half_of_a_batch_that_is_all_due() -> None:
-    """Two batches must hold all eight: the first has the oldest two, and slow ones as it should."""
+def test_adaptive_mode_chooses_half_of_a_due_batch() -> None:
+    """Two batches must hold all eight: the first has the oldest two, and its share of slow
+    groups."""
     queue = make_queue("a" * 8, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
     names = lease(queue)
     complete(queue, *names[:4], now_s=1.0)
@@ -168,8 +178,9 @@ def test_adaptive_chooses_half_of_a_batch_that_is_all_due() -> None:
     assert take(queue, 4, now_s=9.0) == ("a0", "a1", "a4", "a5")
 
 
-def test_adaptive_batch_that_is_all_due_takes_no_younger_group() -> None:
-    """The head was away and started late: it has time, which those that overtook it have not."""
+def test_adaptive_due_batch_takes_no_younger_group() -> None:
+    """The head was unreachable and started late: it has time, the groups that overtook it do
+    not."""
     queue = make_queue("", mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
     for index in range(16):
         shard = "s0" if index else "gone"
@@ -178,15 +189,15 @@ def test_adaptive_batch_that_is_all_due_takes_no_younger_group() -> None:
     queue.set_away(frozenset({"gone"}))
     complete(queue, *lease(queue))
     assert take(queue, 4) == ("a1", "a2", "a3", "a4")
-    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=4, now_s=0.0).batch_id, step=1)
+    commit_next(queue, 4, now_s=0.0)
     queue.set_away(frozenset())
     complete(queue, *lease(queue))
     assert queue.ledger.group("a0").phase is Phase.COMPLETE
     assert take(queue, 2) == ("a5", "a6")
 
 
-def test_adaptive_starts_a_whole_batch_whatever_the_bound() -> None:
-    """With a bound of one step it is generation and training in turns, and no halt."""
+def test_adaptive_mode_starts_a_whole_batch_under_any_bound() -> None:
+    """With a bound of one step, generation and training alternate without a halt."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=1.0)
     for _ in range(3):
         names = lease(queue)
@@ -194,13 +205,11 @@ def test_adaptive_starts_a_whole_batch_whatever_the_bound() -> None:
         complete(queue, *names)
         assert take(queue, 8) == tuple(names)
         assert lease(queue) == []
-        queue.batches.commit(
-            queue.take_batch(trainer_id="t", max_groups=8, now_s=0.0).batch_id, step=1
-        )
+        commit_next(queue, 8, now_s=0.0)
 
 
-def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
-    """What is complete first after a start is short: it is no batch before slow ones have ended."""
+def test_adaptive_batch_after_a_start_waits_for_slow_groups() -> None:
+    """The groups that complete first are short: no batch is taken before slow ones have ended."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=20.0)
     names = lease(queue, 32)
     short, slow = names[1::2], names[0::2]
@@ -211,20 +220,20 @@ def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
 
 
 def test_adaptive_batch_waits_no_longer_than_a_fifo() -> None:
-    """After a change of tasks no batch is like the queue as it was: the next groups go out."""
+    """After a change of tasks no batch has the earlier mix: the next groups are taken."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=20.0)
     names = lease(queue)
     complete(queue, *names[:8], now_s=1.0)
     assert take(queue, 8, now_s=1.0) == tuple(names[:8])
-    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=8, now_s=1.0).batch_id, step=1)
+    commit_next(queue, 8, now_s=1.0)
     complete(queue, *names[10:20], now_s=50.0)
     assert take(queue, 8, now_s=50.0) == ()
     complete(queue, names[9], now_s=50.0)
     assert take(queue, 8, now_s=50.0) == tuple(names[9:17]), "it may leave one behind that hangs"
 
 
-def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
-    """A trainer that takes fewer groups than configured is shown fewer beyond the head."""
+def test_adaptive_window_follows_the_size_of_the_last_batch() -> None:
+    """A trainer that takes fewer groups than configured sees fewer beyond the head."""
     queue = make_queue("a" * 32, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
     assert queue.window.edge == 16
     complete(queue, *lease(queue))
@@ -234,8 +243,8 @@ def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
     assert (queue.window.head, queue.window.edge) == (1, 16)
 
 
-def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
-    """What may not start does not complete, however long others run: the batch goes out short."""
+def test_batch_does_not_wait_for_groups_behind_evaluations() -> None:
+    """A group that may not start does not complete: the batch is short."""
     queue = make_queue(
         "aaaa", mode=Mode.FIFO, batch_groups=4, concurrency=3, admission=Admission.WINDOW
     )
@@ -247,8 +256,8 @@ def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
 
 
 @pytest.mark.parametrize("held", [{"concurrency": 2}, {"domain_limits": {"a": 2}}])
-def test_evaluation_that_has_all_places_is_waited_for(held: dict[str, object]) -> None:
-    """It ends, and then the batch can be filled."""
+def test_batch_waits_while_evaluations_have_all_places(held: dict[str, Any]) -> None:
+    """They end, and then the batch can be filled."""
     queue = make_queue("aaaa", window=4, admission=Admission.RUNNING, **held)
     complete(queue, *lease(queue))
     for index in range(2):
@@ -265,7 +274,7 @@ def test_evaluation_that_has_all_places_is_waited_for(held: dict[str, object]) -
     assert take(queue, 4, now_s=99.0) == ()
 
 
-def make_outage(**settings: object) -> GenerationQueue:
+def make_outage(**settings: Any) -> GenerationQueue:
     """Twelve groups, the first eight of them on a pool shard that is away."""
     queue = make_queue("", **settings)
     for index in range(12):
@@ -284,8 +293,8 @@ def make_outage(**settings: object) -> GenerationQueue:
         {"mode": Mode.ADAPTIVE, "batch_groups": 2, "max_staleness_p99": 2.0},
     ],
 )
-def test_head_starts_whatever_overtook_it_in_an_outage(settings: dict[str, object]) -> None:
-    """What is complete beyond the window waits for the head, so the head must not wait for it."""
+def test_head_starts_although_groups_overtook_it_in_an_outage(settings: dict[str, Any]) -> None:
+    """Complete groups beyond the window wait for the head, so the head must not wait for them."""
     queue = make_outage(concurrency=4, admission=Admission.WINDOW, **settings)
     ahead = lease(queue)
     assert "a8" in ahead
@@ -297,15 +306,15 @@ def test_head_starts_whatever_overtook_it_in_an_outage(settings: dict[str, objec
     assert take(queue, 2) == ("a0", "a1")
 
 
-def test_adaptive_keeps_its_bound_after_an_outage() -> None:
-    """Those that overtook the head are in the window, and can be trained on: the head waits."""
+def test_adaptive_mode_keeps_its_bound_after_an_outage() -> None:
+    """The groups that overtook the head are in the window and can be trained: the head waits."""
     queue = make_outage(concurrency=64, mode=Mode.ADAPTIVE, batch_groups=2, max_staleness_p99=4.0)
     complete(queue, *lease(queue))
     queue.set_away(frozenset())
     assert lease(queue) == ["a0", "a1", "a2", "a3"], "eight of four steps, with four ahead"
 
 
-def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
+def make_priorities(*priorities: int, **settings: Any) -> GenerationQueue:
     """A group for each: task `a<index>`."""
     queue = make_queue("", **settings)
     for index, priority in enumerate(priorities):
@@ -321,24 +330,24 @@ def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
     return queue
 
 
-def test_priority_lets_a_group_start_before_so_many() -> None:
-    """It goes ahead of as many as its priority says; of two in one place the older is first."""
+def test_priority_is_the_number_of_groups_that_a_group_passes() -> None:
+    """Of two groups in one place the older starts first."""
     queue = make_priorities(0, 0, 0, 2, 3, 0, 1, concurrency=64, window=10)
     assert lease(queue) == ["a0", "a3", "a4", "a1", "a2", "a6", "a5"]
 
 
-def test_priority_passes_no_more_than_the_window_holds() -> None:
-    """However high it is, and however many have it: nobody starves, and the head's batch fills."""
+def test_priority_passes_at_most_one_window_of_groups() -> None:
+    """For any priorities, every group starts in the end, and the head's batch fills."""
     queue = make_priorities(0, *[10_000] * 9, window=3, concurrency=4, admission=Admission.WINDOW)
     assert lease(queue, 2) == ["a1", "a2"]
     complete(queue, "a1", "a2")
     assert take(queue, 2) == ("a1", "a2"), "what started before the head is inside the window"
-    queue.batches.commit(queue.take_batch(trainer_id="t", max_groups=2, now_s=0.0).batch_id, step=1)
+    commit_next(queue, 2, now_s=0.0)
     assert lease(queue, 1) == ["a0"], "two passed it, and no more"
 
 
-def test_priority_leaves_the_head_of_a_fifo_a_place() -> None:
-    """A batch begins with the head: who passes it must not keep it from ever starting."""
+def test_priority_does_not_starve_the_head_of_a_fifo() -> None:
+    """A batch begins with the head, so the head must start."""
     queue = make_priorities(
         0, 1, 2, mode=Mode.FIFO, batch_groups=3, concurrency=2, admission=Admission.WINDOW
     )
@@ -347,8 +356,8 @@ def test_priority_leaves_the_head_of_a_fifo_a_place() -> None:
     assert take(queue, 2) == ("a0", "a1")
 
 
-def test_priority_changes_nothing_for_a_trainer() -> None:
-    """A batch is in queue order, and nothing beyond the window is handed out."""
+def test_priority_does_not_change_batches() -> None:
+    """A batch is in queue order, and no group beyond the window is leased."""
     queue = make_priorities(0, 0, 0, 0, 0, 1, window=4, mode=Mode.WINDOWED)
     lease(queue)
     complete(queue, "a0", "a5", "a1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.errors import InvalidArgument, NotFound
@@ -11,14 +13,14 @@ from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Pha
 from forge.core.trajectory import TaskId
 
 
-def make_queue(*, term: int = 0, hold_s: float = 0.0, **settings: object) -> GenerationQueue:
-    defaults: dict[str, object] = {"concurrency": 4, "window": 8, "rollout_lease_s": 10.0}
+def make_queue(*, term: int = 0, hold_s: float = 0.0, **settings: Any) -> GenerationQueue:
+    defaults: dict[str, Any] = {"concurrency": 4, "window": 8, "rollout_lease_s": 10.0}
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
     queue.rollouts.hold(until_s=hold_s)
     return queue
 
 
-def make_group(name: str, index: int, *, size: int = 1, **spec: object) -> Group:
+def make_group(name: str, index: int, *, size: int = 1, **spec: Any) -> Group:
     return Group(
         GroupSpec(
             task_id=TaskId(name),
@@ -45,8 +47,8 @@ def fail(queue: GenerationQueue, trajectory_id: str, *, now_s: float = 0.0, **ki
     )
 
 
-def test_rollouts_go_out_in_queue_order_and_rollout_order() -> None:
-    """Groups by index, and the rollouts of a group one after the other."""
+def test_rollouts_are_leased_in_queue_and_rollout_order() -> None:
+    """Groups by queue index, and the rollouts of a group one after the other."""
     queue = make_queue()
     add(queue, make_group("a", 0, size=2), make_group("b", 1, size=2))
     assert lease(queue, 3) == ["a:0:0", "a:1:0", "b:0:0"]
@@ -63,7 +65,7 @@ def test_at_most_n_groups_run() -> None:
     assert lease(queue) == ["c:0:0"]
 
 
-def test_window_admission_counts_what_no_trainer_took() -> None:
+def test_window_admission_counts_untaken_groups() -> None:
     """Complete groups hold generation back until a batch takes them."""
     queue = make_queue(concurrency=2, admission=Admission.WINDOW)
     add(queue, *(make_group(name, index) for index, name in enumerate("abc")))
@@ -100,7 +102,7 @@ def test_evaluation_goes_first_and_is_never_in_a_batch() -> None:
 
 
 def test_failed_rollout_is_retried_after_a_back_off_under_a_new_attempt() -> None:
-    """The second attempt waits, and has a name of its own."""
+    """The second attempt waits, and has its own number."""
     queue = make_queue(retry_backoff_s=5.0)
     add(queue, make_group("a", 0))
     assert lease(queue) == ["a:0:0"]
@@ -117,7 +119,8 @@ def test_back_off_doubles_up_to_its_limit() -> None:
 
 
 def test_group_is_tombstoned_when_a_rollout_has_no_attempts_left() -> None:
-    """A partial group is never trained on: it goes as a whole, with the reason, and H passes."""
+    """A partial group is never trained: the whole group is tombstoned with the reason, and H
+    passes."""
     queue = make_queue(max_attempts=2, retry_backoff_s=0.0)
     add(queue, make_group("a", 0, size=2), make_group("b", 1))
     lease(queue)
@@ -132,8 +135,8 @@ def test_group_is_tombstoned_when_a_rollout_has_no_attempts_left() -> None:
     assert group.sealed_ids() == ("a:0:0",)
 
 
-def test_permanent_failure_spares_the_other_attempts() -> None:
-    """What no other attempt could change is given up at once, and its other claims are lost."""
+def test_permanent_failure_ends_the_group_at_once() -> None:
+    """It is not attempted again, and its other claims end."""
     queue = make_queue(max_attempts=9)
     add(queue, make_group("a", 0, size=2))
     lease(queue)
@@ -143,8 +146,8 @@ def test_permanent_failure_spares_the_other_attempts() -> None:
     assert len(queue.rollouts) == 0
 
 
-def test_dropped_at_the_first_failure() -> None:
-    """`drop`: no second attempt, whatever max_attempts says."""
+def test_drop_tombstones_a_group_at_the_first_failure() -> None:
+    """`drop`: no second attempt, under any max_attempts."""
     queue = make_queue(partial_groups=PartialGroups.DROP, max_attempts=9)
     add(queue, make_group("a", 0, size=2))
     lease(queue)
@@ -152,8 +155,8 @@ def test_dropped_at_the_first_failure() -> None:
     assert queue.ledger.group("a").reason == "rollout 1: died"
 
 
-def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
-    """`wait`: attempted again far beyond max_attempts; the last number is one of this term."""
+def test_wait_attempts_a_rollout_far_beyond_max_attempts() -> None:
+    """`wait`: until the last attempt number of this term."""
     queue = make_queue(
         term=2, partial_groups=PartialGroups.WAIT, max_attempts=1, retry_backoff_s=0.0
     )
@@ -166,7 +169,7 @@ def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
     assert group.phase is Phase.TOMBSTONED
 
 
-def test_expired_claim_is_named_until_its_fate_is_settled() -> None:
+def test_expired_claim_is_reported_until_it_is_settled() -> None:
     """Expiry decides nothing by itself: the pool may hold the sealed trajectory."""
     queue = make_queue(rollout_lease_s=10.0)
     add(queue, make_group("a", 0))
@@ -189,8 +192,8 @@ def test_renewed_claim_does_not_expire() -> None:
     assert queue.expire(13.0) == ("a:0:0",)
 
 
-def test_rollout_that_never_ends_loses_its_claim() -> None:
-    """A hung head ends by rule: no renewal reaches beyond rollout_timeout_s."""
+def test_hung_rollout_loses_its_claim() -> None:
+    """No renewal extends it beyond rollout_timeout_s."""
     queue = make_queue(rollout_lease_s=10.0, rollout_timeout_s=15.0)
     add(queue, make_group("a", 0))
     lease(queue)
@@ -199,8 +202,8 @@ def test_rollout_that_never_ends_loses_its_claim() -> None:
     assert not queue.rollouts.renew("a:0:0", now_s=15.0)
 
 
-def test_late_attempt_that_was_sealed_counts_and_ends_the_newer_one() -> None:
-    """Work that is done is not thrown away because its claim was lost."""
+def test_sealed_attempt_of_an_expired_claim_counts() -> None:
+    """Its work is kept, and the newer attempt ends."""
     queue = make_queue(retry_backoff_s=0.0)
     add(queue, make_group("a", 0))
     lease(queue)
@@ -212,7 +215,7 @@ def test_late_attempt_that_was_sealed_counts_and_ends_the_newer_one() -> None:
 
 
 def test_second_sealed_attempt_is_surplus() -> None:
-    """One trajectory per rollout counts; another one changes nothing and is counted."""
+    """One trajectory per rollout counts; another one is counted as surplus only."""
     queue = make_queue(retry_backoff_s=0.0)
     add(queue, make_group("a", 0))
     lease(queue)
@@ -225,7 +228,7 @@ def test_second_sealed_attempt_is_surplus() -> None:
 
 
 def test_seal_during_the_back_off_ends_the_retry() -> None:
-    """A rollout whose trajectory turns up while it waits is not sampled again."""
+    """A rollout whose trajectory is found during its wait is not sampled again."""
     queue = make_queue(retry_backoff_s=5.0)
     add(queue, make_group("a", 0, size=2))
     lease(queue)
@@ -245,8 +248,8 @@ def test_repeated_failure_report_counts_once() -> None:
     assert queue.rollouts.retries == 1
 
 
-def test_shard_that_is_away_is_passed_over_and_keeps_its_groups() -> None:
-    """An outage of one shard holds up its own groups alone; none is given up."""
+def test_unreachable_shard_keeps_its_groups() -> None:
+    """An outage of one shard delays its own groups only; none is tombstoned."""
     queue = make_queue(concurrency=8)
     add(queue, make_group("a", 0), make_group("b", 1, shard="s1"), make_group("c", 2))
     queue.set_away(frozenset({"s0"}))
@@ -255,8 +258,8 @@ def test_shard_that_is_away_is_passed_over_and_keeps_its_groups() -> None:
     assert lease(queue) == ["a:0:0", "c:0:0"]
 
 
-def test_new_leader_takes_over_claims_that_are_renewed() -> None:
-    """A change of leader loses no work in flight: runners renew, and keep what they hold."""
+def test_new_leader_adopts_renewed_claims() -> None:
+    """A change of leader loses no running work: runners renew, and keep their rollouts."""
     queue = make_queue(term=1, hold_s=10.0)
     group = make_group("a", 0, size=2)
     group.recall([Attempt(0, 0, AttemptState.OPEN)])
@@ -266,16 +269,16 @@ def test_new_leader_takes_over_claims_that_are_renewed() -> None:
     assert lease(queue, now_s=10.0) == ["a:1:1000"]
 
 
-def test_attempts_of_two_leaders_never_share_a_name() -> None:
-    """An attempt the new leader never heard of may still be writing its trajectory."""
+def test_attempt_numbers_of_two_leaders_differ() -> None:
+    """An attempt unknown to the new leader may still write its trajectory."""
     queue = make_queue(term=3)
     add(queue, make_group("a", 0))
     assert lease(queue) == ["a:0:3000"]
     assert not queue.rollouts.renew("a:0:7", now_s=0.0), "somebody else has the rollout now"
 
 
-def test_claim_nobody_handed_out_cannot_be_renewed() -> None:
-    """An invented attempt of this very term is no claim."""
+def test_claim_never_leased_cannot_be_renewed() -> None:
+    """An invented attempt of this term is no claim."""
     queue = make_queue()
     add(queue, make_group("a", 0))
     assert not queue.rollouts.renew("a:0:0", now_s=0.0)
@@ -283,7 +286,7 @@ def test_claim_nobody_handed_out_cannot_be_renewed() -> None:
 
 
 def test_abandoned_attempts_of_an_earlier_term_count_as_failures() -> None:
-    """A rollout that fails under every leader ends all the same."""
+    """A rollout that fails under every leader is tombstoned all the same."""
     queue = make_queue(term=1, max_attempts=2)
     group = make_group("a", 0)
     group.recall([Attempt(0, 0, AttemptState.ABANDONED)])
@@ -305,15 +308,15 @@ def test_unknown_names_are_not_found() -> None:
         queue.rollouts.complete("garbage")
 
 
-def test_group_is_accepted_once() -> None:
-    """The same id again is an error here; the service answers repeated submissions before."""
+def test_second_submission_of_a_group_is_an_error() -> None:
+    """The service answers repeated submissions before."""
     queue = make_queue()
     add(queue, make_group("a", 0))
     with pytest.raises(InvalidArgument, match="'a' was submitted before"):
         add(queue, make_group("a", 1))
 
 
-def test_group_that_was_given_up_stays_small() -> None:
+def test_tombstoned_group_forgets_its_unleased_rollouts() -> None:
     """Those of its rollouts that were still to go out are forgotten with it."""
     queue = make_queue()
     group = make_group("a", 0, size=8)
@@ -324,8 +327,8 @@ def test_group_that_was_given_up_stays_small() -> None:
     assert not group.rollouts
 
 
-def test_next_event_is_the_earliest_thing_time_alone_brings() -> None:
-    """Whoever drives the queue need not poll it."""
+def test_next_event_is_the_earliest_change_by_time_alone() -> None:
+    """The caller need not poll the queue."""
     queue = make_queue(retry_backoff_s=3.0, rollout_lease_s=10.0, short_batch_after_s=1.0)
     add(queue, make_group("a", 0), make_group("b", 1))
     assert queue.next_event_s(0.0) == 1.0

@@ -43,7 +43,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass
-class World:
+class World(ActorRef):
     """A session's surroundings: the pool, the writer and the clock."""
 
     kept: list[common_pb2.Turn] = field(default_factory=list)
@@ -129,8 +129,8 @@ def moment(at_s: float) -> Moment:
 
 
 def request_at(arrived_s: float, **fields: Any) -> TurnRequest:
-    plain = {"sampling": common_pb2.SamplingParams(), "arrived": moment(arrived_s)}
-    return TurnRequest(**plain | fields)
+    sampling = fields.pop("sampling", common_pb2.SamplingParams())
+    return TurnRequest(sampling=sampling, arrived=moment(arrived_s), **fields)
 
 
 async def begin(
@@ -188,12 +188,9 @@ async def test_turns_are_numbered_as_they_end(session: ActorRef, world: World) -
     assert [turn.turn_index for turn in world.kept] == [0, 1]
 
 
-async def test_a_turn_records_the_settings_it_was_sampled_with(
-    session: ActorRef, world: World
-) -> None:
-    """Also those that cut nothing: a turn without them is one of before."""
-    asked = {"temperature": 0.5, "top_p": 0.75, "top_k": 4}
-    await end(session, "a", await begin(session, "a"), **asked)
+async def test_turn_records_its_sampling_settings(session: ActorRef, world: World) -> None:
+    """Also settings without effect: a turn without them is of an earlier version."""
+    await end(session, "a", await begin(session, "a"), temperature=0.5, top_p=0.75, top_k=4)
     await end(session, "b", await begin(session, "b"))
     cut, whole = world.kept
     assert (cut.temperature, cut.top_p, cut.top_k) == (0.5, 0.75, 4)
@@ -201,7 +198,7 @@ async def test_a_turn_records_the_settings_it_was_sampled_with(
     assert (whole.temperature, whole.top_p, whole.top_k) == (1.0, 1.0, 0)
 
 
-async def test_agents_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:
+async def test_own_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:
     """It counts from the last answer, and never below zero for calls that overlap."""
     await end(session, "a", await begin(session, "a", arrived_s=99.0), started_s=99.0)
     world.now_s = 110.0
@@ -212,8 +209,8 @@ async def test_agents_time_is_between_answer_and_request(session: ActorRef, worl
     assert [turn.ended_unix_s for turn in world.kept] == [1e6 + 100, 1e6 + 110, 1e6 + 110]
 
 
-async def test_tools_beside_another_call_count(session: ActorRef, world: World) -> None:
-    """The time is up to the request's arrival, whichever calls end later."""
+async def test_tool_time_beside_another_call_counts(session: ActorRef, world: World) -> None:
+    """Until the request arrives, whichever call ends later."""
     await end(session, "a", await begin(session, "a", arrived_s=99.0), started_s=99.0)
     long = await begin(session, "long", arrived_s=101.0)
     short = await begin(session, "short", arrived_s=110.0)
@@ -225,7 +222,7 @@ async def test_tools_beside_another_call_count(session: ActorRef, world: World) 
 
 
 async def test_context_of_a_domain_may_be_shorter_than_the_models(world: World) -> None:
-    """The limit in the token counts where it is the lower one, and is said to be the domain's."""
+    """The limit in the token counts if it is lower, and the error names the domain."""
     for limit, says in (
         (16, "is 16 tokens.*domain code"),
         (999, "is 64 tokens, answer included\\. "),
@@ -239,8 +236,8 @@ async def test_context_of_a_domain_may_be_shorter_than_the_models(world: World) 
         await system.stop()
 
 
-async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
-    """A prompt beyond the context names both numbers and holds no place."""
+async def test_prompt_beyond_the_context_takes_no_place(session: ActorRef) -> None:
+    """The error names both numbers."""
     for call_id in ("a", "b", "c"):
         with pytest.raises(ContextTooLong, match="64 tokens"):
             await begin(session, call_id, "word " * 100)
@@ -256,7 +253,7 @@ async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
 async def test_closing_aborts_calls_and_waits_for_their_turns(
     session: ActorRef, world: World
 ) -> None:
-    """No call begins; calls in flight are aborted, and recorded before the close continues."""
+    """No call begins; running calls are aborted, and recorded before the close continues."""
     aborted: list[str] = []
     prompt = await begin(session, "a", abort=lambda: aborted.append("a"))
     close = StartClose(agent_ended=moment(world.now_s))
@@ -274,8 +271,8 @@ async def test_closing_aborts_calls_and_waits_for_their_turns(
     assert len(world.kept) == 1
 
 
-async def test_rebuilds_before_its_first_message(world: World) -> None:
-    """A session in the pool continues after its last turn, malformed turns included."""
+async def test_session_is_rebuilt_before_its_first_message(world: World) -> None:
+    """It continues after the last turn in the pool, malformed turns included."""
     system = ActorSystem("test")
     lost = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="lost")
     await end(lost, "a", await begin(lost, "a"), parse_error="broken")
@@ -287,7 +284,7 @@ async def test_rebuilds_before_its_first_message(world: World) -> None:
     await system.stop()
 
 
-async def test_absent_pool_fails_the_message_and_not_the_session(
+async def test_unreachable_pool_fails_one_message_of_a_session(
     session: ActorRef, world: World
 ) -> None:
     """The first call fails while the pool is unreachable; the next one succeeds."""
@@ -298,17 +295,17 @@ async def test_absent_pool_fails_the_message_and_not_the_session(
     await begin(session, "a")
 
 
-async def test_sealed_trajectory_takes_no_calls(session: ActorRef, world: World) -> None:
+async def test_sealed_trajectory_refuses_calls(session: ActorRef, world: World) -> None:
     """A token may outlive its rollout; the session does not."""
     world.stored = common_pb2.Trajectory(state=common_pb2.TRAJECTORY_STATE_SEALED)
     with pytest.raises(SessionClosed):
         await begin(session, "a")
 
 
-async def test_turn_that_another_gateway_was_first_with_is_numbered_anew(
+async def test_turn_with_a_number_of_another_gateway_is_renumbered(
     session: ActorRef, world: World
 ) -> None:
-    """Told to read again, a session keeps its own turns behind those that it had not seen."""
+    """After it is read again, a session keeps its own turns behind the new ones."""
     theirs = World()
     system = ActorSystem("theirs")
     other = await system.spawn(lambda: SessionActor(CLAIMS, theirs.settings()), name="other")
@@ -325,7 +322,7 @@ async def test_turn_that_another_gateway_was_first_with_is_numbered_anew(
     await system.stop()
 
 
-async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world: World) -> None:
+async def test_unknown_answer_is_looked_up_in_the_pool(session: ActorRef, world: World) -> None:
     """An answer of another gateway keeps its ids; an invented one costs one read."""
     theirs = World()
     system = ActorSystem("theirs")
@@ -343,9 +340,10 @@ async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world
     await system.stop()
 
 
-async def test_own_turn_stored_meanwhile_is_nothing_new(session: ActorRef, world: World) -> None:
-    """A turn that becomes durable while the pool is asked for unknown answers is no other
-    gateway's: the session is not read again for it."""
+async def test_own_turn_stored_during_a_look_up_is_not_read_again(
+    session: ActorRef, world: World
+) -> None:
+    """A turn that becomes durable while unknown answers are looked up is no other gateway's."""
     await end(session, "a", await begin(session, "a"))
     world.waiting, world.landing = list(world.kept), True
     invented = Message(role="assistant", content="Invented.")
@@ -353,10 +351,11 @@ async def test_own_turn_stored_meanwhile_is_nothing_new(session: ActorRef, world
     assert world.fetches == 1
 
 
-async def test_answers_that_nobody_knows_go_on_without_the_pool(
+async def test_unknown_answers_are_accepted_without_the_pool(
     session: ActorRef, world: World
 ) -> None:
-    """Another gateway might have given them; while the pool cannot say so, they are the agent's."""
+    """Another gateway might have sampled them; while the pool is unreachable, they are the
+    agent's."""
     await end(session, "a", await begin(session, "a"))
     world.pool_unreachable = True
     invented = Message(role="assistant", content="Invented.")
@@ -365,8 +364,8 @@ async def test_answers_that_nobody_knows_go_on_without_the_pool(
     assert await end(session, "b", prompt) == 1
 
 
-async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world: World) -> None:
-    """In this session at once, and after a rebuild, though the turn keeps it; others stay."""
+async def test_deleted_handle_stays_unknown(session: ActorRef, world: World) -> None:
+    """In this session at once, and after a rebuild, although the turn keeps it; others stay."""
     for call_id, name in (("a", "resp_1"), ("b", "resp_2")):
         await end(
             session, call_id, await begin(session, call_id), handle=Handle(name=name, facts={})
@@ -383,8 +382,8 @@ async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world
     assert await session.ask(Recall(name="resp_2"), timeout_s=TIMEOUT_S) is not None
 
 
-async def test_size_grows_with_what_a_session_remembers(session: ActorRef, world: World) -> None:
-    """Who bounds the memory of all sessions learns what each of them takes."""
+async def test_session_reports_its_memory(session: ActorRef, world: World) -> None:
+    """The owner of the bound on all sessions learns the size of each."""
     await end(session, "a", await begin(session, "a"))
     first = world.size_bytes
     await end(session, "b", await begin(session, "b", "x" * 40))

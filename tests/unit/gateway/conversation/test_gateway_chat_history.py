@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +34,7 @@ messages = st.lists(
 
 
 @given(messages, messages)
-def test_what_a_request_began_with_is_not_read_again(old: list, new: list) -> None:
+def test_known_beginning_of_a_request_is_not_decoded_again(old: list[Any], new: list[Any]) -> None:
     """A longer request is recognized by a shorter one's mark, and only what follows is decoded."""
     mark = ChatHistory(old).mark()
     later = ChatHistory([*old, *new])
@@ -48,14 +49,14 @@ def test_what_a_request_began_with_is_not_read_again(old: list, new: list) -> No
 
 
 @given(messages, messages)
-def test_only_the_same_beginning_is_recognized(old: list, new: list) -> None:
-    """A mark is known exactly where the request begins with its messages."""
+def test_mark_is_recognized_only_with_the_same_messages(old: list[Any], new: list[Any]) -> None:
+    """A mark is recognized exactly where the request begins with its messages."""
     mark = ChatHistory(old).mark()
     assert (ChatHistory(new).known([mark]) == mark) == (new[: len(old)] == old)
 
 
-def test_an_unknown_role_is_named_by_its_place() -> None:
-    """Wherever reading begins, the number is that of the message in the request."""
+def test_unknown_role_is_named_by_its_message_number() -> None:
+    """The number in the whole request, wherever decoding begins."""
     known = [gateway_pb2.ChatMessage(role="user", content="hello")]
     wrong = gateway_pb2.ChatMessage(role="oracle")
     mark = ChatHistory(known).mark()

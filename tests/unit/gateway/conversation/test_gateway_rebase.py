@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -80,9 +81,9 @@ steps = st.lists(
 
 @given(steps)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_nothing_is_lost_and_nothing_recorded_twice(plan: list) -> None:
-    """However calls and appends of two gateways interleave, the stored turns are a tree that
-    spells every call that was made, each exactly once."""
+def test_interleaved_gateways_record_each_call_once(plan: list[Any]) -> None:
+    """For any interleaving of calls and appends of two gateways, the stored turns are a tree with
+    every call exactly once."""
     gateways = [Gateway("a"), Gateway("b")]
     stored: list[common_pb2.Turn] = []
     made: list[tuple[bytes, bytes]] = []
@@ -106,7 +107,7 @@ def test_nothing_is_lost_and_nothing_recorded_twice(plan: list) -> None:
 
 
 def test_turns_stored_meanwhile_are_not_sent_again() -> None:
-    """What the pool has, byte for byte, only lacks its acknowledgement."""
+    """A turn that the pool has, byte for byte, lacks only its acknowledgement."""
     gateway = Gateway("a")
     gateway.turn([user("One?")], "1")
     gateway.turn([user("Two?")], "2")
@@ -115,7 +116,7 @@ def test_turns_stored_meanwhile_are_not_sent_again() -> None:
     assert conversation.turns == 2
 
 
-def test_handles_follow_their_turns() -> None:
+def test_handle_finds_its_renumbered_turn() -> None:
     """A name given to a turn finds it under its new number."""
     first, second = Gateway("a"), Gateway("b")
     first.turn([user("One?")], "1")
@@ -128,8 +129,8 @@ def test_handles_follow_their_turns() -> None:
     assert recalled.turn.facts == {"by": "b"}
 
 
-def test_a_turn_with_a_new_number_has_no_time() -> None:
-    """What had ended before it was counted in one gateway alone; a number that stays, keeps it."""
+def test_renumbered_turn_has_no_time() -> None:
+    """The turns before it ended in another gateway; a turn that keeps its number keeps its time."""
     first, second = Gateway("a"), Gateway("b")
     first.turn([user("One?")], "1")
     second.turn([user("Two?")], "2")
@@ -140,8 +141,8 @@ def test_a_turn_with_a_new_number_has_no_time() -> None:
     assert kept.HasField("turns_before")
 
 
-def test_acknowledged_turns_that_are_gone_are_data_loss() -> None:
-    """A pool that forgot what it acknowledged is not written to as if nothing had happened."""
+def test_missing_acknowledged_turns_are_data_loss() -> None:
+    """A pool that lost acknowledged turns gets no further ones."""
     gateway = Gateway("a")
     for text in ("One?", "Two?"):
         gateway.turn([user(text)], "1")

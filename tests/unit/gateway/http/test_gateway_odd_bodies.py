@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forge.core.errors import InvalidArgument
@@ -14,7 +16,7 @@ from services.gateway.reward_rules import admitted_rewards
 
 
 @pytest.mark.parametrize("turn_index", [-(2**63), -2, 2**31, 2**70])
-def test_a_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
+def test_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
     """The message names the field."""
     body = b'{"rewards": [{"name": "a", "value": 1, "turn_index": %d}]}' % turn_index
     with pytest.raises(InvalidArgument, match="turn_index"):
@@ -22,7 +24,7 @@ def test_a_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)], ids=["large", "small"])
-def test_a_number_beyond_any_float_is_refused(number: int) -> None:
+def test_number_beyond_any_float_is_refused(number: int) -> None:
     """The message begins with the field and the number."""
     with pytest.raises(InvalidArgument, match=f"max_tokens = {str(number)[:30]}"):
         request_body.sampling_params(max_tokens=number, temperature=None, top_p=None)
@@ -40,9 +42,10 @@ def test_arguments_that_are_not_utf_8_are_refused() -> None:
 
 
 @pytest.mark.parametrize("scope", ["session", "grader"])
-def test_a_reward_of_an_unknown_kind_is_refused(scope: str) -> None:
+def test_reward_of_an_unknown_kind_is_refused(scope: str) -> None:
     """A client of a later release may send a kind that this one does not know."""
     claims = Claims(subject="t:0:0", scopes=frozenset({scope}), agent_rewards=True)
-    reward = common_pb2.RewardEvent(event_id="e", name="a", kind=99)
+    unknown: Any = 99
+    reward = common_pb2.RewardEvent(event_id="e", name="a", kind=unknown)
     with pytest.raises(InvalidArgument, match="kind 99"):
         admitted_rewards(claims, [reward])

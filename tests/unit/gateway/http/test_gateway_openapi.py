@@ -19,10 +19,10 @@ ROUTES = list(
 )
 
 
-def test_every_route_is_in_the_document_and_no_other() -> None:
-    """Also the body of each POST, and no body of a path without a route."""
+def test_openapi_document_has_exactly_the_routes() -> None:
+    """Also the body of each POST."""
     paths = document(ROUTES)["paths"]
-    routes = {(r.resource.canonical, r.method) for r in ROUTES if r.method != "HEAD"}
+    routes = {(r.resource.canonical, r.method) for r in ROUTES if r.resource and r.method != "HEAD"}
     described = {(path, method.upper()) for path in paths for method in paths[path]}
     assert described == routes
     posts = {path for path, method in routes if method == "POST"}

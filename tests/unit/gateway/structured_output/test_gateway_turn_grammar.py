@@ -80,15 +80,15 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_an_answer_alone_goes_on_as_it_was_asked_for() -> None:
-    """Without reasoning and tools the schema is passed on whole, as any engine takes it."""
+def test_schema_without_tools_is_passed_on_whole() -> None:
+    """Also without reasoning: any engine accepts it."""
     asked = request(sampling=held_to(POINT))
     assert grammar_of(make_model("smollm2"), asked) == asked.sampling.grammar
     assert grammar_of(make_model("chatml"), request()) is None
 
 
-def test_an_answer_leaves_room_for_reasoning() -> None:
-    """A model that thinks may think first, and must end it where the prompt has begun it."""
+def test_answer_grammar_allows_reasoning() -> None:
+    """A reasoning model may think first, and must end it if the prompt has begun it."""
     model = make_model("qwen3")
     asked = request(sampling=held_to(POINT))
     free = Judge("qwen3", grammar_of(model, asked))
@@ -102,7 +102,7 @@ def test_an_answer_leaves_room_for_reasoning() -> None:
     assert inside('{"x": 1}') == "begun"
 
 
-def test_an_answer_beside_tools_is_either() -> None:
+def test_answer_beside_tools_has_its_schema_or_is_calls() -> None:
     """With tools at hand an answer is of the form asked for, or calls and nothing else."""
     asked = request(sampling=held_to(POINT), tools=[tool("look"), tool("take", strict=True)])
     judge = Judge("chatml", grammar_of(make_model("chatml"), asked))
@@ -115,8 +115,8 @@ def test_an_answer_beside_tools_is_either() -> None:
 
 
 @pytest.mark.parametrize(("required", "named"), [("", 'look", "arguments": '), ("look", "")])
-def test_a_required_call_is_whole_and_well_formed(required: str, named: str) -> None:
-    """Behind the opening nothing fits but the rest of calls of that tool, or of any."""
+def test_required_call_is_complete(required: str, named: str) -> None:
+    """After the opening only the rest of calls of that tool, or of any tool, is allowed."""
     model = make_model("chatml")
     tools = [tool("look"), tool("take", strict=True)]
     asked = request(tools=tools, required_tool=required)
@@ -150,7 +150,7 @@ def test_strict_tools_bind_calls_and_not_text() -> None:
 
 
 def test_added_tokens_are_named_by_their_ids() -> None:
-    """Tags that the tokenizer has as tokens of their own stand in the grammar as these."""
+    """Tags that are single tokens of the tokenizer are token ids in the grammar."""
     model = make_model("chatml")
     pieces = model.added_tokens_in("a<|im_start|>b <|im_end|>")
     starts, ends = (
@@ -161,12 +161,13 @@ def test_added_tokens_are_named_by_their_ids() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_what_a_notation_frames_it_reads_back(name: str) -> None:
-    """For every format: the text around arguments makes whole calls, however these are written."""
+def test_call_syntax_of_every_format_is_parsed_back(name: str) -> None:
+    """The text around arguments makes complete calls, for any spelling of the arguments."""
     output = get_format(name)
     if not output.takes_tools:
         return
-    notation = notation_of(output, ("look", "take"))
+    formats: Any = output  # A protocol declares no __hash__, but formats are plain objects.
+    notation = notation_of(formats, ("look", "take"))
     assert notation is not None
     way = notation.one_by_one
     one_by_one = {"qwen3_coder", "glm", "minimax_m2", "pythonic"}
@@ -198,16 +199,16 @@ def test_what_a_notation_frames_it_reads_back(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(fields: dict[str, Any], words: str) -> None:
-    """In words that name the field, and for a schema the place in it."""
+def test_unsupported_grammar_requests_are_refused(fields: dict[str, Any], words: str) -> None:
+    """The error names the field, and for a schema the place in it."""
     with pytest.raises(InvalidArgument) as refused:
         asyncio.run(check(request(**fields)))
     assert words in str(refused.value)
 
 
-def test_a_schema_is_checked_where_it_comes_in() -> None:
-    """Strict: all of it can be enforced, or the place that cannot be is named; else it is left to
-    the model. Any object is just that."""
+def test_schema_is_checked_on_arrival() -> None:
+    """Strict: every keyword can be enforced, or the error names its place; else it is left to the
+    model."""
     cannot = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(strict: bool) -> common_pb2.Grammar | None:

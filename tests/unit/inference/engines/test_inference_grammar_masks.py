@@ -92,11 +92,11 @@ def allowed(matcher: Matcher) -> set[int]:
     draw_seed=st.integers(0, 2**32),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_masks_are_those_of_brute_force(
+def test_grammar_masks_equal_brute_force(
     grammars: Grammars, words: list[str], draw_seed: int
 ) -> None:
-    """Along a random answer, exactly the tokens that some word of the language begins with are
-    allowed, and the stop token exactly behind a whole word."""
+    """Along a random answer, exactly the first tokens of the language's remaining words are
+    allowed, and the stop token exactly after a whole word."""
     language = {word.encode() for word in words}
     matcher = matcher_of(grammars, Grammar(kind="regex", text="|".join(map(re.escape, words))))
     rng = random.Random(draw_seed)
@@ -109,7 +109,7 @@ def test_masks_are_those_of_brute_force(
             if any(rest.startswith(piece) for rest in left if rest)
         } | ({STOP} if b"" in left else set())
         may = allowed(matcher)
-        forced = os.path.commonprefix(left)  # noqa: RUF071
+        forced: Any = os.path.commonprefix(left)  # noqa: RUF071
         if may != expected:
             # What the language forces is spelt as the tokenizer spells it, with one token.
             (token,) = may
@@ -184,10 +184,10 @@ def random_answer(matcher: Matcher, rng: random.Random, *, most: int) -> list[in
 
 @given(schema=schemas, draw_seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_whatever_is_drawn_validates_against_its_schema(
+def test_drawn_answers_validate_against_their_schema(
     grammars: Grammars, schema: dict[str, Any], draw_seed: int
 ) -> None:
-    """For random schemas, every answer that ends is JSON and valid, however it was drawn."""
+    """For random schemas, every finished answer is valid JSON, for any draws."""
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     sampled = random_answer(matcher_of(grammars, grammar), random.Random(draw_seed), most=400)
     assume(sampled is not None)
@@ -195,8 +195,8 @@ def test_whatever_is_drawn_validates_against_its_schema(
     jsonschema.validate(json.loads(text), schema)
 
 
-def test_an_answer_is_gone_on_with_from_its_tokens(grammars: Grammars) -> None:
-    """Wherever an answer is cut between prompt and sampled tokens, the mask behind is the same."""
+def test_grammar_continues_from_sampled_tokens(grammars: Grammars) -> None:
+    """For any cut between prompt and sampled tokens, the next mask is the same."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     ids = TOKENIZER.encode('{"a": 12', add_special_tokens=False)
@@ -211,9 +211,9 @@ def test_an_answer_is_gone_on_with_from_its_tokens(grammars: Grammars) -> None:
         asyncio.run(grammars.matcher(wrong))
 
 
-def test_other_rows_are_drawn_as_ever(grammars: Grammars) -> None:
-    """In a mixed batch, rows without a grammar get the tokens and log-probs they get alone; rows
-    with one get log-probs of the masked distribution, and the share that it left."""
+def test_rows_without_a_grammar_are_unaffected(grammars: Grammars) -> None:
+    """In a mixed batch they get the tokens and log-probs they get alone; rows with a grammar get
+    log-probs of the masked distribution, and the share that it left."""
     torch.manual_seed(0)
     logits_RV = 3 * torch.randn(4, VOCABULARY)
     grammar = Grammar(kind="json_schema", text='{"enum": ["yes", "no", 12, 13]}')
@@ -257,10 +257,10 @@ def test_other_rows_are_drawn_as_ever(grammars: Grammars) -> None:
         ),
     ],
 )
-def test_what_does_not_compile_is_refused(
+def test_grammar_that_does_not_compile_is_refused(
     grammars: Grammars, grammar: Grammar, words: list[str]
 ) -> None:
-    """Before anything is sampled, with the reason; the next request finds nothing of it left."""
+    """Before anything is sampled, with the reason; the next request is not affected."""
     for _ in range(2):
         with pytest.raises(InvalidArgument) as refused:
             matcher_of(grammars, grammar)
@@ -270,14 +270,15 @@ def test_what_does_not_compile_is_refused(
         assert allowed(matcher_of(grammars, lenient))
 
 
-def test_a_grammar_beyond_its_limits_fails_its_own_row(
+def test_grammar_beyond_its_limits_fails_only_its_row(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lexer that would take too many states ends that answer with an error, not the batch."""
+    """A lexer with too many states ends that answer with an error, not the batch."""
     monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(max_lexer_states=100))
     hostile = Grammar(kind="regex", text="(a|b)*a(a|b){3000}c")
     grammars = Grammars(model_path, vocabulary=VOCABULARY)
-    matchers = [matcher_of(grammars, hostile), None]
+    matcher = matcher_of(grammars, hostile)
+    matchers = [matcher, None]
     prompts = [prompt_of(hostile), prompt_of(None)]
     rng = random.Random(0)
     for _ in range(1000):
@@ -286,17 +287,15 @@ def test_a_grammar_beyond_its_limits_fails_its_own_row(
         if drawn.failed:
             assert isinstance(drawn.failed[0], InvalidArgument)
             return
-        matchers[0].advance(
-            rng.choice([token for token in PIECES if PIECES[token] in (b"a", b"b")])
-        )
+        matcher.advance(rng.choice([token for token in PIECES if PIECES[token] in (b"a", b"b")]))
     pytest.fail("no limit was met")
 
 
 def test_compiled_grammars_are_kept_within_a_bound(
     model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Equal grammars are compiled once, also at the same time; the least used one makes room; too
-    many at once are told to come back."""
+    """Equal grammars are compiled once, also at the same time; the least recently used one is
+    evicted; too many at once are refused with a retry hint."""
     compiled: list[str] = []
     inner = Grammars._compile_blocking
 

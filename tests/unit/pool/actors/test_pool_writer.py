@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from services.pool import validation
 from services.pool.actors.writer import COMMIT_BYTES, Writer
 from services.pool.data.commands import AppendTurns, PutGroups
 from services.pool.readers import MAX_PENDING_READS, Readers
+from services.pool.store import PoolStore
 from services.pool.streams.append import BATCH_TURNS, WINDOW_BYTES, AppendStream
 from tests.support.pool.records import make_group, make_turn
 from tests.support.runtime.waiting import settle
@@ -27,12 +29,12 @@ MANY = 20_000
 
 
 @dataclass
-class CommitLog:
+class CommitLog(PoolStore):
     """Stands in for the store; remembers what each commit held."""
 
     commits: list[int] = field(default_factory=list)
     full: bool = False
-    environment: SimpleNamespace = field(
+    environment: Any = field(
         default_factory=lambda: SimpleNamespace(used_bytes=0, live_bytes=0, disk_free_bytes=0)
     )
 
@@ -48,22 +50,22 @@ def appending(size_bytes: int) -> AppendTurns:
     return AppendTurns(turns=(validation.new_turn(serialized),))
 
 
-def test_what_arrives_together_is_committed_together():
-    """One batch of small changes is one commit, answered in order."""
+def test_batch_of_changes_is_one_commit():
+    """A batch of small changes is one commit, answered in order."""
     store = CommitLog()
     assert Writer(store).receive_batch([appending(10)] * 5) == [0, 1, 2, 3, 4]
     assert store.commits == [5]
 
 
-def test_a_commit_is_bounded_in_bytes():
+def test_commit_is_bounded_in_bytes():
     """A batch of large changes is split, so that memory and latency stay bounded."""
     store = CommitLog()
     Writer(store).receive_batch([appending(COMMIT_BYTES // 2 - 1000)] * 5)
     assert store.commits == [2, 2, 1]
 
 
-def test_a_refused_commit_is_the_answer_to_each_of_its_changes():
-    """When the disk is full every sender hears so, with the hint when to retry."""
+def test_refused_commit_answers_each_of_its_changes():
+    """If the disk is full, every sender gets the error with the hint when to retry."""
     writer = Writer(CommitLog(full=True))
     outcomes = writer.receive_batch([appending(10), PutGroups(groups=(make_group(),), fence=1)])
     assert [type(outcome) for outcome in outcomes] == [ResourceExhausted] * 2
@@ -90,7 +92,7 @@ class HeldWriter:
 class Sender:
     """Sends turns as fast as they are read, the network taking its turn after each."""
 
-    turns: list
+    turns: list[common_pb2.Turn]
     sent: int = 0
 
     async def requests(self) -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
@@ -105,8 +107,8 @@ async def answers_of(stream: AppendStream, sender: Sender) -> list[pool_pb2.Appe
     return [answer async for answer in stream.responses(sender.requests())]
 
 
-async def test_a_sender_waits_while_the_disk_does():
-    """With a commit hanging, no more than the window is read from the stream."""
+async def test_sender_waits_while_a_commit_hangs():
+    """No more than the window is read from the stream."""
     writer = HeldWriter()
     sender = Sender(turns=[make_turn(f"t{i}:0:0", messages_json="x" * MIB) for i in range(40)])
     answering = asyncio.create_task(
@@ -121,8 +123,8 @@ async def test_a_sender_waits_while_the_disk_does():
     assert [answer.sequence for answer in answers] == list(range(40))
 
 
-async def test_turns_gather_while_a_commit_is_on_its_way():
-    """What arrives during one commit goes to the writer as the next, in bounded batches."""
+async def test_turns_of_one_commit_time_form_the_next_commit():
+    """Turns that arrive during a commit go to the writer in bounded batches."""
     writer = HeldWriter()
     sender = Sender(turns=[make_turn(f"t{i}:0:0") for i in range(2 * BATCH_TURNS)])
     answering = asyncio.create_task(answers_of(AppendStream(writer, max_turn_bytes=MIB), sender))
@@ -133,8 +135,8 @@ async def test_turns_gather_while_a_commit_is_on_its_way():
 
 
 async def test_turns_of_one_message_are_answered_in_one():
-    """One that is refused has its status there, the others are stored in one commit; whole turns
-    behind a part of another end the stream."""
+    """A refused turn has its status there, the others are stored in one commit; whole turns behind
+    a part of another end the stream."""
     turns = [make_turn(f"t{i}:0:0").SerializeToString() for i in range(3)]
     turns[1] = make_turn("t1:0:0", messages_json="x" * MIB).SerializeToString()
     message = pool_pb2.AppendTurnsRequest(
@@ -160,8 +162,8 @@ async def test_turns_of_one_message_are_answered_in_one():
             pass
 
 
-async def test_a_writer_that_is_gone_is_told_to_each_turn():
-    """A commit that nobody answers for fails its turns with a status that says to resend."""
+async def test_each_turn_of_a_lost_commit_gets_a_retryable_error():
+    """A commit without an answer fails its turns with a status that asks for a resend."""
     writer = HeldWriter(error=ActorStopped("actor writer has stopped"))
     writer.may_answer.set()
     (answer,) = await answers_of(
@@ -171,7 +173,7 @@ async def test_a_writer_that_is_gone_is_told_to_each_turn():
 
 
 async def test_waiting_reads_are_bounded():
-    """Beyond the limit a read is refused at once with a hint to retry, and those before finish."""
+    """Beyond the limit a read is refused at once with a hint to retry; earlier reads finish."""
     readers = Readers(1)
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()

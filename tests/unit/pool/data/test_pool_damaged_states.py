@@ -14,12 +14,12 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.backup import backup, check
 from services.pool.maintenance.repair import copy_in, repair
-from services.pool.service import PoolServicer
 from services.pool.storage.keys import group_key
 from services.pool.storage.settled_index import settled_after
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.servicer import make_servicer
 from tests.support.pool.store import append, change, commit, put_groups, seal, set_states
 from tests.support.pool.sweeper import Direct
 
@@ -44,13 +44,13 @@ def flip(store: PoolStore, table: Table, task_id: str) -> None:
 async def set_over_grpc(
     store: PoolStore, *changes: pool_pb2.SetGroupStatesRequest.Change, fence: int = 1
 ) -> None:
-    servicer = PoolServicer(store, Direct(store), None, None, None, max_turn_bytes=1)
+    servicer = make_servicer(store, writer=Direct(store))
     request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=fence)
     await servicer.SetGroupStates(request, Call())
 
 
 async def seal_over_grpc(store: PoolStore, trajectory_id: str, *, turns: int) -> None:
-    servicer = PoolServicer(store, Direct(store), None, None, None, max_turn_bytes=1)
+    servicer = make_servicer(store, writer=Direct(store))
     request = pool_pb2.SealTrajectoryRequest(
         trajectory_id=trajectory_id,
         domain="code",
@@ -86,8 +86,9 @@ def overwritten() -> float:
 
 
 @pytest.mark.parametrize("before", [PENDING, TOMBSTONED, TRAINED])
-async def test_damaged_state_is_replaced_by_the_next(store, before):
-    """Whatever it was: neighbours in the call are stored, the shard is whole, it is counted."""
+async def test_damaged_state_is_replaced_by_the_next_one(store, before):
+    """For any damaged state: the other states of the call are stored, the shard is whole, and the
+    damage is counted."""
     put_groups(store, make_group("a"), make_group("b", 1), make_group("c", 2))
     append(store, make_turn("a:0:0"))
     seal(store, "a:0:0")
@@ -108,7 +109,7 @@ async def test_damaged_state_is_replaced_by_the_next(store, before):
 
 
 async def test_damaged_state_is_replaced_by_a_pending_one(store):
-    """A rewind takes the group out of the index of what can be freed."""
+    """A rewind removes the group from the index of freeable groups."""
     put_groups(store, make_group("a"))
     set_states(store, change("a", TRAINED, batch_id="x", step=1))
     flip(store, Table.STATES, "a")
@@ -117,7 +118,7 @@ async def test_damaged_state_is_replaced_by_a_pending_one(store):
 
 
 async def test_lost_state_is_replaced(store):
-    """Of a group whose record is there; without one it stays unknown."""
+    """If the group's record exists; without a record the group stays unknown."""
     put_groups(store, make_group("a"))
     store.write(lambda records: records.put_sealed(Table.STATES, b"a", None))
     await set_over_grpc(store, change("a", TRAINED, batch_id="x", step=1))
@@ -126,8 +127,8 @@ async def test_lost_state_is_replaced(store):
     assert damage_of(store) == []
 
 
-async def test_group_with_a_damaged_record_takes_a_state(store):
-    """Its state is stored and indexed, and counters say what can be read; its record stays."""
+async def test_group_with_a_damaged_record_accepts_a_state(store):
+    """Its state is stored and indexed, counters count the readable part, and its record stays."""
     put_groups(store, make_group("a"), make_group("b", 1))
     set_states(store, change("a", TRAINED, batch_id="x", step=1))
     flip(store, Table.GROUPS, "a")
@@ -139,7 +140,7 @@ async def test_group_with_a_damaged_record_takes_a_state(store):
 
 
 async def test_freed_group_with_a_damaged_state_stays_freed(store):
-    """Its trajectories say that it was: it can end otherwise, and never be sampled again."""
+    """Its trajectories show it: it may end otherwise, but is never sampled again."""
     put_groups(store, make_group("a"))
     append(store, make_turn("a:0:0"))
     seal(store, "a:0:0")
@@ -156,8 +157,8 @@ async def test_freed_group_with_a_damaged_state_stays_freed(store):
 
 
 @pytest.mark.parametrize("table", [Table.STATES, Table.GROUPS])
-async def test_damaged_group_stops_no_turn_and_no_seal(store, table):
-    """Its rollouts are stored and closed; the damage is named as before, and nothing besides."""
+async def test_damaged_group_blocks_no_turn_and_no_seal(store, table):
+    """Its rollouts are stored and closed; a check names the same damage as before."""
     put_groups(store, make_group("a"))
     flip(store, table, "a")
     append(store, make_turn("a:0:0"))
@@ -165,8 +166,8 @@ async def test_damaged_group_stops_no_turn_and_no_seal(store, table):
     assert damage_of(store) == [f"{table.value} a: the checksum does not match"]
 
 
-async def test_damage_of_a_trajectory_still_stops_its_seal(store):
-    """Nothing is sealed that cannot be read."""
+async def test_damaged_trajectory_cannot_be_sealed(store):
+    """No unreadable trajectory is sealed."""
     append(store, make_turn("a:0:0"))
     ((key, _),) = store.read(lambda records: list(records.scan_sealed(Table.TURNS)))
     store.write(lambda records: records.put_sealed(Table.TURNS, key, FLIPPED))
@@ -174,8 +175,8 @@ async def test_damage_of_a_trajectory_still_stops_its_seal(store):
         await seal_over_grpc(store, "a:0:0", turns=1)
 
 
-def test_damaged_record_stops_no_new_group(store):
-    """Neither that of a group that is sent again, nor the mark of one that never came."""
+def test_damaged_record_blocks_no_new_group(store):
+    """Neither the record of a group that is sent again, nor the mark of an orphan."""
     append(store, make_turn("lost:0:0"))
     commit(store, MarkOrphans(task_ids=("lost",), now_unix_s=100.0))
     put_groups(store, make_group("a"))
@@ -187,16 +188,16 @@ def test_damaged_record_stops_no_new_group(store):
     assert damage_of(store) == ["groups a: the checksum does not match"]
 
 
-def test_damaged_state_stops_no_mark_of_another(store):
-    """It is no orphan's: it stays as it is."""
+def test_damaged_state_is_not_marked_as_an_orphan(store):
+    """It stays as it is, and other orphans are marked."""
     append(store, make_turn("lost:0:0"))
     put_groups(store, make_group("a"))
     flip(store, Table.STATES, "a")
     assert commit(store, MarkOrphans(task_ids=("a", "lost"), now_unix_s=100.0)) == 1
 
 
-def test_damaged_end_of_the_change_log_stops_no_seal(store):
-    """Numbers go on above every number given before, so that no cursor misses a change."""
+def test_damaged_end_of_the_change_log_blocks_no_seal(store):
+    """New numbers are above every earlier number, so no cursor misses a change."""
     for index in range(3):
         append(store, make_turn(f"a:{index}:0"))
     seal(store, "a:0:0")
@@ -210,10 +211,8 @@ def test_damaged_end_of_the_change_log_stops_no_seal(store):
     assert damage_of(store) == []
 
 
-async def test_repair_from_a_backup_keeps_a_state_that_was_replaced(
-    open_store: OpenStore, tmp_path: Path
-):
-    """What verifies is never overwritten; counters are as a recount has them."""
+async def test_repair_from_a_backup_keeps_a_replaced_state(open_store: OpenStore, tmp_path: Path):
+    """A verified record is never overwritten; counters equal a recount."""
     store = open_store(shard="s0")
     put_groups(store, make_group("a"), make_group("b", 1))
     store.close()

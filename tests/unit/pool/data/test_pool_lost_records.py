@@ -65,8 +65,8 @@ def after(store: PoolStore, open_store: OpenStore, damage: Callable[[], object])
     return open_store()
 
 
-def test_what_is_whole_is_read(store, open_store, directory):
-    """A sealed trajectory with a late reward is read back, after a restart too, and checks well."""
+def test_sealed_trajectory_with_a_late_reward_is_read_back(store, open_store, directory):
+    """Also after a restart, and its check finds no damage."""
     sealed(store)
     store = open_store()
     assert len(fetch(store).turns) == 3
@@ -76,8 +76,8 @@ def test_what_is_whole_is_read(store, open_store, directory):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_lost_turn_is_data_loss(store, open_store, directory, lost):
-    """A sealed trajectory is never returned shorter: the error names the turn that is lost."""
+def test_lost_turn_is_data_loss(store, open_store, directory, lost):
+    """A sealed trajectory is never returned shorter: the error names the lost turn."""
     sealed(store)
     key = turn_key(KEY, lost)
     store = after(store, open_store, lambda: delete_record(directory, Table.TURNS, key))
@@ -88,8 +88,8 @@ def test_a_lost_turn_is_data_loss(store, open_store, directory, lost):
 
 
 @pytest.mark.parametrize("event_id", ["early", "late"])
-def test_a_lost_reward_is_data_loss(store, open_store, directory, event_id):
-    """It never counts as 0: neither in the trajectory, nor in its summary, nor in a scan."""
+def test_lost_reward_is_data_loss(store, open_store, directory, event_id):
+    """It never counts as 0: not in the trajectory, its summary or a scan."""
     put_groups(store, make_group("task"))
     sealed(store)
     key = reward_key(KEY, event_id)
@@ -105,8 +105,8 @@ def test_a_lost_reward_is_data_loss(store, open_store, directory, event_id):
     assert line.startswith("trajectories task:0:0: has 1 of its 2 rewards")
 
 
-def test_another_value_of_a_record_is_data_loss(store, open_store, directory):
-    """A turn that was replaced, checksum and all, is not the turn that was sealed."""
+def test_replaced_record_is_data_loss(store, open_store, directory):
+    """A turn that was replaced with a valid checksum is not the sealed turn."""
     append(store, make_turn("task:0:0", 0, messages_json="other"))
     store.close()
     stale = raw_value(directory, Table.TURNS, turn_key(KEY, 0))
@@ -121,8 +121,8 @@ def test_another_value_of_a_record_is_data_loss(store, open_store, directory):
     assert len(found_by_check(directory)) == 1
 
 
-def test_a_late_reward_does_not_hide_a_lost_one(store, open_store, directory):
-    """Nothing is added to rewards that are not whole: the digest would then vouch for the rest."""
+def test_late_reward_does_not_hide_a_lost_reward(store, open_store, directory):
+    """No reward is added to damaged rewards: the new digest would confirm them."""
     sealed(store)
     key = reward_key(KEY, "early")
     store = after(store, open_store, lambda: delete_record(directory, Table.REWARDS, key))
@@ -132,8 +132,8 @@ def test_a_late_reward_does_not_hide_a_lost_one(store, open_store, directory):
         fetch(store)
 
 
-def test_what_was_given_up_is_compared_too(store, open_store, directory):
-    """An abandoned trajectory has the turns and rewards that it was closed with."""
+def test_abandoned_trajectory_is_compared_with_its_digests(store, open_store, directory):
+    """It has the turns and rewards that it was closed with."""
     append(store, make_turn("task:0:0", 0), make_turn("task:0:0", 2))
     seal(store, turns=0, state=ABANDONED)
     reward(store, make_reward("late"))
@@ -144,14 +144,16 @@ def test_what_was_given_up_is_compared_too(store, open_store, directory):
         fetch(store)
 
 
-def test_a_trajectory_closed_before_digests_is_read(store, open_store, directory):
-    """A header without counts of rewards and digests, as older versions wrote, is not compared,
-    and a late reward is added to it as ever."""
+def test_trajectory_closed_without_digests_is_read(store, open_store, directory):
+    """Older versions wrote headers without counts of rewards and digests: these are not compared,
+    and a late reward is added."""
     sealed(store)
     key = reward_key(KEY, "early")
 
     def rewrite(records: Records) -> None:
-        header = decode_header(records.get(Table.TRAJECTORIES, KEY))
+        stored = records.get(Table.TRAJECTORIES, KEY)
+        assert stored is not None
+        header = decode_header(stored)
         records.put(Table.TRAJECTORIES, KEY, as_of_before(header))
 
     store.write(rewrite)
@@ -168,8 +170,8 @@ def as_of_before(header: TrajectoryHeader) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_header(header))[:13])
 
 
-def test_freeing_does_not_contradict_the_digests(store, directory):
-    """A trajectory whose turns and rewards are freed keeps a summary, also half way."""
+def test_freed_trajectory_does_not_contradict_its_digests(store, directory):
+    """Without turns and rewards it keeps a summary, also when half freed."""
     put_groups(store, make_group("task"))
     sealed(store)
     set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, step=1))
@@ -202,8 +204,8 @@ PLACE = queue_key(common_pb2.PURPOSE_TRAIN, 1, "b")
 
 
 @pytest.mark.parametrize("byte", range(len(PLACE)))
-def test_a_flipped_queue_key_hides_no_group(store, open_store, directory, byte):
-    """Whatever byte of its entry is flipped, a scan has the group once, as its record says."""
+def test_flipped_queue_key_hides_no_group(store, open_store, directory, byte):
+    """For any flipped byte of its entry, a scan has the group once, as its record says."""
     put_groups(store, *(make_group(name, index) for index, name in enumerate("abc")))
     store = after(store, open_store, lambda: flip_key(directory, Table.QUEUE, PLACE, byte=byte))
     groups = {group.group.task.task_id: group.group for group in every_group(store)}
@@ -214,15 +216,15 @@ def test_a_flipped_queue_key_hides_no_group(store, open_store, directory, byte):
     assert found_by_check(directory)
 
 
-def test_a_lost_queue_key_hides_no_group(store, open_store, directory):
+def test_lost_queue_key_hides_no_group(store, open_store, directory):
     """A group without an entry in the queue is found by its record."""
     put_groups(store, *(make_group(name, index) for index, name in enumerate("abc")))
     store = after(store, open_store, lambda: delete_record(directory, Table.QUEUE, PLACE))
     assert sorted(queued(store)) == ["a", "b", "c"]
 
 
-def test_a_group_that_comes_during_a_scan_is_told_once_or_not_at_all(store):
-    """It is no damage, wherever in the queue it lies."""
+def test_group_added_during_a_scan_is_returned_at_most_once(store):
+    """It is no damage, anywhere in the queue."""
     put_groups(store, make_group("b", 5), make_group("c", 6))
     scan = store.scan()
     found = list(scan.next_page(limit=1))

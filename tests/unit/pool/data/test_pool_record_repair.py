@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -94,8 +95,9 @@ RECORDS = [
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record[0].value)
 @pytest.mark.parametrize("leads", [True, False])
-def test_damaged_record_becomes_that_of_the_other_replica(pair, record, leads):
-    """Of a leader as of a follower; both have the same records then, and nothing else changed."""
+def test_damaged_record_is_replaced_from_the_other_replica(pair, record, leads):
+    """On a leader and on a follower; both then have the same records, and no other record
+    changed."""
     damaged, other = pair if leads else reversed(pair)
     before = other.dump()
     flip(damaged, record)
@@ -104,8 +106,9 @@ def test_damaged_record_becomes_that_of_the_other_replica(pair, record, leads):
 
 
 @pytest.mark.parametrize("table", [Table.CHANGES, Table.SETTLED])
-def test_damaged_entry_of_an_index_comes_back(pair, table):
-    """Change log and index of settled groups too, as the other replica has every commit."""
+def test_damaged_index_entry_is_restored(pair, table):
+    """Also of the change log and the index of settled groups, as the other replica has every
+    commit."""
     leader, follower = pair
     ((key, _), *_) = leader.dump()[table]
     flip(leader, (table, key))
@@ -114,7 +117,7 @@ def test_damaged_entry_of_an_index_comes_back(pair, table):
 
 
 def test_repair_of_a_leader_is_a_commit_and_of_a_follower_is_none(pair):
-    """The one is sent to the follower, the other must not change its position."""
+    """The leader's is sent to the follower; the follower's must not change its position."""
     leader, follower = pair
     positions = leader.state().position, follower.state().position
     for node, other, leads in ((leader, follower, True), (follower, leader, False)):
@@ -124,8 +127,8 @@ def test_repair_of_a_leader_is_a_commit_and_of_a_follower_is_none(pair):
     assert follower.state().position == positions[1]
 
 
-def test_lost_turn_of_a_closed_trajectory_comes_back(pair):
-    """No checksum tells of it, but the digests of the seal do."""
+def test_lost_turn_of_a_closed_trajectory_is_restored(pair):
+    """The digests of the seal show the loss, no checksum does."""
     leader, follower = pair
     lose(leader, RECORDS[0])
     with pytest.raises(DamagedRecord, match="a:0:0 lacks 1 of its 2 turns: 0") as met:
@@ -134,8 +137,8 @@ def test_lost_turn_of_a_closed_trajectory_comes_back(pair):
     assert leader.dump() == follower.dump()
 
 
-def test_record_that_verifies_is_never_overwritten(pair):
-    """A reward and a state that came after the copy was read stay as they are."""
+def test_verified_record_is_never_overwritten(pair):
+    """A reward and a state newer than the copy stay as they are."""
     leader, follower = pair
     reward(leader.store, make_reward("late"), trajectory_id="a:0:0")
     set_states(leader.store, change("b", common_pb2.GROUP_STATE_TRAINED, step=4))
@@ -146,7 +149,7 @@ def test_record_that_verifies_is_never_overwritten(pair):
     assert leader.dump() == before
 
 
-def test_copy_that_lacks_a_commit_is_not_taken(pair):
+def test_copy_without_every_commit_is_refused(pair):
     """It may have an older value under the same key."""
     leader, follower = pair
     set_states(leader.store, change("b", common_pb2.GROUP_STATE_TRAINED, step=4))
@@ -157,8 +160,8 @@ def test_copy_that_lacks_a_commit_is_not_taken(pair):
 
 
 @pytest.mark.parametrize("record", RECORDS[:-2], ids=lambda record: record[0].value)
-def test_record_that_is_damaged_on_both_stays_damaged(pair, record):
-    """It is not taken, not deleted, and still named to whoever reads it."""
+def test_record_damaged_on_both_replicas_stays_damaged(pair, record):
+    """It is neither replaced nor deleted, and every read names it."""
     leader, follower = pair
     flip(leader, record)
     flip(follower, record)
@@ -167,8 +170,8 @@ def test_record_that_is_damaged_on_both_stays_damaged(pair, record):
         leader.store.read(lambda records: records.get(*record))
 
 
-def test_queue_entry_is_rebuilt_from_the_group_without_the_other_replica(pair):
-    """Both lost it: the group's record says where it belongs."""
+def test_queue_entry_lost_on_both_replicas_is_rebuilt(pair):
+    """The group's record has its place."""
     leader, follower = pair
     place = RECORDS[-2]
     lose(leader, place)
@@ -178,8 +181,8 @@ def test_queue_entry_is_rebuilt_from_the_group_without_the_other_replica(pair):
     assert leader.store.read(lambda records: records.get(*place)) == b""
 
 
-def test_pass_finds_every_damaged_unit_once(pair):
-    """By checksum and by digest, however many records of a unit are damaged."""
+def test_repair_pass_finds_every_damaged_unit_once(pair):
+    """By checksum and by digest, for any number of damaged records in a unit."""
     leader, _ = pair
     flip(leader, RECORDS[0], RECORDS[4], RECORDS[5], RECORDS[6])
     lose(leader, RECORDS[-2])
@@ -195,8 +198,8 @@ def test_pass_finds_every_damaged_unit_once(pair):
     }
 
 
-def test_replica_that_catches_up_neither_gives_nor_takes(pair):
-    """Its records are of no single moment."""
+def test_replica_in_catch_up_neither_sends_nor_repairs_records(pair):
+    """Its records belong to no single moment."""
     leader, follower = pair
     follower.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE)))
     flip(follower, RECORDS[0])
@@ -207,7 +210,7 @@ def test_replica_that_catches_up_neither_gives_nor_takes(pair):
         follower.store.read(partial(copied_records, units=[(Table.TRAJECTORIES, KEY)]))
 
 
-def request(store_lineage: str, **fields: object) -> pb.FetchRecordsRequest:
+def request(store_lineage: str, **fields: Any) -> pb.FetchRecordsRequest:
     given = {"pool_shard": SHARD, "lineage": store_lineage, "records": []} | fields
     return pb.FetchRecordsRequest(**given)
 
@@ -225,8 +228,8 @@ def request(store_lineage: str, **fields: object) -> pb.FetchRecordsRequest:
         ),
     ],
 )
-def test_records_are_given_to_no_other_shard(pair, fields, error, message):
-    """Nor are those that a replica has for itself alone."""
+def test_records_are_sent_to_no_other_shard(pair, fields, error, message):
+    """Nor are records of one replica alone."""
     leader, _ = pair
     with pytest.raises(error, match=message):
         leader.store.read(partial(answer, request=request(leader.store.lineage(), **fields)))

@@ -12,7 +12,7 @@ import pytest
 
 from forge.core.errors import Conflict, DeadlineExceeded, Unavailable
 from services.pool.replication.ack_gate import Gate
-from services.pool.replication.replica import LeadersReaders, LeadersWriter
+from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from tests.support.pool.replicas import SHARD
 from tests.support.runtime.waiting import settle
 
@@ -22,16 +22,16 @@ def gate() -> Gate:
     return Gate("s0", position=5, leads=lambda: True)
 
 
-async def test_nothing_is_acknowledged_before_a_follower_has_joined(gate):
-    """A change is refused with a hint to retry, and what was stored meanwhile is not told."""
+async def test_writes_are_refused_before_a_follower_joins(gate):
+    """With a hint to retry; stored changes are not acknowledged."""
     with pytest.raises(Unavailable, match="is not accepting writes"):
         gate.admit()
     with pytest.raises(Unavailable):
         await gate.passed(timeout_s=1.0)
 
 
-async def test_an_answer_waits_for_its_commit_at_the_follower(gate):
-    """It passes with its position, not before, and those behind it wait on."""
+async def test_answer_waits_for_its_commit_at_the_follower(gate):
+    """It is sent with its position, not before, and later answers still wait."""
     gate.require(5)
     gate.open()
     gate.position = 6
@@ -50,9 +50,9 @@ async def test_an_answer_waits_for_its_commit_at_the_follower(gate):
         await gate.passed(timeout_s=0.0)
 
 
-async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
-    """Where both copies are wanted they fail and may be sent again; where the leader goes on
-    alone, recorded as the only one in sync, they pass."""
+async def test_answers_that_wait_for_a_lost_follower_fail(gate):
+    """With two required copies they fail and may be sent again; if the leader continues alone,
+    recorded as the only one in sync, they are sent."""
     gate.require(5)
     gate.open()
     gate.position = 6
@@ -71,8 +71,8 @@ async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
     gate.admit()
 
 
-async def test_a_deposed_leader_acknowledges_nothing():
-    """Once its lease is over, not even alone."""
+async def test_deposed_leader_acknowledges_no_write():
+    """After the end of its lease, not even alone."""
     gate = Gate("s0", position=5, leads=lambda: False)
     gate.go_alone()
     with pytest.raises(Unavailable, match="is no longer the leader"):
@@ -85,14 +85,14 @@ async def test_a_deposed_leader_acknowledges_nothing():
 
 
 @dataclass
-class Held:
+class Held(Replica):
     """Stands in for a Replica that leads, and for its writer."""
 
     gate: Gate = field(default_factory=lambda: Gate(SHARD, position=5, leads=lambda: True))
     outcome: Any = "answer"
 
     @property
-    def leader(self) -> Held:
+    def leader(self) -> Any:
         return self
 
     def admit(self) -> None:
@@ -119,8 +119,8 @@ class Held:
 
 
 @pytest.mark.parametrize("outcome", ["answer", Conflict("another was first")])
-async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
-    """Not before, be it a refusal: it may rest on what only the leader has."""
+async def test_answer_is_sent_once_the_follower_has_its_commit(outcome):
+    """Also a refusal: it may depend on commits of the leader alone."""
     held = Held(outcome=outcome)
     held.gate.require(5)
     held.gate.open()
@@ -135,8 +135,8 @@ async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
         assert await answer == "answer"
 
 
-async def test_nothing_is_shown_that_an_election_could_undo():
-    """A read waits for the commits it may have seen."""
+async def test_reads_wait_for_the_commits_they_may_have_read():
+    """An election could undo these commits."""
     held = Held()
     held.gate.require(5)
     held.gate.open()

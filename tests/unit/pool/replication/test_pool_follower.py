@@ -12,6 +12,7 @@ import pytest
 from forge.core.errors import ResourceExhausted
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.remote import Remote
 from forge.v1 import replica_pb2 as pb
 from services.pool.readers import Readers
 from services.pool.replication.follower import Following
@@ -39,12 +40,12 @@ class Stream:
 
 
 @dataclass
-class LeaderStub:
+class LeaderStub(Remote[Any]):
     """The leader of the shard, wherever it is looked for."""
 
     written: list[pb.FollowRequest] = field(default_factory=list)
 
-    async def pick(self, **_: Any) -> tuple[Instance, LeaderStub]:
+    async def pick(self, **_: Any) -> tuple[Instance, Any]:
         leader = Instance(
             kind="pool", instance_id="a", address="host:1", metadata={"shard": SHARD}, revision=1
         )
@@ -91,11 +92,11 @@ async def followed(replica: Node, writer: FullDisk, leader: LeaderStub) -> None:
     await readers.close()
 
 
-async def test_follower_without_room_tells_its_leader(
+async def test_follower_without_room_reports_it_to_the_leader(
     node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once when it comes again, and for as long as that is so: callers are to hear of a full
-    disk, not of a follower that went away."""
+    """At once when it returns, and as long as it lasts: callers must see a full disk, not an absent
+    follower."""
     monkeypatch.setattr("services.pool.replication.follower.RETRY_S", 0.0)
     monkeypatch.setattr("services.pool.replication.follower.REFUSED_S", 0.0)
     replica, leader = node("b"), LeaderStub()
@@ -105,9 +106,8 @@ async def test_follower_without_room_tells_its_leader(
     assert told == ["", "no space left on device", "no space left on device"]
 
 
-async def test_follower_tells_under_whom_it_was_last(node: Callable[[str], Node]) -> None:
-    """A leader that was frozen while this replica led and acknowledged must know before it sends
-    what it has."""
+async def test_follower_reports_its_last_leader(node: Callable[[str], Node]) -> None:
+    """A leader that was frozen while this replica led must know it before it sends its commits."""
     replica, leader = node("b"), LeaderStub()
     replica.lead(term=7)
     replica.lead(term=8)

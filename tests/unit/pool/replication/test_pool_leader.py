@@ -33,7 +33,7 @@ FENCE = 7
 
 
 @dataclass
-class Etcd:
+class Etcd(Coordinator):
     """Stands in for the coordinator: the record and the leader's key, which may be out of reach."""
 
     stored: Versioned | None = None
@@ -57,7 +57,7 @@ class Etcd:
         self.stored = Versioned(value=value, mod_revision=revision + 1)
         return revision + 1
 
-    async def campaign(self, name: str, instance_id: str, *, ttl_s: float) -> Lease:
+    async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Lease:
         return Lease()
 
     def _check(self) -> None:
@@ -66,14 +66,16 @@ class Etcd:
             raise Unavailable("etcd does not answer")
 
 
-class Lease:
+class Lease(Leadership):
     """Stands in for a leadership that holds, or is over."""
 
-    fence = FENCE
-    alive = True
-
     def __init__(self, *, expired: bool = False) -> None:
+        self.fence = FENCE
         self._expired = expired
+
+    @property
+    def alive(self) -> bool:
+        return True
 
     async def lost(self) -> None:
         if not self._expired:
@@ -151,8 +153,8 @@ async def make_office(
     await readers.close()
 
 
-async def test_nobody_goes_alone_before_the_record_says_so(make_office):
-    """With etcd out of reach a lone leader takes nothing, although one copy would do."""
+async def test_leader_waits_for_the_record_before_it_serves_alone(make_office):
+    """With etcd unreachable a lone leader refuses writes, although one copy is enough."""
     office = make_office(1)
     office.etcd.down = True
     with pytest.raises(Unavailable):
@@ -165,7 +167,7 @@ async def test_nobody_goes_alone_before_the_record_says_so(make_office):
     office.leader.gate.admit()
 
 
-async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_office, monkeypatch):
+async def test_elected_leader_asks_an_unreachable_etcd_with_pauses(make_office, monkeypatch):
     """Not as fast as it is refused."""
     office = make_office(1)
     await office.leader.begin()
@@ -180,8 +182,8 @@ async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_off
     await asyncio.wait({holding})
 
 
-async def test_two_copies_wanted_means_that_a_lone_leader_takes_nothing(make_office):
-    """The record stays: who was in sync has all that was acknowledged."""
+async def test_lone_leader_refuses_writes_if_two_copies_are_required(make_office):
+    """The record stays: the replicas in sync have all acknowledged writes."""
     office = make_office(2)
     await office.leader.begin()
     assert await office.in_sync() == set(office.ids)
@@ -189,8 +191,8 @@ async def test_two_copies_wanted_means_that_a_lone_leader_takes_nothing(make_off
         office.leader.gate.admit()
 
 
-async def test_a_follower_has_everything_before_it_is_recorded(make_office):
-    """From the moment in which it is named in the record it may be elected."""
+async def test_follower_has_every_commit_before_it_is_recorded(make_office):
+    """From the moment it is in the record it may be elected."""
     office = make_office(1)
     await office.leader.begin()
     office.write("alone")
@@ -207,9 +209,9 @@ async def test_a_follower_has_everything_before_it_is_recorded(make_office):
 
 
 @pytest.mark.parametrize("min_copies", [1, 2])
-async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, min_copies):
-    """What waits for it is told once the leader is recorded as alone, or, where two copies are
-    wanted, refused."""
+async def test_loss_of_a_follower_is_recorded_before_answers_are_sent(make_office, min_copies):
+    """Waiting answers are sent once the leader is recorded as alone, or refused if two copies are
+    required."""
     office = make_office(min_copies)
     await office.leader.begin()
     link = office.leader.accept(office.other.follower_state())
@@ -229,8 +231,9 @@ async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, 
             await waiting
 
 
-async def test_a_deposed_leader_finds_the_record_changed(make_office):
-    """Another has written it under its own fence: what waits is refused, and the office ends."""
+async def test_deposed_leader_finds_the_record_changed(make_office):
+    """Another leader has written it under its own fence: waiting answers are refused, and the
+    leadership ends."""
     office = make_office(1)
     await office.leader.begin()
     link = office.leader.accept(office.other.follower_state())
@@ -252,11 +255,12 @@ async def test_a_deposed_leader_finds_the_record_changed(make_office):
     await office.leader.hold()
     with pytest.raises(Unavailable, match="is no longer the leader"):
         office.leader.gate.admit()
-    assert (await ReplicaSet.read(office.etcd, SHARD)).fence == FENCE + 1
+    found = await ReplicaSet.read(office.etcd, SHARD)
+    assert found is not None and found.fence == FENCE + 1
 
 
-async def test_a_write_of_unknown_outcome_that_took_is_our_own(make_office):
-    """The record at a later revision than expected deposes nobody if it is under our fence."""
+async def test_applied_write_with_unknown_outcome_is_recognized(make_office):
+    """A record at a later revision under our fence deposes no leader."""
     office = make_office(1)
     ours = ReplicaSet(
         shard=SHARD, lineage=LINEAGE, in_sync=office.leader.members.in_sync, fence=FENCE
@@ -267,9 +271,9 @@ async def test_a_write_of_unknown_outcome_that_took_is_our_own(make_office):
     assert not office.leader.deposed.is_set()
 
 
-async def test_who_may_follow(make_office):
-    """Another shard, foreign data, another schema, a replica that has led since and a second
-    follower are refused by name."""
+async def test_unfit_followers_are_refused_by_name(make_office):
+    """Another shard, foreign data, another schema, a replica that led since, and a second
+    follower."""
     office = make_office(2)
     await office.leader.begin()
     state = office.other.follower_state()
@@ -293,9 +297,9 @@ async def test_who_may_follow(make_office):
         office.leader.accept(second)
 
 
-async def test_a_follower_without_room_is_a_full_disk_to_who_writes(make_office):
-    """RESOURCE_EXHAUSTED with a hint, from when it says so until it has caught up; where one copy
-    will do, nobody is told anything."""
+async def test_writers_see_a_full_follower_as_a_full_disk(make_office):
+    """RESOURCE_EXHAUSTED with a hint, from its report until it has caught up; with one required
+    copy writers notice nothing."""
     office = make_office(2)
     await office.leader.begin()
     state = office.other.follower_state()
@@ -314,8 +318,8 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(make_office)
         office.leader.admit()
 
 
-def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
-    """A follower that holds something of its own says so, and is not overwritten."""
+def test_unreplicated_data_of_a_follower_is_not_overwritten(make_office):
+    """A follower with data of its own reports it."""
     office = make_office(2)
     office.other.store.write(lambda records: None)
     assert office.other.follower_state().lineage == ""
@@ -326,9 +330,9 @@ def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
 # Going on alone for good
 
 
-async def test_a_shard_that_was_replicated_is_served_alone_by_who_has_all(make_office):
-    """It leaves the set as the only one in sync, and whoever follows it later copies everything; a
-    shard that was never replicated asks nobody."""
+async def test_replica_with_all_writes_may_serve_alone(make_office):
+    """It stays in the set as the only one in sync, and a later follower copies everything; a shard
+    without replication needs no record."""
     office = make_office(2)
     await office.leader.begin()
     await serve_alone(office.etcd, office.node.store)
@@ -339,8 +343,8 @@ async def test_a_shard_that_was_replicated_is_served_alone_by_who_has_all(make_o
     assert office.etcd.stored is before
 
 
-async def test_nobody_serves_alone_what_another_leads_or_may_have_more_of(make_office):
-    """Each is refused with the way out."""
+async def test_replica_that_may_lack_writes_may_not_serve_alone(make_office):
+    """Nor one whose shard another replica leads; each refusal gives the way out."""
     office = make_office(1)
     await office.leader.begin()
     office.other.lead()

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from functools import partial
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,13 +35,13 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("seed", range(8))
 async def test_replicas_are_equal_after_any_history(node, seed):
-    """Lines are cut and processes killed at random points, each replica leads in turn, writes go on
-    meanwhile: what was confirmed is never lost, and who has caught up is equal byte by byte."""
+    """Lines are cut and processes killed at random points, each replica leads in turn, writes
+    continue: no confirmed write is lost, and a replica that caught up is equal byte by byte."""
     draw = Random(seed)
     writes = Writes(draw)
     leader, follower = node("a"), node("b")
     leader.lead()
-    confirmed: list[tuple[int, dict]] = []
+    confirmed: list[tuple[int, dict[Any, Any]]] = []
     for _ in range(6):
         writes.some(leader, draw.randrange(8))
         async with linked(leader, follower) as link:
@@ -68,9 +69,9 @@ async def test_replicas_are_equal_after_any_history(node, seed):
         assert follower.state().position == leader.state().position
 
 
-async def test_a_short_absence_costs_what_was_changed(node):
-    """Keys come from the journal, not from a whole copy, and what only the deposed leader had is
-    overwritten."""
+async def test_catch_up_after_a_short_absence_sends_changed_records(node):
+    """Keys come from the journal, not from a whole copy, and commits of the deposed leader alone
+    are overwritten."""
     a, b = node("a"), node("b")
     a.lead()
     for index in range(50):
@@ -91,8 +92,8 @@ async def test_a_short_absence_costs_what_was_changed(node):
     assert a.dump() == b.dump()
 
 
-async def test_who_was_away_longer_than_the_journal_copies_all(node, monkeypatch):
-    """The journal is bounded; beyond it nothing is guessed."""
+async def test_follower_absent_longer_than_the_journal_copies_everything(node, monkeypatch):
+    """The journal is bounded."""
     monkeypatch.setattr(journal, "JOURNAL_BYTES", 500)
     a, b = node("a"), node("b")
     a.lead()
@@ -109,8 +110,8 @@ async def test_who_was_away_longer_than_the_journal_copies_all(node, monkeypatch
     assert a.dump() == b.dump()
 
 
-async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
-    """Until it has caught up a follower says so on its disk, also after a crash."""
+async def test_replica_with_an_incomplete_copy_may_not_lead(node, small_pages):
+    """Until it has caught up its disk says so, also after a crash."""
     a, b = node("a"), node("b")
     a.lead()
     for index in range(100):
@@ -133,7 +134,9 @@ def cut_copy(a: Node, b: Node) -> None:
     copy = catching_up(a, b)
     b.take(copy.begin(LINEAGE))
     while len(b.dump()[Table.GROUPS]) < 10:
-        b.take(a.store.read(partial(copy.page, sent=a.state().position)))
+        page = a.store.read(partial(copy.page, sent=a.state().position))
+        assert page is not None
+        b.take(page)
     b.crash()
     assert b.state().copying
     # In the part that was copied, and behind it.
@@ -142,8 +145,8 @@ def cut_copy(a: Node, b: Node) -> None:
     put_groups(a.store, make_group("t000", 40), make_group("t99", 41))
 
 
-async def test_a_copy_that_was_cut_short_goes_on(node, small_pages):
-    """What is there is not sent again, unless it has changed; again and again, if need be."""
+async def test_interrupted_copy_is_continued(node, small_pages):
+    """Copied records are not sent again unless they changed; also after several interruptions."""
     a, b = node("a"), node("b")
     cut_copy(a, b)
     rest = catching_up(a, b)
@@ -170,8 +173,8 @@ async def test_a_copy_that_was_cut_short_goes_on(node, small_pages):
 
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("seed", range(6))
-async def test_a_copy_cut_at_random_is_equal_in_the_end(node, seed):
-    """The line is cut between any two pages while writes and deletions go on."""
+async def test_copy_with_random_interruptions_is_equal_in_the_end(node, seed):
+    """The line is cut between any two pages while writes and deletions continue."""
     draw = Random(seed)
     writes = Writes(draw)
     a, b = node("a"), node("b")
@@ -196,9 +199,7 @@ async def test_a_copy_cut_at_random_is_equal_in_the_end(node, seed):
 
 
 @pytest.mark.parametrize("why", ["another term", "a short journal", "another lineage"])
-async def test_a_copy_begins_anew_when_the_journal_may_lack_something(
-    node, small_pages, monkeypatch, why
-):
+async def test_copy_restarts_if_the_journal_may_be_incomplete(node, small_pages, monkeypatch, why):
     """Only the leadership that began it knows everything that it sent."""
     a, b = node("a"), node("b")
     if why == "a short journal":
@@ -212,11 +213,9 @@ async def test_a_copy_begins_anew_when_the_journal_may_lack_something(
 
 
 @pytest.mark.parametrize("next_leader", ["the same", "one that lacks what was sent"])
-async def test_a_catch_up_by_journal_that_was_cut_short_goes_on_by_journal(
-    node, small_pages, next_leader
-):
-    """No whole copy: what was taken is asked for again, so that a leader who never had it, as
-    nobody acknowledged it, takes it back."""
+async def test_interrupted_catch_up_by_journal_continues_by_journal(node, small_pages, next_leader):
+    """Without a whole copy: received records are requested again, so that a leader without them, as
+    they were never acknowledged, overwrites them."""
     a, b, c = node("a"), node("b"), node("c")
     a.lead()
     put_groups(a.store, *(make_group(f"t{index}", index) for index in range(20)))
@@ -247,8 +246,8 @@ async def test_a_catch_up_by_journal_that_was_cut_short_goes_on_by_journal(
     assert may_lead(members(b.state().replica_id), b.state())
 
 
-async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
-    """A page may be read before the commit in it is told of; the follower waits for that commit."""
+async def test_catch_up_ends_after_the_commits_that_its_pages_show(node):
+    """A page may be read before its commit is sent; the follower waits for that commit."""
     a, b = node("a"), node("b")
     a.lead()
     held = []
@@ -264,8 +263,8 @@ async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
 
 
 @pytest.mark.parametrize("how", ["the directory's identity", "the schema version"])
-async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
-    """A restored copy of the files is another replica, and a migrated one is in no journal."""
+async def test_replica_outside_the_journal_copies_everything(node, how):
+    """A restored copy of the files is another replica, and a migration is in no journal."""
     a, b = node("a"), node("b")
     a.lead()
     async with linked(a, b) as link:
@@ -281,8 +280,8 @@ async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
     assert (b.state().replica_id == before.replica_id) == (how == "the schema version")
 
 
-def test_a_damaged_or_missing_commit_is_not_taken(node):
-    """A record whose checksum does not match, or a gap in the positions, leaves all as it was."""
+def test_damaged_or_missing_commit_is_refused(node):
+    """A wrong checksum or a gap in the positions changes nothing."""
     a = node("a")
     a.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE, from_scratch=True)))
     assert a.take(pb.FollowStep(caught_up_position=7)) == 7
@@ -301,8 +300,8 @@ def test_a_damaged_or_missing_commit_is_not_taken(node):
     assert (a.dump(), a.state().position) == (before, 7)
 
 
-async def test_a_silent_follower_ends_its_link(node):
-    """One that takes everything and confirms nothing is let go."""
+async def test_silent_follower_is_disconnected(node):
+    """One that receives everything and confirms nothing."""
     a, b = node("a"), node("b")
     a.lead()
     link = follower_link.Link(
@@ -349,6 +348,6 @@ def members(*in_sync: str) -> ReplicaSet:
         (members("a"), ReplicaState(replica_id="a", lineage=LINEAGE, copying=True), False),
     ],
 )
-def test_only_who_has_all_that_was_acknowledged_may_lead(record, state, may):
+def test_only_a_replica_with_every_acknowledged_write_may_lead(record, state, may):
     """By the record in etcd and by its own disk; without a record only one that never followed."""
     assert may_lead(record, state) is may

@@ -7,12 +7,12 @@ from typing import Any
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.readers import Readers
-from services.pool.service import PoolServicer
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import seal_value
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.servicer import make_servicer
 from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
@@ -27,9 +27,9 @@ def mark_of(store: PoolStore) -> str:
     return store.changed_since("").mark
 
 
-def test_whatever_a_scan_would_tell_otherwise_is_named(store):
-    """A group, its state, its trajectories, their rewards, what was freed; nothing twice, and
-    nothing that no scan tells."""
+def test_every_group_whose_scan_result_changed_is_returned(store):
+    """A group, its state, its trajectories, their rewards and its freeing; each once, and no group
+    without a change."""
     put_groups(store, make_group("a"), make_group("b", 1), make_group("c", 2))
     mark = mark_of(store)
     assert changed(store, mark) == []
@@ -49,8 +49,8 @@ def test_whatever_a_scan_would_tell_otherwise_is_named(store):
     assert changed(store, mark) == ["a", "b"]
 
 
-def test_mark_of_another_process_or_of_nobody_is_unknown(store, open_store):
-    """The record is in memory: a shard that is opened again tells everything, once."""
+def test_mark_of_another_process_is_unknown(store, open_store):
+    """Also an invented mark. The record is in memory: a reopened shard returns everything, once."""
     put_groups(store, make_group("a"))
     mark = mark_of(store)
     again = open_store(shard="s0")
@@ -61,7 +61,8 @@ def test_mark_of_another_process_or_of_nobody_is_unknown(store, open_store):
 
 
 def test_mark_older_than_the_record_is_unknown():
-    """It is bounded: what was changed first is forgotten first, and then all marks before that."""
+    """The record is bounded: the oldest changes are forgotten first, and with them the marks
+    before."""
     recent = RecentChanges(most_tasks=2)
     marks = []
     for task in "abcd":
@@ -74,8 +75,8 @@ def test_mark_older_than_the_record_is_unknown():
     assert recent.since(marks[2]).task_ids == ["c", "d"]
 
 
-def test_commit_that_is_being_made_is_told_again_after_it():
-    """A scan may have seen it or not: its mark is of the commit before."""
+def test_changes_of_a_running_commit_are_returned_again():
+    """A scan may have read them or not: its mark is of the commit before."""
     recent = RecentChanges()
     recent.record_changed(Table.STATES, b"a", None, replicated=True)
     during = recent.since("").mark
@@ -84,8 +85,8 @@ def test_commit_that_is_being_made_is_told_again_after_it():
     assert recent.since(recent.since("").mark).task_ids == []
 
 
-def test_commit_that_failed_hides_none_that_comes_after_it():
-    """What it noted is in no mark, and told with what the next one changes."""
+def test_failed_commit_hides_no_later_commit():
+    """Its changes are in no mark, and are returned with those of the next."""
     recent = RecentChanges()
     recent.record_changed(Table.STATES, b"a", None, replicated=True)
     after = recent.since("").mark
@@ -94,8 +95,8 @@ def test_commit_that_failed_hides_none_that_comes_after_it():
     assert recent.since(after).task_ids == ["b", "a"]
 
 
-def test_what_a_follower_takes_is_noted(node):
-    """One that leads later knows what it took itself; a whole copy ends every mark before it."""
+def test_changes_of_a_follower_are_recorded(node):
+    """A follower that leads later knows its own changes; a whole copy ends every mark before it."""
     follower = node("b")
     mark = mark_of(follower.store)
     record = replica_pb2.RecordKey(table=Table.STATES.value, key=b"a")
@@ -113,7 +114,7 @@ def test_what_a_follower_takes_is_noted(node):
 
 async def scan(store: PoolStore, **request: Any) -> list[pool_pb2.ScanGroupsResponse]:
     readers = Readers(1)
-    servicer = PoolServicer(store, None, readers, None, None, max_turn_bytes=1)
+    servicer = make_servicer(store, readers=readers)
     try:
         asked = pool_pb2.ScanGroupsRequest(**request)
         return [response async for response in servicer.ScanGroups(asked, None)]
@@ -121,12 +122,11 @@ async def scan(store: PoolStore, **request: Any) -> list[pool_pb2.ScanGroupsResp
         await readers.close()
 
 
-async def test_scan_by_mark_begins_with_the_next_mark_and_leaves_out_the_rest(store):
-    """What is over comes without its payload, what is open without its turns counted."""
-    digest = {"task_digest": b"d"}
+async def test_scan_by_mark_begins_with_the_next_mark(store):
+    """Settled groups come without payload, open ones without counted turns."""
     over, running = make_group("over", payload_json='{"q": 1}'), make_group("open", 1)
     for group in (over, running):
-        group.MergeFrom(common_pb2.GroupRecord(**digest))
+        group.MergeFrom(common_pb2.GroupRecord(task_digest=b"d"))
     put_groups(store, over, running)
     set_states(store, change("over", TRAINED, batch_id="x", step=1))
     append(store, make_turn("open:0:0"))
@@ -149,16 +149,16 @@ async def test_scan_by_mark_begins_with_the_next_mark_and_leaves_out_the_rest(st
     assert only.group.task.task_id == "open"
 
 
-async def test_payload_without_a_digest_is_told(store):
-    """It is what a task is known again by."""
+async def test_payload_without_a_digest_is_returned(store):
+    """A repeated submission is recognized by it."""
     put_groups(store, make_group("a", payload_json='{"q": 1}'))
     set_states(store, change("a", TRAINED, batch_id="x", step=1))
     (_, told) = await scan(store, since="")
     assert told.group.task.payload_json == '{"q": 1}'
 
 
-async def test_changes_come_page_by_page(store):
-    """As many as there are, in messages that fit, and a task without a group in none."""
+async def test_changes_are_returned_page_by_page(store):
+    """Any number, in messages within the limit; a task without a group is in none."""
     mark = mark_of(store)
     put_groups(store, *(make_group(f"t{index}", index) for index in range(1200)))
     append(store, make_turn("orphan:0:0"))

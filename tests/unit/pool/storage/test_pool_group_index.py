@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def quiet(done: int, of: int) -> None:
     """Takes no notice."""
 
 
-def make_tagged(task_id: str, index: int, tag: str, **more: object) -> common_pb2.GroupRecord:
+def make_tagged(task_id: str, index: int, tag: str, **more: Any) -> common_pb2.GroupRecord:
     group = make_group(task_id, index, **more)
     group.task.tag = tag
     return group
@@ -91,15 +92,15 @@ def damage_of(store: PoolStore) -> list[object]:
     return [each for each in found if each is not None]
 
 
-def scan(store: PoolStore, **request: object) -> tuple[pool_pb2.SettledGroups | None, list[str]]:
+def scan(store: PoolStore, **request: Any) -> tuple[pool_pb2.SettledGroups | None, list[str]]:
     """What a scan begins with, and the tasks that it returns."""
     begin, found = begin_scan(store, pool_pb2.ScanGroupsRequest(**request))
     settled = begin.settled if begin is not None and begin.HasField("settled") else None
     return settled, [one.group.task.task_id for one in pages(found)]
 
 
-def test_counters_say_what_a_recount_says(store: PoolStore) -> None:
-    """Groups that were taken back do not count, late seals and freed groups do; so says a check."""
+def test_counters_equal_a_recount(store: PoolStore) -> None:
+    """Rewound groups do not count, late seals and freed groups do; a check agrees."""
     fill(store)
     settled, _ = scan(store, since="", settled_limit=1, count_settled=True)
     assert settled is not None
@@ -109,7 +110,7 @@ def test_counters_say_what_a_recount_says(store: PoolStore) -> None:
 
 
 def test_recent_rollouts_are_those_sealed_last(store: PoolStore) -> None:
-    """Of settled training groups, with what they are rewarded with by now."""
+    """Of settled training groups, with their current rewards."""
     fill(store)
     settled, _ = scan(store, since="", settled_limit=1, count_settled=True)
     assert settled is not None
@@ -128,8 +129,8 @@ def test_recent_rollouts_are_those_sealed_last(store: PoolStore) -> None:
     assert list(recent.outcomes) == [0.0, 8.0, 8.0, 5.0, 5.0, 4.0, 2.0, 2.0, 1.0]
 
 
-def test_bounded_scan_returns_what_is_pending_and_the_newest_settled(store: PoolStore) -> None:
-    """However many were settled before; a step is not cut."""
+def test_bounded_scan_returns_pending_and_newest_settled_groups(store: PoolStore) -> None:
+    """For any number of earlier settled groups; a step is not cut."""
     fill(store)
     settled, found = scan(store, since="", settled_limit=1)
     assert settled is not None
@@ -142,11 +143,12 @@ def test_bounded_scan_returns_what_is_pending_and_the_newest_settled(store: Pool
     assert (everything.left_out_step, everything.left_out_unix_s) == (0, 0.0)
 
 
-def test_changes_come_with_counters(store: PoolStore) -> None:
-    """To whom asks for these."""
+def test_changes_are_returned_with_counters_on_request(store: PoolStore) -> None:
+    """Other scans have none."""
     fill(store)
     begin, _ = begin_scan(store, pool_pb2.ScanGroupsRequest(since="", settled_limit=1))
     set_states(store, change("t10", TRAINED, batch_id="batch-9-9", step=9))
+    assert begin is not None
     settled, found = scan(store, since=begin.mark, settled_limit=1, count_settled=True)
     assert settled is not None
     assert found == ["t10"]
@@ -155,7 +157,7 @@ def test_changes_come_with_counters(store: PoolStore) -> None:
 
 
 def test_groups_of_a_tag_or_of_later_steps_are_found(store: PoolStore) -> None:
-    """Without a look at the others."""
+    """Without reading the others."""
     fill(store)
     assert scan(store, tag="tag0") == (None, ["e0", "e2"])
     assert scan(store, tag="other") == (None, [])
@@ -163,8 +165,8 @@ def test_groups_of_a_tag_or_of_later_steps_are_found(store: PoolStore) -> None:
     assert scan(store, trained_after=3) == (None, [])
 
 
-def test_groups_and_commits_are_looked_up(store: PoolStore) -> None:
-    """By id; without the task where a digest stands for it."""
+def test_groups_and_commits_are_found_by_id(store: PoolStore) -> None:
+    """Without the task if it has a digest."""
     fill(store)
     digested = make_group("d", 99)
     digested.task_digest = b"digest"
@@ -184,7 +186,7 @@ def test_groups_and_commits_are_looked_up(store: PoolStore) -> None:
 
 
 def test_look_up_is_cut_to_a_message(store: PoolStore) -> None:
-    """It tells how many of the ids it is about; more than a bound are refused."""
+    """It says how many ids it answers; more ids than the bound are refused."""
     put_groups(store, *(make_group(f"b{n}", n, payload_json="x" * MIB) for n in range(3)))
     request = pool_pb2.LookUpGroupsRequest(task_ids=["b0", "b1", "b2"], batch_ids=["batch"])
     answer = store.look_up(request)
@@ -204,7 +206,7 @@ def as_version_3(records: Records) -> None:
 def test_shard_of_version_3_opens_with_its_groups_counted(
     open_store: Callable[..., PoolStore], tmp_path: Path
 ) -> None:
-    """Once, from the groups; what follows is counted on."""
+    """Once, from the groups; later changes are added."""
     store = open_store(shard="s0")
     fill(store)
     before = scan(store, since="", settled_limit=1, count_settled=True)
@@ -224,7 +226,7 @@ def counter_keys(store: PoolStore) -> list[bytes]:
     return store.read(lambda records: [k for k, _ in records.scan_sealed(Table.SETTLED_COUNTS)])
 
 
-def test_damaged_counter_holds_up_no_commit(
+def test_damaged_counter_blocks_no_commit(
     open_store: Callable[..., PoolStore], tmp_path: Path
 ) -> None:
     """A scan returns every group instead, and the next commit counts again."""
@@ -248,7 +250,7 @@ def test_damaged_counter_holds_up_no_commit(
 def test_damaged_index_loses_no_group(
     open_store: Callable[..., PoolStore], tmp_path: Path, table: Table, how: Callable[..., object]
 ) -> None:
-    """A check names it, a scan has what is pending all the same, and a repair makes it again."""
+    """A check names it, a scan has the pending groups all the same, and a repair rebuilds it."""
     store = open_store(shard="s0")
     fill(store)
     pending = scan(store, since="", settled_limit=1)[1][:6]
@@ -266,7 +268,7 @@ def test_damaged_index_loses_no_group(
 
 
 def test_wrong_counter_is_named(open_store: Callable[..., PoolStore], tmp_path: Path) -> None:
-    """A lost one as well: a check counts again."""
+    """Also a lost counter: a check counts again."""
     store = open_store(shard="s0")
     fill(store)
     keys = counter_keys(store)
@@ -279,7 +281,7 @@ def test_wrong_counter_is_named(open_store: Callable[..., PoolStore], tmp_path: 
 
 
 def test_lowest_sealed_attempt_counts(store: PoolStore) -> None:
-    """Of each rollout one, and none beyond the size of the group."""
+    """One attempt of each rollout, and none beyond the size of the group."""
     put_groups(store, make_group("t", 0))
     for name in ("t:0:1", "t:0:3", "t:1:2", "t:2:0"):
         seal(store, name, turns=0, now_unix_s=float(name[-1]))

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,8 @@ def stored_turns(store: PoolStore, count: int) -> list[common_pb2.Turn]:
     return [fetch(store, f"task:{index}:0").turns[0] for index in range(count)]
 
 
-def test_the_map_grows_on_demand(open_store):
-    """Data eight times the first map size is taken, and a reopened shard has all of it."""
+def test_map_grows_on_demand(open_store):
+    """Data eight times the first map size is stored, and a reopened shard has all of it."""
     store = open_store(map_bytes=MIB)
     for index in range(8):
         append(store, turn_of(index, MIB))
@@ -61,15 +62,15 @@ def test_the_map_grows_on_demand(open_store):
     assert stored_turns(open_store(map_bytes=MIB), 8) == [turn_of(i, MIB) for i in range(8)]
 
 
-def test_a_turn_bigger_than_the_map_is_taken(open_store):
+def test_turn_larger_than_the_map_is_stored(open_store):
     """The map doubles as often as one commit needs."""
     store = open_store(map_bytes=MIB)
     append(store, turn_of(0, 10 * MIB))
     assert fetch(store, "task:0:0").turns == [turn_of(0, 10 * MIB)]
 
 
-def test_readers_go_on_while_the_map_grows(open_store):
-    """Reads running all the time see whole, correct trajectories across every growth."""
+def test_readers_continue_while_the_map_grows(open_store):
+    """Concurrent reads return whole, correct trajectories across every growth."""
     store = open_store(map_bytes=MIB)
     append(store, turn_of(0))
     done = threading.Event()
@@ -108,6 +109,7 @@ def snapshots_elsewhere(directory: Path, count: int) -> Iterator[None]:
     with subprocess.Popen(
         [sys.executable, "-c", program, directory], stdout=subprocess.PIPE
     ) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         try:
             yield
@@ -115,8 +117,8 @@ def snapshots_elsewhere(directory: Path, count: int) -> Iterator[None]:
             process.kill()
 
 
-def test_tools_take_no_place_of_a_reader(open_store, tmp_path):
-    """Checks and backups of a shard that has just been opened, and that nobody has read."""
+def test_tools_take_no_reader_slot(open_store, tmp_path):
+    """Checks and backups of a shard that was just opened and not read."""
     store = open_store(max_readers=2)
     with snapshots_elsewhere(tmp_path / "shard", 32):
         turn = validation.new_turn(make_turn().SerializeToString())
@@ -125,9 +127,9 @@ def test_tools_take_no_place_of_a_reader(open_store, tmp_path):
         assert store.stats().turns == 1
 
 
-def test_a_shard_at_its_ceiling_refuses_and_keeps(open_store):
-    """At map_max_bytes turns are RESOURCE_EXHAUSTED, what was stored is whole, and a higher
-    ceiling takes the same turn."""
+def test_shard_at_its_map_limit_refuses_turns(open_store):
+    """At map_max_bytes turns are RESOURCE_EXHAUSTED, stored data is whole, and a higher limit
+    accepts the same turn."""
     store = open_store(map_bytes=MIB, map_max_bytes=2 * MIB)
     append(store, turn_of(0))
     with pytest.raises(ResourceExhausted, match="map_max_bytes 2097152"):
@@ -170,9 +172,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Small
         yield disk
 
 
-def test_a_full_disk_loses_nothing_and_recovers(small_disk):
-    """When the disk is full every append is RESOURCE_EXHAUSTED, every acknowledged turn stays
-    readable, also after a restart, and with room again appends go on."""
+def test_full_disk_loses_no_acknowledged_turn(small_disk):
+    """On a full disk every append is RESOURCE_EXHAUSTED, every acknowledged turn stays readable,
+    also after a restart, and with room again appends continue."""
     store = PoolStore(small_disk.path / "shard")
     acknowledged = 0
     with pytest.raises(ResourceExhausted, match="nothing of it is stored"):
@@ -208,12 +210,13 @@ def turn_of_group(index: int, size_bytes: int) -> common_pb2.Turn:
 def free(store: PoolStore, *indices: int) -> Freed:
     names = tuple(f"task{index}" for index in indices)
     command = FreeGroups(task_ids=names, covered_step=0, max_records=512, now_unix_s=100.0)
-    return commit(store, command)
+    found: Freed = commit(store, command)
+    return found
 
 
-def test_a_full_disk_takes_turns_again_once_groups_are_freed(small_disk):
-    """With the disk full to the last page, settled groups can still be freed, their pages are
-    written again without the file growing, and what was not freed is whole."""
+def test_full_disk_accepts_turns_once_groups_are_freed(small_disk):
+    """With the disk full to the last page, settled groups can be freed, their pages are used again
+    without growth of the file, and all other groups are whole."""
     store = PoolStore(small_disk.path / "shard")
     count = 0
     with pytest.raises(ResourceExhausted):
@@ -237,9 +240,9 @@ def test_a_full_disk_takes_turns_again_once_groups_are_freed(small_disk):
 
 
 @pytest.mark.parametrize("full", ["disk", "map"])
-def test_what_a_killed_backup_saw_is_room_again(small_disk, full):
-    """Pages are kept for a snapshot until it is noticed that nobody is there to read it, which a
-    full disk and a full map are reason enough to look for."""
+def test_pages_of_a_killed_backup_are_used_again(small_disk, full):
+    """Pages are kept for a snapshot until its reader is found dead; a full disk or map starts that
+    search."""
     ceiling = {"disk": 1 << 30, "map": 3 * MIB}[full]
     store = PoolStore(small_disk.path / "shard", map_bytes=MIB, map_max_bytes=ceiling)
     count = 0
@@ -258,8 +261,8 @@ def test_what_a_killed_backup_saw_is_room_again(small_disk, full):
 
 
 def test_freed_pages_count_as_room(open_store):
-    """A shard whose map has reached its end refuses turns at its reserve, and takes them again
-    when so much was freed that the reserve stands."""
+    """A shard at the end of its map refuses turns at its reserve, and accepts them again once the
+    reserve is free."""
     store = open_store(map_bytes=MIB, map_max_bytes=8 * MIB, disk_reserve_bytes=2 * MIB)
     count = 0
     with pytest.raises(ResourceExhausted, match="disk_reserve_bytes 2097152"):
@@ -273,16 +276,16 @@ def test_freed_pages_count_as_room(open_store):
     append(store, turn_of_group(count, 100 * KIB))
 
 
-def test_batch_states_find_room_when_turns_no_longer_do(open_store):
-    """Below the reserve turns are refused while groups and their states are still written."""
+def test_states_are_stored_when_turns_are_refused(open_store):
+    """Below the reserve turns are refused while groups and their states are written."""
     store = open_store(disk_reserve_bytes=1 << 62)
     with pytest.raises(ResourceExhausted, match="disk_reserve_bytes"):
         append(store, turn_of(0))
     assert store.commit([PutGroups(groups=(make_group(),), fence=1)]) == [None]
 
 
-def test_a_damaged_turn_is_data_loss_and_its_neighbours_are_not(open_store, tmp_path):
-    """One flipped byte on disk makes one trajectory unreadable, by name, and no other."""
+def test_damaged_turn_makes_one_trajectory_unreadable(open_store, tmp_path):
+    """One flipped byte on disk, named by its trajectory; no other is affected."""
     store = open_store()
     append(store, make_turn("t:0:0", messages_json="NEEDLE"), make_turn("t:1:0"))
     store.close()
@@ -294,9 +297,9 @@ def test_a_damaged_turn_is_data_loss_and_its_neighbours_are_not(open_store, tmp_
     store.close()
 
 
-def test_a_damaged_group_is_over_and_its_neighbours_are_not(open_store, tmp_path):
-    """A scheduler that takes office is told all others, and this one's place in the queue; a group
-    that was trained on stays so."""
+def test_damaged_group_is_tombstoned_and_others_are_returned(open_store, tmp_path):
+    """A new leader gets all others, and the queue index of the damaged one; a trained group stays
+    trained."""
     store = open_store()
     groups = (make_group(f"t{n}", n, payload_json=f"NEEDLE{n % 2}") for n in range(4))
     put_groups(store, *groups)
@@ -315,14 +318,16 @@ def test_a_damaged_group_is_over_and_its_neighbours_are_not(open_store, tmp_path
     assert kept.state == common_pb2.GROUP_STATE_PENDING and kept.task.payload_json == "NEEDLE1"
     assert (trained.state, trained.step) == (common_pb2.GROUP_STATE_TRAINED, 7)
     scan = store.scan_tasks([TaskId("t0"), TaskId("t1")])
-    assert [each.group.task.task_id for each in scan.next_page()] == ["t1"]
+    page = scan.next_page()
+    assert page is not None
+    assert [each.group.task.task_id for each in page] == ["t1"]
     assert scan.next_page() is None
     store.close()
 
 
-def test_another_schema_version_is_refused_with_both_numbers(tmp_path):
-    """A shard of another schema is left alone, and the message tells what to do."""
-    settings = {"map_bytes": MIB, "map_max_bytes": MIB, "max_readers": 4}
+def test_other_schema_version_is_refused_with_both_numbers(tmp_path):
+    """A shard of another schema is not changed, and the message names the way out."""
+    settings: dict[str, Any] = {"map_bytes": MIB, "map_max_bytes": MIB, "max_readers": 4}
     environment = Environment(tmp_path, **settings)
     environment.write(lambda records: records.put(Table.META, b"schema_version", b"999"))
     environment.close()
@@ -330,8 +335,8 @@ def test_another_schema_version_is_refused_with_both_numbers(tmp_path):
         Environment(tmp_path, **settings)
 
 
-def test_a_second_instance_is_kept_out(open_store, tmp_path):
-    """A data directory in use is refused in one line, and free again once it is closed."""
+def test_data_directory_in_use_is_refused(open_store, tmp_path):
+    """In one line; it is free again once the first instance has closed it."""
     store = open_store()
     with pytest.raises(ConfigError, match="in use by another pool instance"):
         PoolStore(tmp_path / "shard")
@@ -339,7 +344,7 @@ def test_a_second_instance_is_kept_out(open_store, tmp_path):
     PoolStore(tmp_path / "shard").close()
 
 
-def test_a_file_that_is_no_shard_is_refused(tmp_path):
+def test_file_that_is_no_shard_is_refused(tmp_path):
     """Garbage in place of the data is DATA_LOSS, never overwritten."""
     (tmp_path / "data.mdb").write_bytes(b"not a database" * 1000)
     with pytest.raises(DataLoss, match="no pool shard"):
@@ -347,7 +352,7 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path):
     assert (tmp_path / "data.mdb").read_bytes().startswith(b"not a database")
 
 
-def test_an_unusable_directory_is_refused(tmp_path):
+def test_unusable_directory_is_refused(tmp_path):
     """A path that cannot be a directory is a configuration error that names it."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data_dir .*file/shard"):

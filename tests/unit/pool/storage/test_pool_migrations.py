@@ -28,7 +28,8 @@ def environment(tmp_path):
 
 
 def version_of(environment) -> int:
-    return environment.read(stored_version)
+    found: int = environment.read(stored_version)
+    return found
 
 
 def as_version_1(records) -> None:
@@ -42,9 +43,9 @@ def as_version_1(records) -> None:
     records.put(Table.META, b"schema_version", b"1")
 
 
-def test_a_shard_of_version_1_opens_with_its_change_log_made(open_store, tmp_path):
-    """All it held is served as before, what was closed is logged in that order, and what is closed
-    or rewarded from now on follows."""
+def test_shard_of_version_1_opens_with_a_change_log(open_store, tmp_path):
+    """All its data is served as before, closed trajectories are logged in the order of closing, and
+    later changes follow."""
     store = open_store(shard="s0")
     for number, closed_unix_s in ((0, 30.0), (1, 10.0), (2, 20.0)):
         append(store, make_turn(f"t:{number}:0"))
@@ -72,8 +73,8 @@ def test_a_shard_of_version_1_opens_with_its_change_log_made(open_store, tmp_pat
 
 
 def test_migrations_run_in_order_and_once(environment):
-    """A chain leads from the version found to the one wanted, each step in its turn; a shard that
-    is there already is left alone."""
+    """A chain leads from the stored version to the wanted one, step by step; a current shard is not
+    changed."""
     taken = []
     chain = {
         version: lambda records, version=version: taken.append(version)
@@ -85,8 +86,8 @@ def test_migrations_run_in_order_and_once(environment):
     assert version_of(environment) == SCHEMA_VERSION + 2
 
 
-def test_a_chain_that_breaks_leaves_the_shard_as_it_was(environment):
-    """The first step's work is gone with the second's failure: all of it or nothing."""
+def test_failed_migration_leaves_the_shard_unchanged(environment):
+    """If the second step fails, the first step is undone."""
 
     def first(records) -> None:
         records.put(Table.META, b"made_by_first", b"x")
@@ -101,8 +102,8 @@ def test_a_chain_that_breaks_leaves_the_shard_as_it_was(environment):
     assert environment.read(lambda records: records.get(Table.META, b"made_by_first")) is None
 
 
-def test_a_migration_may_need_a_larger_map(environment):
-    """The map grows under a migration as under any change, and it runs again from the start."""
+def test_map_grows_during_a_migration(environment):
+    """The migration then runs again from the start."""
 
     def fill(records) -> None:
         for number in range(300):
@@ -122,10 +123,10 @@ def test_a_migration_may_need_a_larger_map(environment):
         (b"x", DataLoss, "'x', which is no version"),
     ],
 )
-def test_a_version_that_leads_nowhere_is_refused_in_one_line(
+def test_version_without_a_migration_is_refused_in_one_line(
     environment, tmp_path, stored, error, complaint
 ):
-    """A newer shard, and one whose version is no number, are left alone, and the line says so."""
+    """A newer shard, and one whose version is no number, are not changed."""
     environment.write(lambda records: records.put(Table.META, b"schema_version", stored))
     environment.close()
     with pytest.raises(error, match=complaint) as refused:
@@ -133,7 +134,7 @@ def test_a_version_that_leads_nowhere_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_gap_in_the_chain_is_named(environment):
-    """A version that no migration starts from is refused, naming it."""
+def test_gap_in_the_migrations_is_named(environment):
+    """A version without a migration is refused by name."""
     with pytest.raises(ConfigError, match=f"no migration leads from {SCHEMA_VERSION} to"):
         environment.write(lambda records: migrate(records, to=SCHEMA_VERSION + 1, migrations={}))

@@ -71,7 +71,7 @@ def test_cispo_is_the_capped_ratio_times_advantage_times_log_prob() -> None:
     assert loss_T.tolist() == pytest.approx(expected)
 
 
-def test_cispo_takes_no_gradient_through_the_ratio_and_from_no_token() -> None:
+def test_cispo_takes_no_gradient_through_the_ratio() -> None:
     """d loss / d log pi = -min(r, cap) * A: the capped token still learns."""
     logprobs = logs(0.4, 0.8).requires_grad_()
     advantages = torch.tensor([1.0, 1.0], dtype=torch.float64)
@@ -80,8 +80,8 @@ def test_cispo_takes_no_gradient_through_the_ratio_and_from_no_token() -> None:
     assert logprobs.grad.tolist() == pytest.approx([-2.0, -5.0])
 
 
-def test_a_ratio_beyond_floating_point_is_the_cap() -> None:
-    """exp overflows to infinity, which the cap turns into a number again."""
+def test_ratio_beyond_floating_point_is_the_cap() -> None:
+    """exp overflows to infinity, which the cap makes finite."""
     loss = cispo_loss(
         torch.tensor([-1.0]), torch.tensor([-1000.0]), torch.tensor([1.0]), ratio_cap=5.0
     )
@@ -91,22 +91,22 @@ def test_a_ratio_beyond_floating_point_is_the_cap() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=20))
 def test_on_policy_cispo_is_reinforce(values: list[float]) -> None:
-    """Where nothing has moved, every weight is 1."""
+    """At equal policies every weight is 1."""
     logprobs = torch.tensor(values, dtype=torch.float64)
     advantages = torch.linspace(-1, 1, len(values), dtype=torch.float64)
     loss = cispo_loss(logprobs, logprobs, advantages, ratio_cap=5.0).sum()
     assert float(loss) == pytest.approx(float(-(advantages * logprobs).sum()))
 
 
-def test_the_clip_takes_the_gradient_of_what_has_gone_far_enough() -> None:
-    """Of ratios 2, 2, 1/2, 1/2 with both signs, the ones pushed further out are clipped."""
+def test_clip_removes_the_gradient_beyond_its_bounds() -> None:
+    """Of ratios 2, 2, 1/2, 1/2 with both signs, those that would move further out are clipped."""
     one = tokens([2.0, 2.0, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0])
     loss_T = clipped_loss(one, clip_low=0.2, clip_high=0.3, dual_clip=0.0)
     assert loss_T.tolist() == pytest.approx([-1.3, 2.0, -0.5, 0.8])
     assert gradient(loss_T, one) == pytest.approx([0.0, 2.0, -0.5, 0.0])
 
 
-def test_the_dual_clip_bounds_what_a_negative_advantage_does() -> None:
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     """A ratio of 20 counts as 3, and gives no gradient."""
     one = tokens([20.0], [-1.0])
     loss_T = clipped_loss(one, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
@@ -114,7 +114,7 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_does() -> None:
     assert gradient(loss_T, one) == [0.0]
 
 
-def test_gspo_takes_the_geometric_mean_of_a_samples_ratios() -> None:
+def test_gspo_uses_the_geometric_mean_of_a_samples_ratios() -> None:
     """Ratios 4 and 1 make 2, clipped at 1.3 for a gain and kept for a loss; each token weighs s."""
     one = tokens([4.0, 1.0, 4.0, 1.0, 1.1], [1.0, 1.0, -1.0, -1.0, 1.0], 2, 2, 1)
     loss_T = gspo_loss(one, clip_low=0.2, clip_high=0.3)
@@ -122,7 +122,7 @@ def test_gspo_takes_the_geometric_mean_of_a_samples_ratios() -> None:
     assert gradient(loss_T, one) == pytest.approx([0.0, 0.0, 2.0, 2.0, -1.1])
 
 
-def test_rloo_takes_the_ratio_of_the_whole_sample() -> None:
+def test_rloo_uses_the_ratio_of_the_whole_sample() -> None:
     """Ratios 1.05 and 1.1 make 1.155; the sample's loss is the sum, its gradient R * A a token."""
     one = tokens([1.05, 1.1, 4.0, 1.0], [2.0, 2.0, 1.0, 1.0], 2, 2)
     loss_T = rloo_loss(one, clip_low=0.2, clip_high=0.2)
@@ -132,8 +132,8 @@ def test_rloo_takes_the_ratio_of_the_whole_sample() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_rloo_of_a_very_stale_sample_is_finite(advantage: float) -> None:
-    """200 tokens, each e^5 times as likely as when it was sampled: of a gain the clip takes the
-    gradient away, and of a loss the ratio counts as e^20."""
+    """200 tokens, each e^5 times as likely as when it was sampled: the clip removes the gradient of
+    a gain, and for a loss the ratio counts as e^20."""
     one = tokens([1.0] * 200, [advantage] * 200)
     stale = replace(one, old=(one.logprobs - 5).detach())
     loss_T = rloo_loss(stale, clip_low=0.2, clip_high=0.2)
@@ -163,7 +163,7 @@ def test_k2_and_k3_are_added_to_the_loss(estimator: str, expected: float) -> Non
     assert evaluate(one, kl_coef=0.5, kl_estimator=estimator) == pytest.approx(0.5 * expected)
 
 
-def test_k1_comes_off_the_advantages_of_what_led_to_it() -> None:
+def test_k1_penalty_is_subtracted_from_advantages() -> None:
     """Log-ratios ln 2 and ln 4 in one sample, ln 2 in another: to go are ln 8, ln 4 and ln 2."""
     one = tokens([2.0, 4.0, 2.0], [0.0] * 3, 2, 1, reference=logs(0.1, 0.1, 0.1))
     config = ObjectiveConfig(algorithm="reinforce", kl_coef=1.0, kl_estimator="k1")
@@ -172,8 +172,8 @@ def test_k1_comes_off_the_advantages_of_what_led_to_it() -> None:
     assert gradient(share, one) == pytest.approx(expected)
 
 
-def test_masked_tokens_give_nothing_and_stay_in_the_count() -> None:
-    """By ratio, by staleness, or both: the rest weighs as before."""
+def test_masked_tokens_have_no_gradient_and_stay_in_the_count() -> None:
+    """Masked by ratio, by staleness, or both: the other tokens weigh as before."""
     one = tokens([1.0, 8.0, 0.1], [1.0] * 3, versions=torch.tensor([9, 9, 0]), weight_version=9)
     alone = evaluate(tokens([1.0], [1.0]), algorithm="reinforce") / 3
     for correction in (
@@ -184,14 +184,14 @@ def test_masked_tokens_give_nothing_and_stay_in_the_count() -> None:
         assert masked == pytest.approx(alone)
 
 
-def test_an_infinite_loss_that_is_masked_harms_nothing() -> None:
-    """0 times infinity is NaN; a mask is not a factor."""
+def test_masked_infinite_loss_is_dropped() -> None:
+    """0 times infinity is NaN; a mask is no factor."""
     one = tokens([1.0, 1.0], [1.0, math.inf], versions=torch.tensor([9, 0]), weight_version=9)
     loss = evaluate(one, algorithm="reinforce", correction=Correction(mask_staleness=1))
     assert loss == pytest.approx(-math.log(0.1) / 2)
 
 
-def test_a_distant_sample_loses_its_negative_advantages() -> None:
+def test_negative_advantages_of_a_distant_sample_are_masked() -> None:
     """Mean log(mu/pi) is ln 2 in the first sample, 0 in the second; gains are kept."""
     one = tokens([0.5, 0.5, 1.0], [1.0, -1.0, -1.0], 2, 1)
     correction = Correction(mask_kl_max=0.5)
@@ -227,14 +227,14 @@ def test_recomputed_log_probs_move_the_ratio_into_a_capped_weight() -> None:
         ({"correction": Correction(mask_ratio_high=0.5)}, "mask_ratio_high = 0.5"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_and_value(settings: Any, message: str) -> None:
-    """The message has the field, the value and what is allowed."""
+def test_invalid_settings_are_refused_by_name_and_value(settings: Any, message: str) -> None:
+    """The message has the allowed values."""
     with pytest.raises(InvalidArgument, match=message):
         objective(**settings)
 
 
-def test_a_custom_loss_must_give_one_value_per_token() -> None:
-    """A sum would be normalized wrongly, so it is refused."""
+def test_custom_loss_must_return_one_value_per_token() -> None:
+    """A sum would be normalized wrongly."""
     with pytest.raises(InvalidArgument, match="one loss per token"):
         evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:summed")
 
@@ -246,7 +246,7 @@ def summed(of: TrainedTokens) -> Tensor:
 def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:
     nothing = torch.zeros(len(versions))
     names = ("entropy", "reference_kl", "clipped", "masked", "gradient_size")
-    columns = dict.fromkeys(names, nothing) | {
+    columns: dict[str, Any] = dict.fromkeys(names, nothing) | {
         "lengths": torch.tensor([len(versions)]),
         "domains": ("",),
     }
@@ -274,7 +274,7 @@ def test_statistics_are_over_all_tokens_of_all_trees() -> None:
     assert (found.staleness_mean, found.staleness_max) == (1.0, 3.0)
 
 
-def test_no_tokens_have_no_statistics() -> None:
-    """A batch of nothing reports zeros, not NaN."""
+def test_statistics_of_an_empty_batch_are_zero() -> None:
+    """Not NaN."""
     found = policy_stats([], weight_version=7)
     assert found.entropy == found.logprob_gap_p99 == found.staleness_max == 0.0

@@ -25,9 +25,11 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_the_norm_is_left_to_the_head(wanted: bool) -> None:
-    """What the head makes of the states is what the model would have; that has no gradient."""
-    model = SimpleNamespace(base_model=Layers(0))
+def test_last_norm_is_computed_in_the_head(wanted: bool) -> None:
+    """The head gets the states before the norm, and its result equals the model's; the normed copy
+    has no gradient."""
+    layers = Layers(0)
+    model = SimpleNamespace(base_model=layers)
     states = torch.randn(1, 4, 3)
     expected = model.base_model(states).last_hidden_state[0]
     found = Backbone(model)({"states": states}, normed=wanted)
@@ -36,11 +38,11 @@ def test_the_norm_is_left_to_the_head(wanted: bool) -> None:
     assert (found.normed_LC is not None) == wanted
     if found.normed_LC is not None:
         assert torch.equal(found.normed_LC, expected) and not found.normed_LC.requires_grad
-    assert not model.base_model.final_layernorm._forward_hooks
+    assert not layers.final_layernorm._forward_hooks
 
 
-def test_a_norm_that_is_not_the_last_thing_stays_in_the_model() -> None:
-    """The states are the model's own output then, with nothing left to do."""
+def test_norm_that_is_not_last_stays_in_the_model() -> None:
+    """The states are then the model's own output."""
     model = SimpleNamespace(base_model=Layers(2.0))
     states = torch.randn(1, 4, 3)
     found = Backbone(model)({"states": states}, normed=False)

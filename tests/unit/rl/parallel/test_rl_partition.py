@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations_with_replacement, pairwise
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def layout_of(samples: list[Sample]) -> TreeLayout:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_no_rank_has_more_than_its_share_and_a_token(ranks: int, pair_cost: float) -> None:
     """A cut is at the last token that begins below a multiple of the share, so a range exceeds it
-    by less than its heaviest token; the ranges follow each other and are the whole layout."""
+    by less than its heaviest token; the ranges follow each other and cover the layout."""
     for samples in FORESTS:
         layout = layout_of(samples)
         spans = rank_spans(layout, ranks, pair_cost=pair_cost)
@@ -40,8 +41,8 @@ def test_no_rank_has_more_than_its_share_and_a_token(ranks: int, pair_cost: floa
         assert most <= float(work_L.sum()) / ranks + float(work_L.max()) + 1e-9
 
 
-def test_a_long_chains_ranks_are_equal_in_work_and_not_in_tokens() -> None:
-    """What is deep attends more, so the first of four ranks has most of the tokens."""
+def test_ranks_of_a_long_chain_have_equal_work_not_equal_tokens() -> None:
+    """Deep tokens attend more, so the first of four ranks has most of the tokens."""
     layout = layout_of([make_sample([1] * 4000, (3999, 4000), rng=Random(0))])
     pair_cost = 0.002
     spans = rank_spans(layout, 4, pair_cost=pair_cost)
@@ -52,11 +53,11 @@ def test_a_long_chains_ranks_are_equal_in_work_and_not_in_tokens() -> None:
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > 1.5 * 1000
 
 
-def test_a_long_chains_ranks_hold_no_more_than_the_budget() -> None:
-    """With equal work the first of four would hold 1,550 tokens of 4,000; what it is spared goes
-    to the next ones, whose work is then the least that it can be."""
+def test_ranks_of_a_long_chain_hold_no_more_than_the_budget() -> None:
+    """With equal work the first of four would hold 1,550 tokens of 4,000; the excess goes to the
+    next ranks, with the least possible work."""
     layout = layout_of([make_sample([1] * 4000, (3999, 4000), rng=Random(0))])
-    cut = {"pair_cost": 0.002, "prefix_cost": 0.02}
+    cut: dict[str, Any] = {"pair_cost": 0.002, "prefix_cost": 0.02}
     apart = rank_spans(layout, 4, **cut)
     spans = rank_spans(layout, 4, budget=1100, **cut)
     held = [held_tokens(layout, span, prefix_cost=0.02) for span in spans]
@@ -68,7 +69,7 @@ def test_a_long_chains_ranks_hold_no_more_than_the_budget() -> None:
     assert shares[2] == pytest.approx(shares[3], abs=1e-3)
 
 
-def test_where_nothing_fits_the_largest_rank_is_as_small_as_it_can_be() -> None:
+def test_cut_without_a_fit_minimizes_the_largest_rank() -> None:
     """A sample four times as long as the budget, on two ranks."""
     layout = layout_of([make_sample([1] * 400, (399, 400), rng=Random(0))])
     spans = rank_spans(layout, 2, pair_cost=0.01, budget=100)
@@ -85,12 +86,12 @@ def test_where_nothing_fits_the_largest_rank_is_as_small_as_it_can_be() -> None:
 )
 # Nothing fits, and 2.3 tokens less 0.3 of a prefix are a bit less than two.
 @example(seed=980, ranks=4, budget=1, pair_cost=0.05, prefix_cost=0.1)
-def test_the_cut_is_the_best_of_all_that_fit(
+def test_cut_is_the_best_of_all_cuts_that_fit(
     seed: int, ranks: int, budget: int, pair_cost: float, prefix_cost: float
 ) -> None:
-    """Against every cut of a small tree there is: each token is one rank's, no rank holds more
-    than the budget if that can be, and of such cuts none has a lighter heaviest rank. Where equal
-    work fits, it is the cut that there was without a budget."""
+    """Compared with every cut of a small tree: each token is on one rank, no rank holds more than
+    the budget if that is possible, and no such cut has a lighter heaviest rank. Where equal work
+    fits, it is the cut without a budget."""
     rng = Random(seed)
     chains = [[rng.randrange(2) for _ in range(rng.randrange(1, 6))] for _ in range(3)]
     samples = [make_sample([9, *one], (1, len(one) + 1), rng=rng) for one in chains]

@@ -69,7 +69,8 @@ steps = st.lists(
 @given(steps=steps)
 @settings(max_examples=60, deadline=None)
 async def test_no_message_is_lost_or_answered_twice(subject: Any, steps: list[str]) -> None:
-    """Every ask has one outcome; what was handled was handled once, and what was not, says so."""
+    """Every ask has one outcome; a handled message was handled once, an unhandled one has an
+    error."""
     handled: list[int] = []
     system = ActorSystem("property")
     ref = await system.spawn(
@@ -135,8 +136,8 @@ def test_restart_budget_never_allows_more_than_its_policy(
         assert sum(at > now_s - within_s for at in restarts) <= max_restarts
 
 
-def test_back_off_doubles_up_to_its_bound_and_forgets() -> None:
-    """Crashes in a row wait ever longer; after a quiet window it starts over."""
+def test_back_off_doubles_up_to_its_bound_and_resets() -> None:
+    """Consecutive crashes wait longer; after a quiet window the pause is short again."""
     budget = RestartBudget(
         Restart(max_restarts=9, within_s=10, backoff_s=1, max_backoff_s=5),
     )
@@ -146,7 +147,7 @@ def test_back_off_doubles_up_to_its_bound_and_forgets() -> None:
 
 @given(operations=st.lists(st.one_of(st.just("put"), st.integers(1, 5)), max_size=60))
 def test_mailbox_is_first_in_first_out_and_bounded(operations: list[Any]) -> None:
-    """Whatever the order of puts and takes, messages come out in order and never more wait."""
+    """For any order of puts and takes."""
     mailbox = Mailbox("a", KindMetrics.of("Probe"), size=4, wake=lambda: None)
     model: list[int] = []
     for number, operation in enumerate(operations):
@@ -176,7 +177,8 @@ async def test_metrics_are_kept_by_kind_of_actor() -> None:
                 raise KeyError(message)
 
     def value(name: str) -> float | None:
-        return REGISTRY.get_sample_value(name, {"actor": "Metered"})
+        found: float | None = REGISTRY.get_sample_value(name, {"actor": "Metered"})
+        return found
 
     system = ActorSystem("metrics")
     refs = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def assembled(pieces: list[TensorSlice]) -> list[NamedTensor]:
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(min_value=1, max_value=50))
 def test_arrays_of_any_size_survive_slicing(contents: list[bytes], slice_bytes: int) -> None:
-    """Empty ones, too; no slice exceeds the limit."""
+    """Also empty ones; no slice exceeds the limit."""
     arrays = [array(f"t{at}", data) for at, data in enumerate(contents)]
     pieces = [piece for one in arrays for piece in slices(one, slice_bytes=slice_bytes)]
     assert all(len(piece.data) <= slice_bytes for piece in pieces)
@@ -38,7 +40,7 @@ def test_arrays_of_any_size_survive_slicing(contents: list[bytes], slice_bytes: 
 
 
 def test_offsets_beyond_2_gib_are_exact() -> None:
-    """The last slice of an array larger than a protobuf message says where it belongs."""
+    """The last slice of an array larger than a protobuf message has its correct offset."""
     size_bytes = (1 << 31) + 5
     # Untouched zero pages take no memory.
     whole = array("embed", bytes(size_bytes))
@@ -66,13 +68,13 @@ def test_slices_out_of_place_are_refused() -> None:
         SliceAssembler().add(first, max_bytes=5)
 
 
-async def fetched(arrays: list[NamedTensor], **request: int) -> list[FetchWeightsResponse]:
+async def fetched(arrays: list[NamedTensor], **request: Any) -> list[FetchWeightsResponse]:
     wanted = FetchWeightsRequest(weight_version=1, **request)
     return [one async for one in weight_responses(wanted, arrays, slice_bytes=2)]
 
 
-async def test_a_fetch_begins_where_the_caller_says() -> None:
-    """At a byte of a tensor; all tensors after it follow from their first byte."""
+async def test_fetch_begins_at_the_requested_byte() -> None:
+    """Of a tensor; all tensors after it follow from their first byte."""
     arrays = [array("a", b"abc"), array("b", b""), array("c", b"defgh")]
     whole = await fetched(arrays, slices=1)
     assert [one.slice.data for one in whole] == [b"ab", b"c", b"", b"de", b"fg", b"h"]

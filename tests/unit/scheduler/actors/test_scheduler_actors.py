@@ -55,7 +55,7 @@ async def status(term: TermActors) -> Any:
 
 
 async def test_group_is_queued_only_once_it_is_stored(term: TermActors, shards: FakeShards) -> None:
-    """A shard that does not answer fails its own groups alone; a retry keeps their indices."""
+    """A shard without an answer fails its own groups alone; a retry keeps their indices."""
     here, there = name_on("s0"), name_on("s1")
     shards.down.add("s1")
     with pytest.raises(Unavailable, match="s1"):
@@ -68,10 +68,10 @@ async def test_group_is_queued_only_once_it_is_stored(term: TermActors, shards: 
     assert (await status(term)).accepted == 2
 
 
-async def test_unsettled_group_cannot_change_its_content(
+async def test_unacknowledged_group_cannot_change_its_content(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """What may be stored already is either submitted as it was, or not at all."""
+    """A group that may be stored is submitted with the same content, or refused."""
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
         await submit(term, make_task("a"))
@@ -79,10 +79,11 @@ async def test_unsettled_group_cannot_change_its_content(
         await submit(term, make_task("a", size=2))
 
 
-async def test_groups_that_may_be_stored_are_bounded(
+async def test_unacknowledged_groups_are_bounded(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who submits ever new tasks to a pool that is away is refused; the same ones are not."""
+    """A client that submits new tasks to an unreachable pool is refused; repeated tasks are
+    accepted."""
     monkeypatch.setattr("services.scheduler.actors.submissions.MAX_UNSETTLED", 1)
     shards.down |= {"s0", "s1"}
     for _ in range(2):
@@ -104,15 +105,15 @@ async def test_known_group_is_not_accepted_twice(term: TermActors) -> None:
 
 
 async def test_full_queue_refuses_with_a_hint(term: TermActors) -> None:
-    """Overload is answered, not remembered."""
+    """Overload is answered, not stored."""
     await submit(term, *(make_task(f"a{i}") for i in range(100)))
     with pytest.raises(ResourceExhausted, match="100 groups are pending") as refused:
         await submit(term, make_task("b"))
     assert refused.value.retry_after_s
 
 
-async def test_waiting_runner_gets_the_rollout_that_a_submission_brings(term: TermActors) -> None:
-    """Nobody polls: the call is answered by the change it waited for."""
+async def test_waiting_runner_gets_a_submitted_rollout(term: TermActors) -> None:
+    """The change answers the call, without polling."""
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
     future = await term.queue.ask(ask, timeout_s=ASK_S)
     assert not future.done()
@@ -121,9 +122,9 @@ async def test_waiting_runner_gets_the_rollout_that_a_submission_brings(term: Te
     assert grant.trajectory_id == "a:0:0"
 
 
-async def test_waiting_runner_gets_the_rollout_that_a_batch_lets_start(term: TermActors) -> None:
-    """What completes is assigned to the batch that a trainer waits for, and frees a place at once:
-    N is 8, and the ninth group starts."""
+async def test_waiting_runner_gets_a_rollout_admitted_by_a_batch(term: TermActors) -> None:
+    """A complete group is assigned to the batch that a trainer waits for, and frees a place at
+    once: N is 8, and the ninth group starts."""
     await submit(term, *(make_task(f"a{index}") for index in range(9)))
     first, *_ = await lease(term)
     runner = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
@@ -133,7 +134,7 @@ async def test_waiting_runner_gets_the_rollout_that_a_batch_lets_start(term: Ter
     assert not trainer.done()
 
 
-async def test_runner_that_left_takes_nothing_with_it(term: TermActors) -> None:
+async def test_cancelled_wait_of_a_runner_gets_no_rollout(term: TermActors) -> None:
     """A cancelled wait is passed over."""
     ask = m.LeaseRollouts(runner_id="gone", max_rollouts=1)
     (await term.queue.ask(ask, timeout_s=ASK_S)).cancel()
@@ -141,8 +142,8 @@ async def test_runner_that_left_takes_nothing_with_it(term: TermActors) -> None:
     assert await lease(term) == ["a:0:0"]
 
 
-async def test_runner_that_says_it_leaves_is_answered(term: TermActors) -> None:
-    """Its calls end with nothing; others wait on, and get what comes."""
+async def test_leaving_runner_gets_an_empty_answer(term: TermActors) -> None:
+    """Other runners still wait, and get the next rollouts."""
     ask = m.LeaseRollouts(runner_id="leaving", max_rollouts=1)
     first, second = [await term.queue.ask(ask, timeout_s=ASK_S) for _ in range(2)]
     other = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
@@ -153,8 +154,8 @@ async def test_runner_that_says_it_leaves_is_answered(term: TermActors) -> None:
     assert grant.trajectory_id == "a:0:0"
 
 
-async def test_those_who_wait_are_told_when_the_term_ends(term: TermActors) -> None:
-    """A deposed leader answers everybody, so that they ask the next one."""
+async def test_end_of_the_term_answers_every_waiting_call(term: TermActors) -> None:
+    """The callers then ask the next leader."""
     future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
     await term.system.stop()
     with pytest.raises(Unavailable, match="is no longer the leader"):
@@ -162,7 +163,7 @@ async def test_those_who_wait_are_told_when_the_term_ends(term: TermActors) -> N
 
 
 async def test_commit_is_stored_before_it_counts(term: TermActors, shards: FakeShards) -> None:
-    """A pool that does not answer leaves the batch with its trainer, who tries again."""
+    """If the pool does not answer, the batch stays with its trainer, which retries."""
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
@@ -181,7 +182,7 @@ async def test_commit_is_stored_before_it_counts(term: TermActors, shards: FakeS
 async def test_release_with_a_reason_is_stored_as_a_tombstone(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """What a trainer gives up for good stays given up."""
+    """The groups stay tombstoned."""
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
@@ -191,10 +192,10 @@ async def test_release_with_a_reason_is_stored_as_a_tombstone(
     assert (await status(term)).tombstoned == 1
 
 
-async def test_rewind_is_on_record_before_it_is_in_the_pool(
+async def test_rewind_is_recorded_before_it_is_stored_in_the_pool(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """Whenever the leader dies in between, its successor knows which batches are void."""
+    """If the leader dies in between, its successor knows the void batches."""
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
@@ -209,10 +210,10 @@ async def test_rewind_is_on_record_before_it_is_in_the_pool(
     assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
 
 
-async def test_fate_waits_for_its_shard_and_holds_up_nobody(
+async def test_final_state_of_an_unreachable_shard_delays_no_other(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tombstone on a shard that is away is stored when it is back; others at once."""
+    """A tombstone is stored when its shard is back; others at once."""
     monkeypatch.setattr("services.scheduler.actors.outcome_writer.RETRY_S", 0.01)
     here, there = name_on("s0"), name_on("s1")
     await submit(term, make_task(here), make_task(there))
@@ -231,13 +232,14 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
 
 async def running(term: TermActors, *, most: int) -> bool:
     """Whether no more rollouts than that run."""
-    return (await status(term)).running_rollouts <= most
+    found: bool = (await status(term)).running_rollouts <= most
+    return found
 
 
-async def test_fate_that_is_being_stored_outlives_an_orderly_end(
+async def test_final_states_are_stored_before_an_orderly_end(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leader that is told to stop leaves no group to the next that was given up already."""
+    """The next leader does not run a group that was tombstoned already."""
 
     async def answer_late(shard: str) -> None:
         await settle()
@@ -252,7 +254,7 @@ async def test_fate_that_is_being_stored_outlives_an_orderly_end(
     assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
 
 
-async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
+async def test_shard_that_hangs_with_a_final_state_delays_no_commit(
     term: TermActors, shards: FakeShards
 ) -> None:
     """Trainers and the final states of other shards do not wait for its failure."""
@@ -273,11 +275,11 @@ async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
     assert there not in shards.states()
 
 
-async def test_expired_claim_is_settled_by_what_the_pool_holds(
+async def test_expired_claim_is_settled_by_the_pools_trajectory(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """Sealed counts as complete; anything else is attempted again, and then the runner that was
-    silent has lost it."""
+    """Sealed counts as complete; otherwise the rollout is attempted again, and the silent runner
+    has lost it."""
     await submit(term, make_task("a", size=2))
     sealed, lost = await lease(term)
     shards.seal(sealed)
@@ -294,7 +296,7 @@ async def test_expired_claim_is_settled_by_what_the_pool_holds(
 async def test_shard_that_hangs_delays_no_claim_of_another(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """Each shard is asked on its own, and a shard that has not answered is not asked again."""
+    """Each shard is asked on its own, and a shard without an answer is not asked again."""
     for shard in ("s1", "s0"):
         await submit(term, make_task(name_on(shard)))
         shards.hung.add("s1")
@@ -305,10 +307,10 @@ async def test_shard_that_hangs_delays_no_claim_of_another(
     await until(lambda: running(term, most=1))
 
 
-async def test_pool_that_is_overloaded_ends_no_term(
+async def test_overloaded_pool_ends_no_term(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """Whatever it answers to a look-up, the claims stay as they are, and it is asked again."""
+    """For every answer to a look-up the claims stay, and it is repeated."""
     await submit(term, make_task("a"))
     (held,) = await lease(term)
     shards.down |= {"s0", "s1"}
@@ -325,7 +327,7 @@ async def test_pool_that_is_overloaded_ends_no_term(
     assert term.expired_leases.alive
 
 
-async def test_claims_on_a_shard_that_is_away_are_left_alone(
+async def test_claims_on_an_unreachable_shard_are_kept(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
     """An outage of the pool costs no attempt."""
@@ -341,13 +343,13 @@ async def test_claims_on_a_shard_that_is_away_are_left_alone(
 
 
 async def test_unknown_trajectory_is_named(term: TermActors) -> None:
-    """A report on something nobody submitted is refused before it reaches the pool."""
+    """A report on an unknown trajectory is refused before the pool is asked."""
     with pytest.raises(NotFound, match="'nobody' is not in the queue"):
         await term.queue.ask(m.LocateRollouts(trajectory_ids=["nobody:0:0"]), timeout_s=ASK_S)
 
 
-async def test_answer_never_outgrows_a_message(term: TermActors) -> None:
-    """Tasks with large payloads are handed out fewer at a time."""
+async def test_lease_response_fits_into_a_message(term: TermActors) -> None:
+    """Tasks with large payloads are leased fewer at a time."""
     tasks = []
     for number in range(8):
         task = make_task(f"big-{number}")
@@ -359,8 +361,8 @@ async def test_answer_never_outgrows_a_message(term: TermActors) -> None:
     assert len(await lease(term, 8)) >= 1
 
 
-async def test_payload_is_forgotten_once_nobody_needs_it(term: TermActors) -> None:
-    """Memory follows what is open; the listing goes without payloads anyway."""
+async def test_payload_of_a_settled_group_is_dropped(term: TermActors) -> None:
+    """Memory follows the open groups; listings have no payloads."""
     await submit(term, make_task("a"))
     assert term.state.catalog.task("a").payload_json
     await complete(term, *await lease(term))

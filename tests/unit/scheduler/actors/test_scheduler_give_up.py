@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 from forge.core.errors import DataLoss, InvalidArgument
+from forge.runtime.coordination import Discovery, Leadership
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.pool_shards import PoolShards
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.state import messages as m
+from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 
@@ -19,7 +23,9 @@ from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 @pytest.fixture
 def servicer(term: TermActors) -> SchedulerServicer:
     """The calls of a leader, around the actors of its term."""
-    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), None, None)
+    servicer = SchedulerServicer(
+        SchedulerConfig(etcd="etcd:2379"), unused(Keyring), unused(Discovery)
+    )
     servicer.leader = term.leader()
     return servicer
 
@@ -44,11 +50,11 @@ async def lease_batch(servicer: SchedulerServicer) -> scheduler_pb2.LeaseBatchRe
     return await servicer.LeaseBatch(request, None)
 
 
-async def test_group_with_a_lost_trajectory_is_given_up_and_training_goes_on(
+async def test_group_with_a_lost_trajectory_is_tombstoned(
     term: TermActors, shards: FakeShards, servicer: SchedulerServicer
 ) -> None:
-    """Forgotten, or back in an earlier state: its group gets a tombstone that says so, and the
-    batch after it has the others."""
+    """Lost, or back in an earlier state: its group gets a tombstone with the reason, and the next
+    batch has the others."""
     await complete(term, "a", "b", "c")
     del shards.stored["a:0:0"]
     shards.stored["b:0:0"].state = common_pb2.TRAJECTORY_STATE_OPEN
@@ -64,10 +70,10 @@ async def test_group_with_a_lost_trajectory_is_given_up_and_training_goes_on(
     assert shards.states() == {"a": tombstoned, "b": tombstoned}
 
 
-async def test_loss_that_is_told_late_harms_no_other_batch(
+async def test_late_report_of_a_loss_changes_no_other_batch(
     term: TermActors, servicer: SchedulerServicer
 ) -> None:
-    """Two calls of one trainer find the same loss; the second finds nothing left to give up."""
+    """Two calls of one trainer report the same loss; the second finds no group to tombstone."""
     await complete(term, "a", "b")
     batch_id = (await lease_batch(servicer)).batch_id
     loss = m.ReleaseBatch(batch_id=batch_id, reasons={"a": "lost"})
@@ -83,10 +89,10 @@ async def test_loss_that_is_told_late_harms_no_other_batch(
     assert (status.trained, status.tombstoned) == (1, 1)
 
 
-async def test_trainer_gives_up_groups_of_a_batch(
+async def test_trainer_tombstones_groups_of_its_batch(
     term: TermActors, shards: FakeShards, servicer: SchedulerServicer
 ) -> None:
-    """Those it names, whatever else it names; the others are handed out again."""
+    """Those it names, and only groups of the batch; the others are leased again."""
     await complete(term, "a", "b")
     batch = await lease_batch(servicer)
     release = scheduler_pb2.ReleaseBatchRequest(
@@ -99,10 +105,10 @@ async def test_trainer_gives_up_groups_of_a_batch(
     assert group.group.task.task_id == "b"
 
 
-async def test_groups_are_listed_without_what_is_lost(
+async def test_listing_omits_lost_trajectories(
     term: TermActors, shards: FakeShards, servicer: SchedulerServicer
 ) -> None:
-    """An operator sees the others, and of the group what there is."""
+    """An operator sees the other groups, and the rest of the damaged one."""
     await complete(term, "a", "b")
     del shards.stored["a:0:0"]
     listing = servicer.ListGroups(scheduler_pb2.ListGroupsRequest(), None)
@@ -110,43 +116,45 @@ async def test_groups_are_listed_without_what_is_lost(
     assert sizes == {"a": 0, "b": 1}
 
 
-class DamagedPool:
+def shards_of(pool: Remote[Any]) -> PoolShards:
+    return PoolShards(unused(Discovery), pool, unused(Leadership), timeout_s=1.0)
+
+
+class DamagedPool(Remote[Any]):
     """A remote of one shard in which some summaries cannot be read."""
 
     def __init__(self, *damaged: str) -> None:
         self._damaged = set(damaged)
 
-    async def call(
-        self, method: str, request: pool_pb2.GetSummariesRequest, **_: Any
-    ) -> pool_pb2.GetSummariesResponse:
+    async def call(self, method: str, request: Any, **_: Any) -> pool_pb2.GetSummariesResponse:
         if self._damaged.intersection(request.trajectory_ids):
             raise DataLoss("the checksum of a record does not match")
         found = [common_pb2.TrajectorySummary(trajectory_id=i) for i in request.trajectory_ids]
         return pool_pb2.GetSummariesResponse(summaries=found)
 
 
-async def test_damage_hides_no_summary_but_its_own() -> None:
-    """The pool refuses a whole request for one record: those around it are found all the same."""
+async def test_damaged_summary_hides_no_other() -> None:
+    """The pool refuses a whole request for one record: the others are found all the same."""
     ids = [f"a:{n}:0" for n in range(9)]
-    shards = PoolShards(None, DamagedPool("a:3:0", "a:8:0"), None, timeout_s=1.0)
+    shards = shards_of(DamagedPool("a:3:0", "a:8:0"))
     found = await shards.summaries({"s0": ids})
     assert list(found) == [each for each in ids if each not in ("a:3:0", "a:8:0")]
 
 
-class WordyPool:
+class WordyPool(Remote[Any]):
     """A remote of one shard whose answers hold three summaries at most."""
 
-    async def call(
-        self, method: str, request: pool_pb2.GetSummariesRequest, **_: Any
-    ) -> pool_pb2.GetSummariesResponse:
+    def __init__(self) -> None: ...
+
+    async def call(self, method: str, request: Any, **_: Any) -> pool_pb2.GetSummariesResponse:
         if len(request.trajectory_ids) > 3:
             raise InvalidArgument("an answer of 5242880 bytes: one message holds 4259840")
         found = [common_pb2.TrajectorySummary(trajectory_id=i) for i in request.trajectory_ids]
         return pool_pb2.GetSummariesResponse(summaries=found)
 
 
-async def test_summaries_that_no_message_holds_come_in_several() -> None:
-    """Each has the rewards of its trajectory, and nobody knows how many those are."""
+async def test_summaries_beyond_one_message_are_fetched_in_several() -> None:
+    """Each has the rewards of its trajectory, of unknown number."""
     ids = [f"a:{n}:0" for n in range(9)]
-    shards = PoolShards(None, WordyPool(), None, timeout_s=1.0)
+    shards = shards_of(WordyPool())
     assert list(await shards.summaries({"s0": ids})) == ids

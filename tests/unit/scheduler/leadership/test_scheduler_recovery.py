@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from typing import Any
+from unittest.mock import AsyncMock
 
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase
+from forge.runtime.coordination import Coordinator, Leadership
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import PART_GROUPS, ShardCopies
@@ -19,6 +22,7 @@ from services.scheduler.state.stored_group import stored_group
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import TermRecord
 from tests.support.pool.records import make_reward
+from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import FakeShards
 
@@ -33,7 +37,7 @@ def scanned(
     *attempts: tuple[str, common_pb2.TrajectoryState.ValueType],
     size: int = 2,
     evaluation: bool = False,
-    **record: object,
+    **record: Any,
 ) -> pool_pb2.ScanGroupsResponse:
     """A group as a shard tells it; `attempts` are ("rollout:attempt", state)."""
     return pool_pb2.ScanGroupsResponse(
@@ -63,12 +67,17 @@ def rebuild(*responses: pool_pb2.ScanGroupsResponse) -> TermState:
 
 
 async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
-    """Renewals have their turn between the groups, no collection stops them all, and runners have
-    their time after the last."""
+    """Renewals run between the groups, no garbage collection stops them, and runners have their
+    time after the last group."""
     shards = FakeShards()
     shards.scanned = [scanned(f"t{index}", index) for index in range(5000)]
     term = Term(
-        SchedulerConfig(), None, None, shards, ShardCopies(shards, most_settled=99), awaiting=None
+        SchedulerConfig(),
+        unused(Coordinator),
+        unused(Leadership),
+        shards,
+        ShardCopies(shards, most_settled=99),
+        awaiting=AsyncMock(),
     )
     turns = 0
 
@@ -91,21 +100,20 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     assert not status_of(state, now_s=hold_until_s).taking_over
 
 
-def test_group_that_is_found_twice_is_counted_once() -> None:
-    """A shard that joined is scanned again when the first attempt was cut short."""
+def test_group_scanned_twice_is_counted_once() -> None:
+    """A shard that joined is scanned again if the first scan was interrupted."""
     once = scanned("a", 0, ("0:0", SEALED), ("1:0", SEALED))
     assert rebuild(once, once).progress.completed("code") == 2
 
 
-def test_group_that_two_shards_hold_is_counted_once() -> None:
-    """The first one counts: a shard that was lost may come back after its tasks were submitted
-    again."""
+def test_group_on_two_shards_is_counted_once() -> None:
+    """The first one counts: a lost shard may return after its tasks were submitted again."""
     twice = (scanned("a", 0), scanned("a", 1), scanned("b", 2))
     assert rebuild(*twice).queue.ledger.totals().queued == 2
 
 
-def test_tasks_are_found_by_tag_in_the_order_of_the_queue() -> None:
-    """Whether or not anybody has begun them."""
+def test_tasks_are_found_by_tag_in_queue_order() -> None:
+    """Started or not."""
     groups = [scanned(name, index) for index, name in enumerate("abcd")]
     groups[2] = scanned("c", 2, ("0:0", OPEN))
     for group in groups[1:]:
@@ -116,7 +124,7 @@ def test_tasks_are_found_by_tag_in_the_order_of_the_queue() -> None:
 
 
 def test_sealed_trajectories_make_a_group_complete() -> None:
-    """What was recorded before the change of leader need not be sampled again."""
+    """Rollouts sealed under an earlier leader are not sampled again."""
     state = rebuild(scanned("a", 0, ("0:0", SEALED), ("1:0", ABANDONED), ("1:1", SEALED)))
     group = state.queue.ledger.group("a")
     assert group.phase is Phase.COMPLETE
@@ -126,14 +134,14 @@ def test_sealed_trajectories_make_a_group_complete() -> None:
 
 
 def test_partial_group_waits_for_its_missing_rollouts_alone() -> None:
-    """Only what is not sealed goes out again, under a name no earlier leader gave."""
+    """Only unsealed rollouts are leased again, under a new attempt number."""
     state = rebuild(scanned("a", 0, ("1:0", SEALED), ("0:0", OPEN)))
     (grant,) = state.grant(runner_id="r", max_rollouts=9, now_s=0.0)
     assert grant.trajectory_id == "a:0:1000"
 
 
 def test_trained_and_tombstoned_groups_stay_consumed() -> None:
-    """The head passes them, the ledger counts them, and their commit is known."""
+    """The head passes them, the ledger counts them, and their commits are known."""
     state = rebuild(
         scanned(
             "a",
@@ -158,15 +166,15 @@ def test_trained_and_tombstoned_groups_stay_consumed() -> None:
 
 
 def test_open_batch_of_the_earlier_leader_is_pending_again() -> None:
-    """Batches are held in memory alone: what was not committed is still there."""
+    """Batches are in memory only: uncommitted groups are pending."""
     state = rebuild(
         scanned("a", 0, ("0:0", SEALED), ("1:0", SEALED), state=common_pb2.GROUP_STATE_BATCHED)
     )
     assert state.queue.ledger.group("a").phase is Phase.COMPLETE
 
 
-def test_evaluation_that_was_complete_is_settled_anew() -> None:
-    """EVALUATED may not have been stored: it follows from the seals."""
+def test_complete_evaluation_is_settled_again() -> None:
+    """EVALUATED may not be stored: it follows from the seals."""
     state = rebuild(scanned("e", 0, ("0:0", SEALED), size=1, evaluation=True))
     assert state.queue.ledger.group("e").phase is Phase.EVALUATED
     ((shard, final_state),) = state.take_final_states(now_s=0.0)
@@ -175,13 +183,13 @@ def test_evaluation_that_was_complete_is_settled_anew() -> None:
 
 
 def test_trajectory_beyond_the_group_is_ignored() -> None:
-    """A record nobody can have been asked to write does no harm."""
+    """A record with a rollout index beyond the group size does no harm."""
     state = rebuild(scanned("a", 0, ("7:0", SEALED)))
     assert state.queue.ledger.group("a").phase is Phase.QUEUED
 
 
-def test_a_group_whose_record_is_damaged_keeps_nobody_from_office() -> None:
-    """The pool has its place and no more; it counts as given up, and the head passes over it."""
+def test_group_with_a_damaged_record_blocks_no_leader() -> None:
+    """The pool has only its queue index; it counts as tombstoned, and the head passes it."""
     lost = common_pb2.GroupRecord(
         task=common_pb2.Task(task_id="lost", purpose=common_pb2.PURPOSE_TRAIN, group_size=1),
         state=common_pb2.GROUP_STATE_TOMBSTONED,

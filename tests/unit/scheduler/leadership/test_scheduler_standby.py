@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.pool.store import PoolStore
 from services.scheduler.leadership import standby
 from services.scheduler.leadership.recovery import register_shards
 from services.scheduler.leadership.standby import ShardCopies
+from services.scheduler.pool_shards import ShardScans
 from services.scheduler.state.stored_group import StoredGroup
 from tests.support.pool.records import make_group, make_reward
 from tests.support.pool.store import change, put_groups, reward, seal, set_states
@@ -42,8 +43,8 @@ def names(groups: list[StoredGroup]) -> list[str]:
     return [stored.group.spec.task_id for stored in groups]
 
 
-async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
-    """The first look takes everything, later ones what was changed since, be it nothing."""
+async def test_standby_scans_only_changed_groups(scans: StoreScans) -> None:
+    """The first scan reads everything, later ones the changes, also if there are none."""
     copies = ShardCopies(scans, most_settled=99)
     store = scans.stores["s0"]
     await copies.refresh("s0")
@@ -57,8 +58,8 @@ async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
     assert names(copies.hand_over(["s0"]).groups) == ["a", "b", "c", "d"]
 
 
-async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_path: Path) -> None:
-    """After a restart, a fail-over, or with what a backup held, nothing of the copy is left."""
+async def test_shard_of_another_process_is_scanned_whole(scans: StoreScans, tmp_path: Path) -> None:
+    """After a restart, a failover or a restored backup no part of the copy is kept."""
     copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0")
     scans.stores["s0"].close()
@@ -68,8 +69,8 @@ async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_p
     assert names(copies.hand_over(["s0"]).groups) == ["older"]
 
 
-async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
-    """Not each look at a shard that holds nothing, or of which all is changed."""
+async def test_standby_logs_whole_scans_only(scans: StoreScans) -> None:
+    """Not each scan of an empty shard, or of one where all groups changed."""
     copies = ShardCopies(scans, most_settled=99)
     with capture_logs() as logged:
         for _ in range(3):
@@ -83,8 +84,8 @@ async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
     ]
 
 
-async def test_scan_that_was_cut_short_changes_nothing(scans: StoreScans) -> None:
-    """The copy stays at its mark: what the scan told is asked for again."""
+async def test_interrupted_scan_changes_nothing(scans: StoreScans) -> None:
+    """The copy stays at its mark: the changes are requested again."""
     copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0")
     set_states(scans.stores["s0"], change("a", TRAINED, step=1), change("b", TRAINED, step=1))
@@ -96,7 +97,7 @@ async def test_scan_that_was_cut_short_changes_nothing(scans: StoreScans) -> Non
     assert [stored.group.step for stored in copies.hand_over(["s0"]).groups] == [1, 1, 0]
 
 
-async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -> None:
+async def test_interrupted_first_scan_leaves_no_copy(scans: StoreScans) -> None:
     """Half a shard is none."""
     copies = ShardCopies(scans, most_settled=99)
     scans.break_after = 2
@@ -106,15 +107,15 @@ async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -
     assert await copies.refresh("s0") == 3
 
 
-async def test_groups_are_handed_over_once(scans: StoreScans) -> None:
-    """A term changes what it is built from: who stands again after one scans anew."""
+async def test_copied_groups_are_used_by_one_term(scans: StoreScans) -> None:
+    """A term changes them: an instance that stands again afterwards scans everything."""
     copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0", count=True)
     copies.hand_over(["s0"])
     assert await copies.refresh("s0") == 3
 
 
-async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) -> None:
+async def test_copy_of_a_settled_group_is_small(scans: StoreScans) -> None:
     """No payload, no rollouts, no messages; late rewards count all the same."""
     store = scans.stores["s0"]
     group = make_group("big", 9, payload_json='{"x": "' + 10_000 * "x" + '"}')
@@ -139,20 +140,22 @@ async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) 
     assert list(left_out.recent["code"]) == [200.0, 0.5, 100.0, 0.375]
 
 
-class OlderScans:
+class OlderScans(ShardScans):
     """A shard that returns no marks."""
+
+    def __init__(self) -> None: ...
 
     def live(self) -> frozenset[str]:
         return frozenset({"s0"})
 
     async def scan(
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         yield pool_pb2.ScanGroupsResponse(group=make_group())
 
 
 async def test_pool_of_an_earlier_version_is_named() -> None:
-    """It ignores what it is asked: nobody could tell its answer from a whole scan."""
+    """It ignores the mark: its answer looks like a whole scan."""
     with pytest.raises(
         FailedPrecondition, match="pool shard s0 returns no marks: upgrade it first"
     ):
@@ -167,8 +170,8 @@ class FencedScans(StoreScans):
         set_states(self.stores[shard], fence=2)
 
 
-async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> None:
-    """The fence comes before the look that counts, however lately the standby looked."""
+async def test_last_write_of_the_earlier_leader_is_read(scans: StoreScans) -> None:
+    """The fence is raised before the final scan, however recent the copy."""
     fenced = FencedScans({"s0": scans.stores["s0"]})
     copies = ShardCopies(fenced, most_settled=99)
     await copies.refresh("s0")
@@ -184,9 +187,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "RETRY_S", 0.0)
 
 
-async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quick: None) -> None:
-    """One that goes is forgotten, one that comes is scanned, one that fails is tried again; the
-    collector is on in between."""
+async def test_standby_follows_joining_and_leaving_shards(scans: StoreScans, quick: None) -> None:
+    """A shard that leaves is forgotten, one that joins is scanned, one that fails is tried again;
+    the garbage collector runs in between."""
     gone = scans.stores.pop("s1")
     copies = ShardCopies(scans, most_settled=99)
     scans.break_after = 1
@@ -221,8 +224,7 @@ def settle_all(store: PoolStore, count: int, *, at: int = 100) -> None:
 
 @pytest.mark.parametrize("settled", [20, 60])
 async def test_election_reads_a_bounded_number_of_groups(scans: StoreScans, settled: int) -> None:
-    """What is pending, and the newest settled groups, however many there are; the others are
-    counted."""
+    """The pending and the newest settled groups; the others are counted."""
     settle_all(scans.stores["s0"], settled)
     copies = ShardCopies(scans, most_settled=8)
     for shard in ("s0", "s1"):
@@ -247,8 +249,7 @@ async def test_election_reads_a_bounded_number_of_groups(scans: StoreScans, sett
 
 
 async def test_copy_stays_bounded_while_groups_are_settled(scans: StoreScans) -> None:
-    """Each look leaves out what is beyond the bound; so does a change of a group that is left
-    out."""
+    """Each scan leaves out the groups beyond the bound, also changed ones."""
     store = scans.stores["s0"]
     copies = ShardCopies(scans, most_settled=4)
     settle_all(store, 1)
@@ -266,8 +267,8 @@ async def test_copy_stays_bounded_while_groups_are_settled(scans: StoreScans) ->
     assert left_out.completed["code"] == 2
 
 
-async def test_group_that_is_taken_back_comes_back(scans: StoreScans) -> None:
-    """One that was left out is pending by a rewind: the next look has it."""
+async def test_rewound_group_returns_to_the_copy(scans: StoreScans) -> None:
+    """A left-out group is pending after a rewind: the next scan has it."""
     store = scans.stores["s0"]
     settle_all(store, 10)
     copies = ShardCopies(scans, most_settled=2)
@@ -283,7 +284,7 @@ async def test_group_that_is_taken_back_comes_back(scans: StoreScans) -> None:
 async def test_shard_that_cannot_count_is_read_whole(
     scans: StoreScans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its counters are damaged, nothing of it is left out."""
+    """While its counters are damaged, no group is left out."""
     settle_all(scans.stores["s0"], 10)
     copies = ShardCopies(scans, most_settled=2)
     await copies.refresh("s0")

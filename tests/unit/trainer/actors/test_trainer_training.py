@@ -15,6 +15,7 @@ from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, U
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
+from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
@@ -64,7 +65,7 @@ async def run() -> AsyncIterator[Run]:
 RESUME = ["restore", "rewind 0", "publish 0"]
 
 
-async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None:
+async def test_step_is_committed_before_it_is_published_and_saved(run: Run) -> None:
     """From a fresh start to the end, in exactly this order."""
     assert await run.advance() == RESUME
     assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
@@ -81,8 +82,8 @@ async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None
     assert await run.advance() == []
 
 
-async def test_a_gap_to_the_engine_above_the_alarm_is_one_warning_a_step(run: Run) -> None:
-    """With both numbers; a gap below it is only a metric."""
+async def test_log_prob_gap_above_the_alarm_is_one_warning_per_step(run: Run) -> None:
+    """With both numbers; a smaller gap is only a metric."""
     await run.advance()
     with structlog.testing.capture_logs() as logged:
         run.world.gap = 0.04
@@ -95,8 +96,8 @@ async def test_a_gap_to_the_engine_above_the_alarm_is_one_warning_a_step(run: Ru
     assert [step.inference_gap_mean for step in run.record.steps] == [0.04, 0.2]
 
 
-async def test_a_shortage_of_memory_is_one_warning_and_a_number(run: Run) -> None:
-    """The line says in which step and batch, and what the budget is now."""
+async def test_out_of_memory_is_one_warning_and_a_metric(run: Run) -> None:
+    """The line has step, batch and the new budget."""
     await run.advance()
     run.world.retries = 2
     with structlog.testing.capture_logs() as logged:
@@ -107,8 +108,8 @@ async def test_a_shortage_of_memory_is_one_warning_and_a_number(run: Run) -> Non
     assert [(one.memory_retries, one.token_budget) for one in run.record.steps] == [(2, 64)]
 
 
-async def test_the_evaluator_is_told_of_weights_and_whether_they_are_out(run: Run) -> None:
-    """Of each step once; of the last one when its weights are out for certain."""
+async def test_evaluator_learns_of_weights_and_their_publication(run: Run) -> None:
+    """Of each step once; of the last one when its weights are published for certain."""
     await run.advance(2)
     run.world.faults["publish"] = Unavailable("etcd")
     await run.advance()
@@ -118,8 +119,8 @@ async def test_the_evaluator_is_told_of_weights_and_whether_they_are_out(run: Ru
     assert run.world.evaluated == told
 
 
-async def test_without_a_batch_it_waits(run: Run) -> None:
-    """And says so."""
+async def test_trainer_without_a_batch_waits(run: Run) -> None:
+    """And its status says so."""
     await run.advance()
     run.world.batches = 0
     assert await run.advance() == []
@@ -127,8 +128,8 @@ async def test_without_a_batch_it_waits(run: Run) -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("taken back"), FailedPrecondition("another step")])
-async def test_a_step_that_cannot_be_committed_never_was(run: Run, error: Exception) -> None:
-    """The learner goes back to the checkpoint, the scheduler with it; nothing was published."""
+async def test_step_that_cannot_be_committed_is_undone(run: Run, error: Exception) -> None:
+    """The learner and the scheduler return to the checkpoint; no weights were published."""
     await run.advance(3)
     run.world.faults["commit"] = error
     assert await run.advance() == ["take", "step", "commit 3 fails"]
@@ -137,8 +138,8 @@ async def test_a_step_that_cannot_be_committed_never_was(run: Run, error: Except
     assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
 
 
-async def test_a_scheduler_out_of_reach_at_commit_ends_in_a_resume(run: Run) -> None:
-    """Once the patience is over, the outcome is unknown: only the checkpoint is certain."""
+async def test_unreachable_scheduler_at_commit_causes_a_resume(run: Run) -> None:
+    """After the retry time the outcome is unknown: only the checkpoint is certain."""
     await run.advance(2)
     run.world.faults["commit"] = Unavailable("no scheduler")
     with pytest.raises(Unavailable):
@@ -147,8 +148,8 @@ async def test_a_scheduler_out_of_reach_at_commit_ends_in_a_resume(run: Run) -> 
     assert run.record.step == 0
 
 
-async def test_a_crashed_learner_ends_in_a_resume(run: Run) -> None:
-    """Its supervisor starts a fresh one, which knows nothing."""
+async def test_crashed_learner_causes_a_resume(run: Run) -> None:
+    """Its supervisor starts a new one without any state."""
     await run.advance(2)
     run.world.faults["step"] = RuntimeError("out of memory")
     with pytest.raises(RuntimeError):
@@ -156,9 +157,8 @@ async def test_a_crashed_learner_ends_in_a_resume(run: Run) -> None:
     assert await run.advance() == RESUME
 
 
-async def test_a_step_that_is_not_finite_is_tombstoned(run: Run) -> None:
-    """The batch is given up with the reason, the step number is free for the next one. One line
-    says which step, batch and tasks they were."""
+async def test_batch_of_a_non_finite_step_is_tombstoned(run: Run) -> None:
+    """With the reason; the next step has the same number. One line names step, batch and tasks."""
     await run.advance()
     run.world.skip = "loss nan"
     with structlog.testing.capture_logs() as logged:
@@ -171,8 +171,8 @@ async def test_a_step_that_is_not_finite_is_tombstoned(run: Run) -> None:
     assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
 
 
-async def test_batch_after_batch_without_a_gradient_ends_the_run(run: Run) -> None:
-    """Ten in a row by default; one good step in between begins the count anew."""
+async def test_ten_batches_without_a_gradient_end_the_run(run: Run) -> None:
+    """Ten in a row by default; one good step in between resets the count."""
     await run.advance()
 
     async def skipped(times: int) -> None:
@@ -188,8 +188,8 @@ async def test_batch_after_batch_without_a_gradient_ends_the_run(run: Run) -> No
     assert run.record.step == 1
 
 
-async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
-    """Training goes on; the end waits until the last weights are announced."""
+async def test_etcd_outage_only_delays_publication(run: Run) -> None:
+    """Training continues; the end waits until the last weights are announced."""
     await run.advance()
     for step in (1, 2, 3):
         run.world.faults["publish"] = Unavailable("etcd is away")
@@ -203,8 +203,8 @@ async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
     assert run.record.weight_version == 2
 
 
-async def test_a_full_disk_does_not_stop_training(run: Run) -> None:
-    """Each step tries again; one line says that it failed, one that it did not any more."""
+async def test_full_disk_does_not_stop_training(run: Run) -> None:
+    """Each step tries again; one line reports the failure, one the recovery."""
     await run.advance(2)
     with structlog.testing.capture_logs() as logged:
         for step in (2, 3):
@@ -219,8 +219,8 @@ async def test_a_full_disk_does_not_stop_training(run: Run) -> None:
     ]
 
 
-async def test_training_goes_on_while_a_checkpoint_is_written(run: Run) -> None:
-    """Only what is durable counts, and what is to be durable at the end is waited for."""
+async def test_training_continues_while_a_checkpoint_is_written(run: Run) -> None:
+    """Only a durable checkpoint counts, and the last one is waited for."""
     await run.advance(2)
     run.world.disk.clear()
     assert "commit 2" in await run.advance()
@@ -234,8 +234,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written(run: Run) -> None:
     assert run.world.events[-2:] == ["save 2", "save 3"] and run.record.checkpoint_step == 3
 
 
-async def test_a_resume_waits_for_the_checkpoint_that_is_being_written(run: Run) -> None:
-    """Otherwise one of a lineage given up would appear on disk later."""
+async def test_resume_waits_for_a_checkpoint_in_progress(run: Run) -> None:
+    """Otherwise a checkpoint of an abandoned lineage would appear on disk later."""
     await run.advance(2)
     run.world.disk.clear()
     await run.advance()
@@ -248,8 +248,8 @@ async def test_a_resume_waits_for_the_checkpoint_that_is_being_written(run: Run)
     assert run.world.events[-4:] == ["save 2", "restore", "rewind 2", "publish 2"]
 
 
-async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> None:
-    """Before the books agree with the learner there is nothing to save."""
+async def test_checkpoint_is_refused_during_a_resume(run: Run) -> None:
+    """Ledger and learner do not agree yet."""
     with pytest.raises(Unavailable, match="being resumed"):
         await run.training.ask(SaveCheckpoint(), timeout_s=30)
     await run.advance(2)
@@ -257,9 +257,9 @@ async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> Non
     assert run.record.checkpoint_step == 1
 
 
-async def test_a_finished_run_that_is_resumed_publishes_its_kept_model_once(run: Run) -> None:
-    """The resume reads it from the checkpoint already."""
-    history = [pb.StepMetrics(step=step) for step in (1, 2, 3)]
+async def test_resumed_finished_run_publishes_its_kept_model_once(run: Run) -> None:
+    """The resume reads it from the checkpoint."""
+    history: list[Entry] = [pb.StepMetrics(step=step) for step in (1, 2, 3)]
     run.world.saved = Checkpoint(path=Path("/saved"), step=3, weight_version=5, history=history)
     assert await run.advance() == ["restore", "rewind 3", "publish 3"]
     assert await run.advance() == ["release"]

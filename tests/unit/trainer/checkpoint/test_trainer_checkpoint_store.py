@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def write(directory: Path, content: bytes) -> None:
     (directory / "model.bin").write_bytes(content)
 
 
-def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
-    """A new process sees the newest first, with all that goes with it."""
+def test_saved_checkpoints_are_found_by_a_new_process(tmp_path: Path) -> None:
+    """The newest first, with all its files."""
     store = CheckpointStore(tmp_path)
     for step in (2, 4):
         save(store, step)
@@ -48,8 +49,8 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     assert (found[0].path / "model.bin").read_bytes() == b"weights"
 
 
-def test_a_run_may_begin_from_anothers_checkpoint(tmp_path: Path) -> None:
-    """Or from weights in several files: what is said there of those weights does not go along."""
+def test_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    """Or from weights in several files: what the index says of those weights is not copied."""
     source, store = tmp_path / "source", CheckpointStore(tmp_path / "checkpoints")
     source.mkdir()
     for name in ("config.json", "state.json", "model.safetensors.index.json", "published.json"):
@@ -63,8 +64,8 @@ def test_a_run_may_begin_from_anothers_checkpoint(tmp_path: Path) -> None:
     assert [one.path for one in store.newest_first()] == [path]
 
 
-def test_two_are_kept(tmp_path: Path) -> None:
-    """Older ones go, in the order of their steps, not of their names' length."""
+def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Older ones are deleted, in the order of their steps, not of their names' length."""
     store = CheckpointStore(tmp_path)
     for step in (8, 9, 10):
         save(store, step)
@@ -73,17 +74,17 @@ def test_two_are_kept(tmp_path: Path) -> None:
     assert store.oldest_step() == 9
 
 
-def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
-    """Asking again changes nothing on disk."""
+def test_same_step_is_saved_once(tmp_path: Path) -> None:
+    """A second save changes nothing on disk."""
     store = CheckpointStore(tmp_path)
     assert save(store, 1) == save(store, 1, b"other")
     (found,) = store.newest_first()
     assert (found.path / "model.bin").read_bytes() == b"weights"
 
 
-def test_a_former_trainers_checkpoint_is_replaced(tmp_path: Path) -> None:
-    """In a shared directory it may finish one after the next trainer has restored: of the same
-    step the present trainer's counts."""
+def test_checkpoint_of_a_former_trainer_is_replaced(tmp_path: Path) -> None:
+    """In a shared directory it may finish one after the next trainer has restored: of the same step
+    the present trainer's counts."""
     former = CheckpointStore(tmp_path)
     save(former, 1)
     present = CheckpointStore(tmp_path)
@@ -95,7 +96,7 @@ def test_a_former_trainers_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert (newest.step, (newest.path / "model.bin").read_bytes()) == (2, b"present")
 
 
-def test_a_crash_while_writing_leaves_the_older_ones(tmp_path: Path) -> None:
+def test_crash_while_writing_keeps_the_older_checkpoints(tmp_path: Path) -> None:
     """A half-written directory is no checkpoint, and the next start removes it."""
     store = CheckpointStore(tmp_path)
     save(store, 1)
@@ -139,8 +140,8 @@ store.save(write, step=2, weight_version=2, history=history)
 
 
 def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """In a file, before the rename, before `latest` moves: the former one is there, with its
-    history, to which the next had been added already."""
+    """In a file, before the rename, before `latest` moves: the former checkpoint is valid, with its
+    history, to which the next one's was added already."""
     points = {"writing": 1, "rename": 1, "replace": 2}
     processes = {
         point: subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / point, "", point])
@@ -158,8 +159,8 @@ def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         assert (tmp_path / point / "latest").resolve().name == "step-00000003"
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
-    """The error says so, and names the checkpoint."""
+def test_full_disk_is_an_error_without_leftover_files(tmp_path: Path) -> None:
+    """The error names the checkpoint."""
     store = CheckpointStore(tmp_path)
 
     def full(directory: Path) -> None:
@@ -173,9 +174,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("large", ["model", "learner"])
-def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
-    """safetensors and torch have errors of their own for a write that the system refuses."""
-    parts = {"model": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
+def test_full_disk_gives_the_same_error_from_every_writer(tmp_path: Path, large: str) -> None:
+    """safetensors and torch have their own errors for a refused write."""
+    parts: dict[str, Any] = {
+        "model": {"w": torch.zeros(8)},
+        "learner": {"state": {"w": torch.zeros(8)}},
+    }
     parts[large] = {"w": torch.zeros(1 << 16)}
     contents = Contents(**parts, model_path=tmp_path)
     store = CheckpointStore(tmp_path / "out")
@@ -184,8 +188,8 @@ def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_was_written_is_what_is_read_again(tmp_path: Path) -> None:
-    """Master weights apart from those published, which are in their own type."""
+def test_checkpoint_is_read_back(tmp_path: Path) -> None:
+    """Master weights apart from published ones, which have their own type."""
     weight = torch.tensor([1.0, 1 + 2**-20])
     contents = Contents(
         model={"w": weight.bfloat16()},
@@ -205,8 +209,8 @@ def test_what_was_written_is_what_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "state", "history", "lines"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
-    """Whatever is wrong with the newest, the older one is there."""
+def test_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    """For any damage of the newest, the older one is restored."""
     store = CheckpointStore(tmp_path)
     save(store, 1)
     newest = save(store, 2)
@@ -227,8 +231,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert [one.step for one in store.newest_first()] == [2, 1]
 
 
-def test_one_set_aside_is_kept_and_not_found(tmp_path: Path) -> None:
-    """Its step can be saved again, and its files are there to be looked into."""
+def test_damaged_checkpoint_is_kept_under_another_name(tmp_path: Path) -> None:
+    """Its step can be saved again, and its files can be inspected."""
     store = CheckpointStore(tmp_path)
     save(store, 1)
     (found,) = store.newest_first()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,10 @@ from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import DataLoss, ForgeError, NotFound
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from forge.v1.pool_pb2_grpc import PoolServiceStub
+from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from services.trainer.data import batch_source
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.samples import CreditRules
@@ -22,7 +25,7 @@ from tests.support.pool.records import make_reward, make_turn
 RULES = CreditRules(weights=RewardWeights())
 
 
-class FakeScheduler:
+class FakeScheduler(Remote[SchedulerServiceStub]):
     """Hands out batches the way the scheduler does: one per name at a time."""
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ def group(batch_id: str, number: int) -> scheduler_pb2.BatchGroup:
     )
 
 
-class FakePool:
+class FakePool(Remote[PoolServiceStub]):
     """Streams trajectories; a fault cuts the stream after the first, a damaged one before it."""
 
     def __init__(self) -> None:
@@ -101,7 +104,7 @@ class FakePool:
         self.silent_after_first = False
         self.fetched: list[list[str]] = []
 
-    async def pick(self, *, where: Callable[[Any], bool], timeout_s: float) -> tuple[None, Any]:
+    async def pick(self, **_: Any) -> tuple[Any, Any]:
         return None, self
 
     async def FetchTrajectories(
@@ -153,8 +156,8 @@ async def cluster() -> AsyncIterator[Cluster]:
     await made.source.drop()
 
 
-async def test_a_batch_holds_the_sealed_trajectories_of_its_groups(cluster: Cluster) -> None:
-    """Abandoned rollouts are not even fetched."""
+async def test_batch_has_the_sealed_trajectories_of_its_groups(cluster: Cluster) -> None:
+    """Abandoned rollouts are not fetched."""
     cluster.scheduler.available.release()
     batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None
@@ -164,8 +167,8 @@ async def test_a_batch_holds_the_sealed_trajectories_of_its_groups(cluster: Clus
     assert cluster.scheduler.asked("LeaseBatch")[0].max_groups == 3
 
 
-async def test_a_batch_has_the_baselines_of_the_moment_it_was_begun(cluster: Cluster) -> None:
-    """However long it is waited for, so that its speeds do not depend on that."""
+async def test_batch_has_the_baselines_of_its_start(cluster: Cluster) -> None:
+    """However long it waits, so its speeds do not depend on the wait."""
     cluster.baselines_s = {"code": 4.0}
     preparing = cluster.source.prepare()
     cluster.baselines_s = {"code": 9.0}
@@ -173,15 +176,15 @@ async def test_a_batch_has_the_baselines_of_the_moment_it_was_begun(cluster: Clu
     assert (await preparing).samples.baselines_s == {"code": 4.0}
 
 
-async def test_no_batch_yet_is_none(cluster: Cluster) -> None:
-    """And the claim that is being waited for is not asked for twice."""
+async def test_source_without_a_batch_returns_none(cluster: Cluster) -> None:
+    """And the pending lease request is not repeated."""
     assert await cluster.source.take_batch(wait_s=0) is None
     assert await cluster.source.take_batch(wait_s=0) is None
     assert len(cluster.scheduler.asked("LeaseBatch")) <= 1
 
 
-async def test_the_next_batch_is_prepared_while_one_is_held(cluster: Cluster) -> None:
-    """It is leased under another name: the same name would get the same batch."""
+async def test_next_batch_is_prepared_while_one_is_held(cluster: Cluster) -> None:
+    """Under another trainer name: the same name would get the same batch."""
     cluster.scheduler.available.release()
     cluster.scheduler.available.release()
     first = await cluster.source.take_batch(wait_s=30)
@@ -199,8 +202,8 @@ async def test_the_next_batch_is_prepared_while_one_is_held(cluster: Cluster) ->
     )
 
 
-async def test_a_claim_is_renewed_until_it_is_settled(cluster: Cluster) -> None:
-    """While the learner computes, the lease is kept alive; after the commit it is let go."""
+async def test_batch_lease_is_renewed_until_it_is_settled(cluster: Cluster) -> None:
+    """While the learner computes, the lease is kept; after the commit it ends."""
     cluster.scheduler.lease_s = 0.003
     cluster.scheduler.available.release()
     batch = await cluster.source.take_batch(wait_s=30)
@@ -212,8 +215,8 @@ async def test_a_claim_is_renewed_until_it_is_settled(cluster: Cluster) -> None:
     assert batch.claim.renewal.cancelled()
 
 
-async def test_a_lost_claim_is_left_to_the_commit(cluster: Cluster) -> None:
-    """A scheduler that changed hands forgot it: renewing ends, training goes on."""
+async def test_lost_batch_lease_is_left_to_the_commit(cluster: Cluster) -> None:
+    """A new leader does not know it: renewal ends, training continues."""
     cluster.scheduler.lease_s = 0.003
     cluster.scheduler.renewal_fault = NotFound("not held")
     cluster.scheduler.available.release()
@@ -224,20 +227,19 @@ async def test_a_lost_claim_is_left_to_the_commit(cluster: Cluster) -> None:
     await cluster.source.commit(batch.claim, step=1)
 
 
-async def test_a_cut_stream_is_taken_up_where_it_broke(cluster: Cluster) -> None:
-    """What has arrived is not fetched again."""
+async def test_interrupted_stream_is_continued(cluster: Cluster) -> None:
+    """Received trajectories are not fetched again."""
     cluster.pool.fault = ForgeError("cut")
-    cluster.pool.fault.retryable = True  # type: ignore[misc]
+    cluster.pool.fault.retryable = True
     cluster.scheduler.available.release()
     batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.samples.trajectories == 2
     assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
 
 
-async def test_a_silent_stream_is_given_up(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shard that stops in the middle is asked again for the rest, without a deadline for all."""
+async def test_silent_stream_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that stops in the middle gets another request for the rest, without a deadline for
+    all."""
     monkeypatch.setattr(batch_source, "_SILENCE_S", 0.05)
     cluster.pool.silent_after_first = True
     cluster.scheduler.available.release()
@@ -247,7 +249,7 @@ async def test_a_silent_stream_is_given_up(
 
 
 async def test_groups_with_an_unreadable_trajectory_are_tombstoned(cluster: Cluster) -> None:
-    """They alone, with the reason: the others go back, and the next batch takes their place."""
+    """Only they, with the reason: the others return, and the next batch takes their place."""
     cluster.scheduler.groups_per_batch = 3
     cluster.pool.damaged = {"batch-0-task-1:2:0"}
     cluster.scheduler.available.release()
@@ -264,8 +266,8 @@ async def test_groups_with_an_unreadable_trajectory_are_tombstoned(cluster: Clus
     assert sum(ids.count("batch-0-task:0:0") for ids in cluster.pool.fetched) == 1
 
 
-async def test_what_was_prepared_in_vain_is_given_back(cluster: Cluster) -> None:
-    """At the end of a run its groups go back into the window, without a tombstone."""
+async def test_unused_prepared_batch_is_released(cluster: Cluster) -> None:
+    """At the end of a run its groups return into the window, without a tombstone."""
     cluster.scheduler.available.release()
     await cluster.source.prepare()
     await cluster.source.release()
@@ -273,8 +275,8 @@ async def test_what_was_prepared_in_vain_is_given_back(cluster: Cluster) -> None
     assert (release.batch_id, release.reason) == ("batch-0", "")
 
 
-async def test_a_rewind_forgets_what_was_prepared(cluster: Cluster) -> None:
-    """The scheduler took every claim back; the next batch is leased anew."""
+async def test_rewind_drops_the_prepared_batch(cluster: Cluster) -> None:
+    """The scheduler ended every lease; the next batch is leased again."""
     cluster.scheduler.available.release()
     await cluster.source.prepare()
     await cluster.source.rewind(4, fence=1)

@@ -70,10 +70,10 @@ def sent(actor: LearnerActor) -> dict[str, torch.Tensor]:
     }
 
 
-def test_what_inference_gets_is_the_merged_model(
+def test_inference_gets_the_merged_adapters(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
-    """Bit for bit what PEFT's own merge of the checkpoint gives, under the base model's names."""
+    """Bit for bit PEFT's own merge of the checkpoint, under the base model's names."""
     actor, checkpoint = trained
     base = AutoModelForCausalLM.from_pretrained(model_path)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -85,7 +85,7 @@ def test_what_inference_gets_is_the_merged_model(
     assert changed == {name for name in tensors if "q_proj" in name or "down_proj" in name}
 
 
-def test_a_checkpoint_holds_adapters_and_names_its_base(
+def test_checkpoint_has_adapters_and_names_its_base(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
     """In a directory of their own: beside the merged model a loader would add them again."""
@@ -98,10 +98,10 @@ def test_a_checkpoint_holds_adapters_and_names_its_base(
     assert not (checkpoint / "adapter_config.json").exists()
 
 
-def test_a_restored_run_takes_the_same_step(
+def test_restored_lora_run_takes_the_same_step(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
-    """Adapters and optimizer are where they were."""
+    """Adapters and optimizer are restored."""
     _, checkpoint = trained
     again = [learner(model_path, checkpoint.parent) for _ in range(2)]
     for actor in again:
@@ -115,10 +115,10 @@ def test_a_restored_run_takes_the_same_step(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_reference_is_the_base_without_adapters(
+def test_lora_reference_is_the_base_without_adapters(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float
 ) -> None:
-    """No second copy is loaded; step for step it is what a second copy gives, heads included."""
+    """No second copy is loaded; every step equals that of a second copy, heads included."""
     copied = tmp_path / "copy"
     shutil.copytree(model_path, copied)
     loads: list[Path] = []
@@ -150,16 +150,17 @@ def test_the_reference_is_the_base_without_adapters(
 
 
 @pytest.mark.parametrize("other", ["base", "rank", "alpha"])
-def test_a_checkpoint_of_something_else_is_refused(
+def test_checkpoint_of_other_adapters_is_refused(
     trained: tuple[LearnerActor, Path], model_path: Path, tmp_path: Path, other: str
 ) -> None:
     """Adapters on weights they were not trained on would be noise."""
+    settings: dict[str, Any] = {}
     if other == "base":
         model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(model_path))
         with torch.no_grad():
             model.lm_head.weight.add_(1e-3)
         model.save_pretrained(tmp_path)
-        base, settings, odd = tmp_path, {}, "adapters for another base model"
+        base, odd = tmp_path, "adapters for another base model"
     elif other == "alpha":
         base, settings, odd = model_path, {"alpha": 99.0}, "adapters with lora.alpha = .*99.0"
     else:
@@ -168,19 +169,19 @@ def test_a_checkpoint_of_something_else_is_refused(
         learner(base, trained[1].parent, lora=replace(LORA, **settings))
 
 
-def test_a_checkpoint_with_adapters_is_none_of_all_weights(
+def test_adapter_checkpoint_is_refused_for_full_training(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
-    """And it is left where it is: nothing about it is damaged."""
+    """It is left where it is, as it is not damaged."""
     with pytest.raises(ConfigError, match=r"has no master\.safetensors: .*LoRA"):
         learner(model_path, trained[1].parent, lora=LoraSettings())
     assert trained[1].is_dir()
 
 
 @pytest.mark.parametrize("target", ["nowhere", "lm_head"])
-def test_targets_that_cannot_be_are_one_clear_line(
+def test_impossible_lora_targets_are_one_line(
     model_path: Path, tmp_path: Path, target: str
 ) -> None:
-    """The setting and its value are named."""
+    """With the setting and its value."""
     with pytest.raises(ConfigError, match=f"lora.targets = \\['{target}'\\]"):
         learner(model_path, tmp_path, lora=replace(LORA, targets=(target,)))

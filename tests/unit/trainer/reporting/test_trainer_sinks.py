@@ -37,7 +37,7 @@ EVALUATION = pb.Evaluation(
 )
 
 
-def record(**settings: str) -> TrainingRecord:
+def record(**settings: Any) -> TrainingRecord:
     return TrainingRecord(max_steps=9, metrics_file="", sinks=make_sinks(TrainerConfig(**settings)))
 
 
@@ -52,7 +52,7 @@ def events(directory: Path) -> Iterator[tuple[int, str, float]]:
                 yield event.step, value.tag, value.simple_value
 
 
-def test_names_are_those_of_the_record() -> None:
+def test_sink_names_are_those_of_the_record() -> None:
     """Maps become paths; the step is the axis."""
     named = scalars(STEP)
     assert named["loss"] == 0.5 and named["reward_by_domain/code"] == 0.25
@@ -61,7 +61,7 @@ def test_names_are_those_of_the_record() -> None:
 
 
 def test_every_step_is_in_tensorboards_files(tmp_path: Path) -> None:
-    """All that the record has, under the step's number."""
+    """All metrics of the record, under the step's number."""
     run = record(tensorboard_dir=str(tmp_path / "board"))
     run.rewind([])
     run.append(STEP)
@@ -73,8 +73,8 @@ def test_every_step_is_in_tensorboards_files(tmp_path: Path) -> None:
     assert (2, "evaluation/domains/code/solved_share", 0.25) in found
 
 
-def test_a_restore_leaves_what_was_written_before(tmp_path: Path) -> None:
-    """In a file of its own, however soon it comes: TensorBoard hides what it took back."""
+def test_restore_keeps_earlier_tensorboard_files(tmp_path: Path) -> None:
+    """The next file begins later, however soon it is opened: TensorBoard hides the undone steps."""
     run = record(tensorboard_dir=str(tmp_path))
     run.rewind([])
     for number in (1, 2):
@@ -86,8 +86,8 @@ def test_a_restore_leaves_what_was_written_before(tmp_path: Path) -> None:
     assert losses == [(1, 1.0), (2, 2.0), (2, 0.5)]
 
 
-def test_a_disk_that_is_full_costs_tensorboard_what_came_meanwhile(tmp_path: Path) -> None:
-    """What comes later is in a file of its own: nobody reads on after a line that is torn."""
+def test_full_disk_costs_tensorboard_the_steps_of_the_outage(tmp_path: Path) -> None:
+    """Later steps are in a new file: readers stop at a torn line."""
     sink = TensorBoardSink(tmp_path)
     sink.begin(0)
     sink.write(STEP)
@@ -99,8 +99,8 @@ def test_a_disk_that_is_full_costs_tensorboard_what_came_meanwhile(tmp_path: Pat
     assert {step for step, *_ in events(tmp_path)} == {3, 5}
 
 
-def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package takes no step back. However often a restore is tried, it is one run."""
+def test_wandb_gets_steps_and_a_restore_starts_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package accepts no earlier step. However often a restore is tried, it is one run."""
     calls: list[Any] = []
 
     def init(**settings: Any) -> Any:
@@ -121,7 +121,7 @@ def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.Monkey
     assert calls == ["c-from-0", (3, 0.5), "finish"] * 2
 
 
-def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
+def test_sink_that_fails_at_start_begins_with_a_later_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An outage as training starts costs the steps of the outage, not the run."""
@@ -142,10 +142,10 @@ def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
     assert calls == ["c-from-0", "c-from-0", "c-from-0", 3, 4]
 
 
-def test_a_run_that_cannot_be_finished_is_left_for_the_next(
+def test_wandb_run_that_cannot_be_finished_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What goes on from a checkpoint loses a step by it, and begins one of its own."""
+    """The run after a restore loses a step by it, and begins its own."""
     calls: list[Any] = []
 
     def finish() -> None:
@@ -165,8 +165,8 @@ def test_a_run_that_cannot_be_finished_is_left_for_the_next(
     assert calls == ["c-from-0", 1, 2, "c-from-0", 2]
 
 
-def test_a_full_disk_stops_neither_training_nor_its_end(tmp_path: Path) -> None:
-    """One line says so, and no empty files are left of its steps."""
+def test_full_disk_of_a_sink_stops_neither_training_nor_its_end(tmp_path: Path) -> None:
+    """One line says so, and no empty files are left."""
     with structlog.testing.capture_logs() as logged, full_beyond(0):
         run = record(tensorboard_dir=str(tmp_path))
         run.rewind([])
@@ -177,8 +177,8 @@ def test_a_full_disk_stops_neither_training_nor_its_end(tmp_path: Path) -> None:
     assert run.step == 29 and not list(tmp_path.iterdir())
 
 
-def test_a_sink_that_fails_stops_nothing_and_is_one_line(tmp_path: Path) -> None:
-    """However many steps it fails for."""
+def test_failing_sink_is_one_line_and_stops_nothing(tmp_path: Path) -> None:
+    """For any number of failed steps."""
     (tmp_path / "file").touch()
     with structlog.testing.capture_logs() as logged:
         run = record(tensorboard_dir=str(tmp_path / "file" / "board"))
@@ -197,10 +197,10 @@ def test_a_sink_that_fails_stops_nothing_and_is_one_line(tmp_path: Path) -> None
         ({"wandb_project": "x"}, "wandb", "pip install wandb"),
     ],
 )
-def test_a_missing_package_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], missing: str, install: str
+def test_missing_sink_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], missing: str, install: str
 ) -> None:
-    """Naming the setting and what to install."""
+    """Naming the setting and the package to install."""
     real: Callable[..., Any] = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -213,8 +213,8 @@ def test_a_missing_package_is_one_clear_line(
         make_sinks(TrainerConfig(**settings))
 
 
-def test_an_evaluation_has_an_axis_of_its_own_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after the steps that followed its own, and the package takes no earlier step."""
+def test_evaluation_has_its_own_axis_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after later steps, and the package accepts no earlier step."""
     defined: list[Any] = []
     logged: list[Any] = []
 
