@@ -59,14 +59,14 @@ def test_the_interval_of_a_mean_holds_the_truth_19_times_of_20(rate: float) -> N
 
 
 def test_attempts_at_one_task_count_once() -> None:
-    """Ten equal attempts at each of eight tasks tell as much as eight values, not as eighty."""
+    """Ten equal attempts at each of eight tasks give as much information as eight values."""
     values = [0.0, 1.0] * 4
     eight, eighty = mean_interval([values]), mean_interval([values * 10])
     assert eight is not None and eighty is not None
     assert eight.high - eight.low > 2 * (eighty.high - eighty.low)
 
 
-def test_equal_values_are_no_certainty() -> None:
+def test_interval_of_equal_values_has_a_width() -> None:
     """24 tasks that all failed twice leave an interval around 0, narrower with more tasks."""
     few, many = change_interval([[0.0] * 24]), change_interval([[0.0] * 240])
     assert few is not None and many is not None
@@ -76,8 +76,8 @@ def test_equal_values_are_no_certainty() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-1, 1), max_size=20), max_size=5))
-def test_the_interval_is_around_the_mean_and_within_the_scale(strata: list[list[float]]) -> None:
-    """For any strata, empty ones among them; none at all have no interval."""
+def test_interval_is_around_the_mean_and_within_the_scale(strata: list[list[float]]) -> None:
+    """For any strata, also empty ones; without a stratum there is no interval."""
     values = [value for stratum in strata for value in stratum]
     found = change_interval(strata)
     if not values:
@@ -88,8 +88,8 @@ def test_the_interval_is_around_the_mean_and_within_the_scale(strata: list[list[
     assert found.low - 1e-9 <= sum(values) / len(values) <= found.high + 1e-9
 
 
-def test_outcomes_outside_the_scale_widen_it() -> None:
-    """Outcomes of a domain of one's own may be any number."""
+def test_outcomes_outside_the_scale_widen_the_interval() -> None:
+    """Outcomes of a custom domain may be any number."""
     found = mean_interval([[0.0, 10.0] * 12])
     assert found is not None and 1 < found.low < 5 < found.high < 9
 
@@ -97,6 +97,6 @@ def test_outcomes_outside_the_scale_widen_it() -> None:
 @pytest.mark.parametrize(
     ("freedom", "quantile"), [(2, 4.303), (5, 2.571), (24, 2.064), (1e9, 1.96)]
 )
-def test_students_quantile_is_that_of_the_tables(freedom: float, quantile: float) -> None:
+def test_students_quantile_equals_the_tables(freedom: float, quantile: float) -> None:
     """Within one percent from two degrees of freedom on."""
     assert _student_t(freedom) == pytest.approx(quantile, rel=0.01)

@@ -54,7 +54,7 @@ def test_extras_of_a_module_come_from_the_metadata(module: str, extras: list[str
 
 
 def test_missing_package_of_several_extras_names_the_preferred_one() -> None:
-    """Otherwise the first; an unknown module keeps its error."""
+    """Without a preferred extra the first; an unknown module keeps its error."""
     for preferred, named in (("trainer", "trainer"), ("gateway", "inference"), ("", "inference")):
         with pytest.raises(ConfigError) as raised, extras_named(preferred):
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -88,7 +88,7 @@ def test_command_without_its_package_names_the_extra(
 def test_command_starts_no_program_without_its_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, package: str, extra: str
 ) -> None:
-    """The program would end with a traceback."""
+    """The program would fail with a traceback."""
     uninstall(monkeypatch, package)
     ended = CliRunner().invoke(app, command.format(tmp=tmp_path).split())
     assert ended.exit_code == 2
@@ -116,7 +116,7 @@ def test_service_without_its_package_names_its_extra(
     assert capsys.readouterr().err == f"forge trainer: {TORCH.format('trainer')}\n"
 
 
-async def test_service_that_lacks_a_package_in_its_start_names_the_extra(
+async def test_service_that_lacks_a_package_at_start_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The role of an inference process is imported there. No traceback is logged."""
@@ -133,7 +133,7 @@ async def test_service_that_lacks_a_package_in_its_start_names_the_extra(
 def test_entry_point_without_its_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An engine of this distribution too."""
+    """Also an engine of this distribution."""
     (tmp_path / "engine_without_torch.py").write_text("import lmdb\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "lmdb", None)

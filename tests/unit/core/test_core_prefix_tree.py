@@ -54,7 +54,7 @@ def samples_lists(draw: st.DrawFn) -> list[Sample]:
 
 @given(samples_lists(), st.integers(1, 40))
 def test_every_trained_token_keeps_its_whole_prefix(samples: list[Sample], budget: int) -> None:
-    """The path to each trained token's place in the layout is that token's prefix."""
+    """The path to a trained token in the layout is the token's prefix."""
     plans = plan_trees(samples, token_budget=budget)
     assert sorted(index for plan in plans for index in plan.samples) == list(range(len(samples)))
     for plan in plans:
@@ -75,7 +75,7 @@ def test_one_tree_holds_each_distinct_prefix_once(samples: list[Sample]) -> None
 
 @given(samples_lists())
 def test_nodes_tile_the_layout_and_descendants_are_contiguous(samples: list[Sample]) -> None:
-    """Nodes cover the layout without gaps; each one's subtree is the range that names it."""
+    """Nodes cover the layout without gaps; the subtree of a node is one range."""
     (plan,) = plan_trees(samples, token_budget=UNBOUNDED)
     assert plan.nodes[0].start == 0 and plan.nodes[-1].end == plan.tokens
     for left, right in pairwise(plan.nodes):
@@ -112,11 +112,11 @@ def test_no_node_has_a_single_child(samples: list[Sample]) -> None:
 
 
 @given(samples_lists(), st.integers(1, 40), st.sampled_from([0.0, 0.25]))
-def test_no_other_cut_of_the_sorted_samples_costs_less(
+def test_planned_trees_have_the_least_cost(
     samples: list[Sample], budget: int, pair_cost: float
 ) -> None:
-    """Each run is one tree, relayed or not; recomputing and relaying are weighed against
-    each other."""
+    """Each run of samples is one tree, relayed or not; recompute and relay are weighed against each
+    other."""
     plans = plan_trees(samples, token_budget=budget, pair_cost=pair_cost)
     ordered = sorted(samples, key=lambda one: one.ids)
 
@@ -132,8 +132,8 @@ def test_no_other_cut_of_the_sorted_samples_costs_less(
     assert chosen == pytest.approx(best[-1])
 
 
-def test_a_shared_prefix_is_recomputed_while_that_is_cheaper() -> None:
-    """Two answers on a short prompt make two trees; on a long one, a single relayed one."""
+def test_shared_prefix_is_recomputed_where_it_is_cheaper() -> None:
+    """Two answers to a short prompt make two trees; to a long one, a single relayed tree."""
 
     def plans(prompt: int) -> list[int]:
         pair = [sample([1] * prompt + [end] * 20, (prompt, prompt + 20)) for end in (2, 3)]
@@ -145,7 +145,7 @@ def test_a_shared_prefix_is_recomputed_while_that_is_cheaper() -> None:
 
 @given(samples_lists(), st.integers(1, 40))
 def test_parts_tile_a_tree_within_the_budget(samples: list[Sample], budget: int) -> None:
-    """No pass is larger than the budget, and the last one of a relayed tree is full."""
+    """No part is larger than the budget, and the last part of a relayed tree is full."""
     for plan in plan_trees(samples, token_budget=budget):
         assert plan.parts[0][0] == 0 and plan.parts[-1][1] == plan.tokens
         assert all(left[1] == right[0] for left, right in pairwise(plan.parts))
@@ -155,8 +155,8 @@ def test_parts_tile_a_tree_within_the_budget(samples: list[Sample], budget: int)
 
 
 @given(samples_lists(), st.integers(1, 40))
-def test_without_relays_a_tree_is_one_pass(samples: list[Sample], budget: int) -> None:
-    """Every sample is in one tree; only one longer than the budget exceeds it, by itself."""
+def test_tree_without_relay_is_one_part(samples: list[Sample], budget: int) -> None:
+    """Every sample is in one tree; only a sample longer than the budget exceeds it."""
     plans = plan_trees(samples, token_budget=budget, relay=False)
     assert sorted(index for plan in plans for index in plan.samples) == [*range(len(samples))]
     for plan in plans:
@@ -195,14 +195,14 @@ def test_no_samples_need_no_trees() -> None:
         (sample([1, 2], (1, 2), temperature=0.0), "temperature"),
     ],
 )
-def test_a_sample_that_does_not_add_up_is_refused(bad: Sample, words: str) -> None:
-    """Validation names what is wrong before anything is planned."""
+def test_inconsistent_sample_is_refused(bad: Sample, words: str) -> None:
+    """The error names the fault before any tree is planned."""
     with pytest.raises(InvalidArgument, match=words):
         bad.validate()
 
 
 def test_columns_of_the_wrong_length_are_refused() -> None:
-    """One entry per trained token, no more and no fewer."""
+    """One entry per trained token."""
     good = sample([1, 2, 3], (1, 3))
     bad = Sample(
         ids=good.ids,

@@ -59,8 +59,8 @@ def trees(draw):
 
 
 @given(tree=trees())
-def test_sequences_are_rebuilt_from_what_was_new(tree):
-    """Every turn's context and full sequence come back, whatever was shared with whom."""
+def test_sequences_are_rebuilt_from_the_new_tokens_of_turns(tree):
+    """Every turn's context and full sequence are restored, for any sharing."""
     turns, contexts, sequences = tree
     rebuilt = TokenTree(turns)
     for index in range(len(turns)):
@@ -70,7 +70,7 @@ def test_sequences_are_rebuilt_from_what_was_new(tree):
 
 
 def test_a_chain_of_ten_thousand_turns_is_rebuilt():
-    """Depth costs no recursion: the last turn of a very long chain spells all of it."""
+    """Depth costs no recursion: the last turn of a very long chain restores all of it."""
     turns = [
         turn(index, parent=index - 1, prefix=2 * index, prompt=[2], sampled=[3])
         for index in range(10_000)
@@ -81,7 +81,7 @@ def test_a_chain_of_ten_thousand_turns_is_rebuilt():
 
 @given(task_id=task_ids, rollout=numbers, attempt=numbers)
 def test_an_id_names_exactly_one_rollout_attempt(task_id, rollout, attempt):
-    """Building an id and reading it back gives the same task, rollout and attempt."""
+    """A built id is parsed back to the same task, rollout and attempt."""
     name = TrajectoryName(task_id=TaskId(task_id), rollout_index=rollout, attempt=attempt)
     assert parse_trajectory_id(name.trajectory_id) == name
 
@@ -104,7 +104,7 @@ def test_an_id_names_exactly_one_rollout_attempt(task_id, rollout, attempt):
     ],
 )
 def test_a_malformed_id_is_refused_and_shown(text):
-    """Anything but the one canonical spelling of an id is refused."""
+    """Any spelling but the canonical one is refused."""
     with pytest.raises(InvalidArgument, match="trajectory_id"):
         parse_trajectory_id(text)
 
@@ -153,7 +153,7 @@ def test_ragged_columns_are_refused(columns, field):
 
 @given(values=st.lists(st.floats(width=32)))
 def test_log_probs_survive_bit_for_bit(values):
-    """A float32 column holds exactly what was put in, infinities and NaN included."""
+    """A float32 column is read back exactly, infinities and NaN included."""
     restored = float32_array(float32_bytes(values))
     assert all(
         a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(restored, values, strict=True)

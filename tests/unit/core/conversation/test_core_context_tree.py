@@ -23,7 +23,7 @@ def called(call_id: str) -> Message:
 
 
 def test_deepest_agreeing_node_is_found() -> None:
-    """A request stands where its messages leave the tree, not where the last turn was."""
+    """A request matches the deepest node whose messages agree, also behind the last turn."""
     tree = ContextTree()
     root = tree.root("[]")
     first = tree.answer(tree.extend(root, [user("a")]), said("b"), turn=0)
@@ -35,15 +35,15 @@ def test_deepest_agreeing_node_is_found() -> None:
 
 
 def test_different_tools_are_different_trees() -> None:
-    """The tools are part of every prompt, so nothing is shared below other ones."""
+    """Tools are part of every prompt, so requests with different tools share no node."""
     tree = ContextTree()
     node = tree.extend(tree.root("[]"), [user("a")])
     assert tree.match(tree.root("[1]"), [user("a")]) is not node
     assert common_depth(node, tree.extend(tree.root("[1]"), [user("a")])) == 0
 
 
-def test_deeper_match_beats_the_likelier_sibling() -> None:
-    """Of two equal answers the one whose continuation agrees is taken, though it is older."""
+def test_match_prefers_the_answer_whose_continuation_agrees() -> None:
+    """Of two equal answers the older one is matched if only its continuation agrees."""
     tree = ContextTree()
     asked = tree.extend(tree.root("[]"), [user("a")])
     old = tree.answer(asked, said("b"), turn=0)
@@ -64,8 +64,8 @@ def test_call_ids_decide_between_equal_calls() -> None:
     assert tree.match(root, [user("a"), called("z")]) is second
 
 
-def test_reasoning_decides_where_it_is_sent_back() -> None:
-    """Answers that differ in reasoning only are told apart by it."""
+def test_sent_reasoning_selects_among_equal_answers() -> None:
+    """Answers that differ in reasoning only are distinguished by the reasoning of the request."""
     tree = ContextTree()
     root = tree.root("[]")
     asked = tree.extend(root, [user("a")])
@@ -92,7 +92,7 @@ paths = st.lists(st.lists(st.sampled_from("abc"), max_size=5), min_size=1, max_s
 
 @given(paths, st.lists(st.sampled_from("abc"), max_size=6))
 def test_match_is_the_longest_common_prefix(known: list[list[str]], asked: list[str]) -> None:
-    """Whatever paths there are, the match is as deep as the best of them agrees."""
+    """The match is as deep as the longest common prefix with any path."""
     tree = ContextTree()
     root = tree.root("[]")
     for path in known:
@@ -103,8 +103,8 @@ def test_match_is_the_longest_common_prefix(known: list[list[str]], asked: list[
 
 
 @given(paths)
-def test_common_depth_is_where_paths_part(known: list[list[str]]) -> None:
-    """Two nodes have in common what their paths do."""
+def test_common_depth_of_two_nodes_is_the_depth_of_their_branch(known: list[list[str]]) -> None:
+    """Two nodes share the messages that their paths share."""
     tree = ContextTree()
     nodes: list[Node] = [
         tree.extend(tree.root("[]"), [user(text) for text in path]) for path in known

@@ -34,13 +34,13 @@ def behind(render: Render, sampled: str, answer: Message, *following: Message) -
 
 
 def test_repeated_answer_is_followed_by_its_end_and_the_rest() -> None:
-    """The rest begins with the end-of-turn token and holds what is new."""
+    """The rest begins with the end-of-turn token and holds the new messages."""
     assert behind(simple, "b", said("b"), user("c")) == f"{END}\n[user]c{END}\n[assistant]"
     assert behind(simple, "b", said("b")) == f"{END}\n[assistant]"
 
 
-def test_other_spelling_of_the_answer_is_no_branch() -> None:
-    """A template that trims the answer gives the same rest: the sampled spelling stands."""
+def test_answer_trimmed_by_the_template_is_no_branch() -> None:
+    """A template that trims the answer gives the same rest: the sampled tokens stay."""
 
     def trimming(messages: Sequence[Message], generation_prompt: bool) -> str:
         trimmed = [Message(role=m.role, content=m.content.strip()) for m in messages]
@@ -72,14 +72,14 @@ def test_rewritten_history_is_a_branch() -> None:
     assert behind(simple, "hm b", thought, user("c")) is not None
 
 
-def test_closing_without_an_end_token_is_the_white_space() -> None:
+def test_answer_without_an_end_token_ends_with_white_space() -> None:
     """Templates of plain text close an answer with a line break."""
     assert closing("b\n\n", (END,)) == "\n\n"
     assert closing(f"b{END}\n", (END,)) == f"{END}\n"
 
 
-def test_templates_that_look_further_back_are_found_out() -> None:
-    """Counting from the start, or refusing what has no system message, forbids the stub."""
+def test_templates_that_depend_on_earlier_messages_are_detected() -> None:
+    """A template that counts messages or requires a system message cannot be rendered in part."""
 
     def counting(messages: Sequence[Message], generation_prompt: bool) -> str:
         text = "".join(f"[{at} {m.role}]{m.content}{END}" for at, m in enumerate(messages))

@@ -61,24 +61,24 @@ def test_json_spelling_does_not_matter(value: object) -> None:
     ("left", "right"), [("1.0", "1"), ("", "{}"), (' {"a":1e2} ', '{"a": 100}'), (" no ", "no")]
 )
 def test_equal_values_have_one_spelling(left: str, right: str) -> None:
-    """1.0 is 1, nothing is an empty object, and text that is not JSON is trimmed text."""
+    """1.0 is 1, a missing value is an empty object, and text that is not JSON is trimmed."""
     assert canonical_json(left) == canonical_json(right)
 
 
-def test_hopeless_json_is_text() -> None:
-    """Nesting beyond any parser's depth is compared as text, and does not raise."""
+def test_json_nested_beyond_any_parser_is_text() -> None:
+    """It is compared as text, and nothing is raised."""
     assert canonical_json("[" * 100_000) == "[" * 100_000
 
 
-def test_call_ids_do_not_matter() -> None:
-    """Agents make up their own ids."""
+def test_call_ids_do_not_affect_agreement() -> None:
+    """Agents invent their own ids."""
     assert call("{}", "a").key == call("{}", "b").key
     result = Message(role="tool", content="x", tool_call_id="a")
     assert result.key == replace(result, tool_call_id="b").key
 
 
-def test_only_an_assistants_ends_are_trimmed() -> None:
-    """White space at the ends of a question is part of it; of an answer it is not."""
+def test_white_space_is_trimmed_from_answers_only() -> None:
+    """White space at the ends of a question is part of it."""
     assert (
         Message(role="assistant", content=" a\n").key == Message(role="assistant", content="a").key
     )
@@ -86,15 +86,15 @@ def test_only_an_assistants_ends_are_trimmed() -> None:
 
 
 def test_reasoning_agrees_unless_both_sides_differ() -> None:
-    """A dropped reasoning is no edit, a changed one is."""
+    """Dropped reasoning is no edit; changed reasoning is an edit."""
     thought = Message(role="assistant", content="a", reasoning="hm")
     assert agree(thought, replace(thought, reasoning=""))
     assert agree(thought, replace(thought, reasoning=" hm\n"))
     assert not agree(thought, replace(thought, reasoning="ho"))
 
 
-def test_a_name_that_a_framework_gives_an_answer_is_no_edit() -> None:
-    """An assistant's name may come with a later request; another one is another speaker."""
+def test_added_assistant_name_is_no_edit() -> None:
+    """A framework may add an assistant's name later; a different name is another speaker."""
     said = Message(role="assistant", content="a")
     named = replace(said, name="planner")
     assert same(said, named)
@@ -104,13 +104,13 @@ def test_a_name_that_a_framework_gives_an_answer_is_no_edit() -> None:
 
 
 @given(messages)
-def test_openai_form_reads_back(message: Message) -> None:
-    """`from_openai` takes back whatever `to_openai` wrote."""
+def test_openai_form_is_read_back(message: Message) -> None:
+    """`from_openai` reads everything that `to_openai` writes."""
     assert from_openai(json.loads(json.dumps(to_openai(message)))) == message
 
 
-def test_roles_are_known_or_refused() -> None:
-    """Aliases are resolved, anything else is named in the error."""
+def test_unknown_roles_are_refused() -> None:
+    """Aliases are resolved; the error names any other role."""
     assert (normal_role("developer"), normal_role("function")) == ("system", "tool")
     with pytest.raises(InvalidArgument, match="king"):
         normal_role("king")

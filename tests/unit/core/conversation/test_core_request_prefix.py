@@ -37,11 +37,11 @@ def contents_of(found: list[Message]) -> list[str]:
 
 
 @given(messages, messages, spaces)
-def test_what_a_request_began_with_is_not_read_again(
+def test_known_beginning_of_a_request_is_not_decoded_again(
     old: list[str], new: list[str], space: str
 ) -> None:
     """A longer request is recognized by the mark of a shorter one, and only its rest is decoded,
-    whatever quotes and brackets the texts hold."""
+    for any quotes and brackets in the texts."""
     mark = History(written(old, space), Reader()).mark()
     reader = Reader()
     later = History(written(old + new, space), reader)
@@ -53,15 +53,15 @@ def test_what_a_request_began_with_is_not_read_again(
 
 
 @given(messages, messages)
-def test_only_the_same_beginning_is_recognized(old: list[str], new: list[str]) -> None:
-    """A mark is known exactly where the request begins with its messages."""
+def test_mark_is_recognized_only_with_the_same_messages(old: list[str], new: list[str]) -> None:
+    """A mark is recognized exactly where the request begins with its messages."""
     mark = History(written(old), Reader()).mark()
     known = History(written(new), Reader()).known([mark])
     assert (known == mark) == (new[: len(old)] == old)
 
 
 def test_longest_mark_wins() -> None:
-    """Of several requests that this one goes on from, the latest is taken."""
+    """Of several recognized requests, the longest one is continued."""
     marks = [History(written(["a", "b", "c"][:count]), Reader()).mark() for count in (3, 1, 2)]
     history = History(written(["a", "b", "x"]), Reader())
     assert history.known(marks) == marks[2]
@@ -69,8 +69,8 @@ def test_longest_mark_wins() -> None:
     assert history.known([]) is None
 
 
-def test_repeated_request_has_nothing_behind_its_mark() -> None:
-    """The very same messages are known to the end."""
+def test_repeated_request_has_no_rest() -> None:
+    """A request with the same messages is recognized to its end."""
     mark = History(written(["a", "b"]), Reader()).mark()
     again = History(written(["a", "b"]), Reader())
     assert again.known([mark]) == mark

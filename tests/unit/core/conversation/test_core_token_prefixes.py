@@ -20,12 +20,12 @@ def agreement(left: list[int], right: list[int]) -> int:
 
 @given(sequences, sequences)
 def test_common_tokens_counts_whole_tokens(left: list[int], right: list[int]) -> None:
-    """The count is that of a loop over tokens, whatever bytes they share beyond it."""
+    """The count equals that of a loop over tokens, for any shared bytes of partly equal tokens."""
     assert common_tokens(int32_bytes(left), int32_bytes(right)) == agreement(left, right)
 
 
 @given(st.lists(st.tuples(sequences, sequences), min_size=1, max_size=12), sequences)
-def test_longest_prefix_is_found_and_nothing_is_lost(
+def test_turns_behind_their_longest_prefix_are_read_back_whole(
     turns: list[tuple[list[int], list[int]]], asked: list[int]
 ) -> None:
     """Turns stored behind their longest shared prefix give back prompt, sample and sequence, and
@@ -51,8 +51,9 @@ def test_longest_prefix_is_found_and_nothing_is_lost(
         )
 
 
-def test_earliest_of_equals_is_the_parent() -> None:
-    """A prefix that several turns share is credited to the first of them, and none to nobody."""
+def test_earliest_turn_with_the_shared_prefix_is_the_parent() -> None:
+    """A prefix that several turns share belongs to the first of them; a prefix without a turn has
+    no parent."""
     prefixes = TokenPrefixes()
     assert prefixes.longest(int32_bytes([1])) == NOTHING_SHARED
     for _ in range(3):
@@ -68,10 +69,10 @@ def test_earliest_of_equals_is_the_parent() -> None:
     st.integers(0, 24),
     sequences,
 )
-def test_search_from_a_known_prefix_finds_the_same(
+def test_search_with_a_known_shared_prefix_has_the_same_result(
     turns: list[tuple[list[int], list[int]]], turn: int, tokens: int, more: list[int]
 ) -> None:
-    """Told any prefix that is shared for certain, the search gives what it gives without."""
+    """A lower bound of the shared prefix does not change the result of the search."""
     prefixes = TokenPrefixes()
     for prompt, sampled in turns:
         shared = prefixes.longest(int32_bytes(prompt))

@@ -44,7 +44,7 @@ def took(*turns: TurnTime, closing_agent_s: float = 0.0) -> float:
     return completion_s(turns, closing_agent_s=closing_agent_s, tokens_per_s=RATE)
 
 
-def test_tokens_tools_and_the_end_add_up_in_sequence() -> None:
+def test_completion_time_adds_up_tokens_tools_and_the_end() -> None:
     """1 s of tokens, 3 s of tools, 2 s of tokens, 0.5 s until the agent ends."""
     assert took(turn(10), turn(20, 3.0, before=1), closing_agent_s=0.5) == 6.5
 
@@ -56,14 +56,16 @@ def test_parallel_turns_count_once() -> None:
     assert took(plan, turn(20, before=1), turn(50, before=2), summary) == 9.0
 
 
-def test_the_longest_path_counts_whichever_turn_ended_last() -> None:
-    """The engine answered the long turn first; what follows both begins after the long one."""
+def test_completion_time_is_the_longest_path() -> None:
+    """The engine answered the long turn first; the turns after both begin after the long one."""
     assert took(turn(50), turn(20), turn(10, before=2)) == 6.0
 
 
 @given(rollouts(), st.floats(0, 1000))
-def test_completion_is_at_least_every_part_of_it(turns: list[TurnTime], closing_s: float) -> None:
-    """So never negative, and never shorter than a tool."""
+def test_completion_time_is_at_least_each_of_its_parts(
+    turns: list[TurnTime], closing_s: float
+) -> None:
+    """So it is never negative, and never shorter than a tool call."""
     found = took(*turns, closing_agent_s=closing_s)
     for one in turns:
         assert found >= one.agent_s + one.sampled_tokens / RATE + closing_s - 1e-6
@@ -71,8 +73,8 @@ def test_completion_is_at_least_every_part_of_it(turns: list[TurnTime], closing_
 
 
 @given(rollouts())
-def test_parallel_is_never_slower_than_the_same_in_sequence(turns: list[TurnTime]) -> None:
-    """One after the other is the sum of all parts, and the longest there is."""
+def test_parallel_turns_take_no_longer_than_the_same_in_sequence(turns: list[TurnTime]) -> None:
+    """In sequence the completion time is the sum of all parts."""
     sequence = [replace(one, turns_before=index) for index, one in enumerate(turns)]
     total = math.fsum(one.agent_s + one.sampled_tokens / RATE for one in turns)
     assert took(*sequence) == pytest.approx(total)
@@ -80,10 +82,10 @@ def test_parallel_is_never_slower_than_the_same_in_sequence(turns: list[TurnTime
 
 
 @given(rollouts(), st.data(), st.floats(0.1, 100))
-def test_more_time_of_a_tool_is_never_faster(
+def test_longer_tool_time_never_shortens_completion_time(
     turns: list[TurnTime], data: st.DataObject, more_s: float
 ) -> None:
-    """And in a sequence, all of it counts: tool time cannot be left out of the formula."""
+    """In a sequence all tool time counts."""
     if not turns:
         return
     at = data.draw(st.integers(0, len(turns) - 1))
@@ -108,20 +110,20 @@ def test_more_time_of_a_tool_is_never_faster(
         ([turn(1)], math.inf, "closing_agent_s"),
     ],
 )
-def test_what_is_no_time_is_refused(turns: list[TurnTime], closing_s: float, named: str) -> None:
-    """With its name and value."""
+def test_invalid_times_are_refused(turns: list[TurnTime], closing_s: float, named: str) -> None:
+    """The error names the field and the value."""
     with pytest.raises(InvalidArgument, match=named):
         took(*turns, closing_agent_s=closing_s)
 
 
-def test_a_rate_is_above_0() -> None:
+def test_nominal_rate_of_0_is_refused() -> None:
     """A nominal rate of 0 would make every rollout endless."""
     with pytest.raises(InvalidArgument, match="tokens_per_s is 0"):
         completion_s([], closing_agent_s=0, tokens_per_s=0)
 
 
-def test_a_baseline_is_the_median_of_what_was_measured() -> None:
-    """Not known before enough rollouts are; batches without any do not count."""
+def test_speed_baseline_is_the_median_of_measured_times() -> None:
+    """It is unknown before enough rollouts are measured; batches without any do not count."""
     few = [MeasuredBatch(rollouts=BASELINE_ROLLOUTS - 1, median_s=4.0)]
     assert measured_baseline_s([]) is None
     assert measured_baseline_s(few) is None

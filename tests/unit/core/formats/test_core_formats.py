@@ -19,8 +19,8 @@ quick = settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("name", CALLING)
 @seeds
 @quick
-def test_pieces_do_not_matter(name: str, seed: int) -> None:
-    """Fed whole, in any pieces or by the character: the same deltas, calls and error."""
+def test_parser_result_does_not_depend_on_chunks(name: str, seed: int) -> None:
+    """In one piece, in any pieces or by the character: the same deltas, calls and error."""
     output, random = get_format(name), Random(seed)
     text = some_mess(random, output)
 
@@ -41,8 +41,8 @@ def test_pieces_do_not_matter(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", CALLING)
 @seeds
 @quick
-def test_nothing_is_swallowed(name: str, seed: int) -> None:
-    """Without a call the content is the text, to the character; with calls it is what is left."""
+def test_parser_loses_no_text(name: str, seed: int) -> None:
+    """Without a call the content is the whole text; with calls it is the text around them."""
     output = get_format(name)
     text = some_mess(Random(seed), output)
     answer, _ = read(output.parser(), [text])
@@ -56,7 +56,7 @@ def test_nothing_is_swallowed(name: str, seed: int) -> None:
 @seeds
 @quick
 def test_written_calls_are_read_back(name: str, seed: int) -> None:
-    """Names, order and the values of arguments survive, with tags of the format in them too."""
+    """Names, order and argument values survive, also if they contain tags of the format."""
     output = get_format(name)
     calls, tools = some_calls(Random(seed), output)
     answer, _ = read(output.parser(tools), [output.write(calls)])
@@ -67,8 +67,8 @@ def test_written_calls_are_read_back(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", CALLING)
 @seeds
 @quick
-def test_truncated_calls_are_flagged_text(name: str, seed: int) -> None:
-    """Calls that were cut off are text and an error; those before them are calls."""
+def test_truncated_calls_are_returned_as_text_with_an_error(name: str, seed: int) -> None:
+    """The complete calls before them are returned as calls."""
     output, random = get_format(name), Random(seed)
     calls, tools = some_calls(random, output)
     text = output.write(calls)
@@ -85,8 +85,8 @@ def test_truncated_calls_are_flagged_text(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", CALLING)
 @seeds
 @quick
-def test_forced_call_parses_with_what_follows(name: str, seed: int) -> None:
-    """The opening, and what the model writes behind it, are one well-formed call."""
+def test_forced_call_is_parsed_with_its_opening(name: str, seed: int) -> None:
+    """The opening and the sampled rest are one well-formed call."""
     output = get_format(name)
     calls, tools = some_calls(Random(seed), output)
     text = output.write(calls)
@@ -98,7 +98,7 @@ def test_forced_call_parses_with_what_follows(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_content_streams_before_calls(name: str) -> None:
-    """Text is passed on at once, whatever format may follow it."""
+    """Text is streamed at once, in every format."""
     parser = get_format(name).parser()
     _, deltas = read(parser, [])
     assert deltas == []

@@ -42,21 +42,23 @@ JSON_VALUES = st.recursive(
         ("NaN", {"type": "number"}, "NaN"),
     ],
 )
-def test_schema_gives_texts_their_types(text: str, schema: object, value: object) -> None:
-    """Strings as they are, JSON where the schema allows its type or is silent, else the text."""
+def test_schema_types_text_arguments(text: str, schema: object, value: object) -> None:
+    """Strings stay strings; other values are parsed as JSON where the schema allows their type or
+    gives none."""
     found = typed(text, schema)
     assert (found, type(found)) == (value, type(value))
 
 
 @given(JSON_VALUES, st.text())
-def test_values_survive_being_texts(value: object, text: str) -> None:
-    """Without a schema all but strings come back; strings do where the schema asks for one."""
+def test_argument_values_survive_as_texts(value: object, text: str) -> None:
+    """Without a schema all but strings are restored; strings are restored where the schema asks for
+    one."""
     assert typed(untyped(value), None) == value
     assert typed(untyped(text), {"type": "string"}) == text
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
-def test_types_come_from_the_tools_of_the_request(name: str) -> None:
+def test_argument_types_come_from_the_tools_of_the_request(name: str) -> None:
     """The same text is a number for one tool and a string for another."""
     output = get_format(name)
     text = output.write([CallDelta(name="look", arguments='{"at": "12"}')])
@@ -71,8 +73,8 @@ def test_types_come_from_the_tools_of_the_request(name: str) -> None:
     "tools",
     [[{}], [{"function": {"name": "look"}}], [{"function": {"name": "look", "parameters": 3}}]],
 )
-def test_odd_schemas_are_silent_ones(tools: list[dict[str, object]]) -> None:
-    """A tool without parameters, or whose parameters are no schema, types nothing."""
+def test_unusable_schemas_type_no_arguments(tools: list[dict[str, object]]) -> None:
+    """A tool without parameters, or with parameters that are no schema, leaves texts untyped."""
     output = get_format("glm")
     text = output.write([CallDelta(name="look", arguments='{"at": 12}')])
     assert said(read(output.parser(tools), [text])[0].calls) == [("look", {"at": 12})]

@@ -38,18 +38,20 @@ def reasoning(name: str) -> ReasoningFormat:
         ("<reason> </reason>", False, "<reason>hm</reason>yes", "hm", "yes"),
     ],
 )  # fmt: skip
-def test_reasoning_is_separated(
+def test_reasoning_is_separated_from_content(
     name: str, inside: bool, text: str, thought: str, content: str
 ) -> None:
-    """White space at the tags belongs to them; only the first block counts; pieces do not."""
+    """White space at the tags belongs to them; only the first block is reasoning; chunks do not
+    matter."""
     for pieces in ([text], list(text)):
         parser = reasoning(name).parser(PlainParser(), inside=inside)
         answer, _ = read(parser, pieces)
         assert (answer.reasoning, answer.content, answer.error) == (thought, content, "")
 
 
-def test_calls_stand_behind_reasoning() -> None:
-    """What follows the reasoning is read for calls, and its errors are the answer's."""
+def test_calls_are_parsed_after_reasoning() -> None:
+    """The text after the reasoning is parsed for calls, and their errors are errors of the
+    answer."""
     parser = reasoning("think").parser(get_format("hermes").parser(), inside=True)
     answer, _ = read(parser, [f"hm\n</think>\n\n{CALL}"])
     assert (answer.reasoning, answer.content, len(answer.calls)) == ("hm", "", 1)
@@ -69,15 +71,15 @@ def test_calls_stand_behind_reasoning() -> None:
         ("mistral_think", "[/INST][THINK]", True),
     ],
 )
-def test_end_of_the_prompt_says_where_an_answer_starts(
+def test_prompt_end_decides_whether_an_answer_starts_in_reasoning(
     name: str, prompt: str, inside: bool
 ) -> None:
     """Inside if the prompt opens the reasoning, outside if it closes it."""
     assert reasoning(name).opened_by(prompt) == inside
 
 
-def test_reasoning_is_found_by_template_and_by_name() -> None:
-    """The closing tag gives it away: some templates never write the opening one."""
+def test_reasoning_format_is_detected_by_template_or_name() -> None:
+    """The closing tag is enough: some templates never write the opening tag."""
     assert detect_reasoning("... content.split('</think>') ...") == "think"
     assert detect_reasoning("'[THINK]' + text + '[/THINK]'") == "mistral_think"
     assert detect_reasoning("plain") == "none"

@@ -42,42 +42,42 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_written_call_shows_the_format(name: str) -> None:
-    """What a template writes for a call is read by its own format and by no other."""
+def test_format_is_detected_from_a_rendered_call(name: str) -> None:
+    """The call that a template renders is parsed by its own format and by no other."""
     call = CallDelta(name=SAMPLE_CALL.name, arguments=SAMPLE_CALL.arguments)
     assert detect_format("", get_format(name).write([call])) == name
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "pythonic"])
-def test_signs_show_the_format(name: str) -> None:
-    """Where a template writes no call, what all templates of a format have in them decides."""
+def test_format_is_detected_from_template_text(name: str) -> None:
+    """Where a template renders no call, text that all templates of a format contain decides."""
     output = get_format(name)
     assert output.signs
     assert detect_format(" ".join(output.signs) + " {tools}") == name
 
 
-def test_what_shows_no_format_is_plain() -> None:
+def test_template_without_tools_has_the_plain_format() -> None:
     """A template that knows no tools has no tool calls."""
     assert detect_format("{{ messages }}", "something else") == "plain"
 
 
-def test_unknown_name_lists_the_known_ones() -> None:
-    """One clear line with what there is."""
+def test_unknown_format_name_lists_the_known_formats() -> None:
+    """In one line."""
     with pytest.raises(ConfigError, match=r"'morse'.*hermes.*qwen3_coder"):
         get_format("morse")
 
 
 @pytest.mark.usefixtures("added")
 def test_packages_add_formats() -> None:
-    """An entry point makes a format known by name and to detection, before the built-in ones."""
+    """An entry point adds a format by name and to detection, before the built-in formats."""
     assert get_format("shouting").name == "shouting"
     assert detect_format("TOOL! <tool_call>") == "shouting"
     assert get_reasoning("shouted") is SHOUTED
     assert detect_reasoning("... AHA! ...") == "shouted"
 
 
-def test_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point that cannot be loaded is one clear line, not a traceback of another's."""
+def test_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, without a traceback."""
     broken = EntryPoint("broken", "no_such_module:Format", "forge.formats")
     monkeypatch.setattr(entry_points, "entry_points", lambda *, group: [broken])
     with pytest.raises(ConfigError, match=r"forge\.formats 'broken'.*no_such_module"):

@@ -53,8 +53,8 @@ WIRE = {
 
 
 @pytest.mark.parametrize("name", sorted(WIRE))
-def test_call_as_its_template_writes_it(name: str) -> None:
-    """The published spelling is read, and is what `write` gives."""
+def test_published_spelling_of_a_call_is_parsed_and_written(name: str) -> None:
+    """The published spelling is parsed, and `write` returns it."""
     output = get_format(name)
     answer, _ = read(output.parser(), [WIRE[name]])
     assert (answer.error, answer.content, said(answer.calls)) == ("", "", [LOOK])
@@ -82,22 +82,22 @@ def test_call_as_its_template_writes_it(name: str) -> None:
         ("react", "Thought: hm\n" + WIRE["react"], 1),
     ],
 )
-def test_variants_that_models_write_are_read(name: str, text: str, count: int) -> None:
-    """Other white space, quotes, ids and tags than the template's make no difference."""
+def test_spelling_variants_of_calls_are_parsed(name: str, text: str, count: int) -> None:
+    """White space, quotes, ids and tags may differ from the template's."""
     answer, _ = read(get_format(name).parser(), [text])
     assert (answer.error, said(answer.calls)) == ("", [LOOK] * count)
 
 
-def test_white_space_around_calls_is_nobodys() -> None:
-    """Several blocks are several calls; what is between them, but for white space, is content."""
+def test_white_space_around_calls_is_dropped() -> None:
+    """Several blocks are several calls; other text between them is content."""
     block = WIRE["hermes"]
     answer, _ = read(get_format("hermes").parser(), [f"First.\n{block}\n{block}\nLast. "])
     assert answer.content == "First.Last. "
     assert said(answer.calls) == [LOOK] * 2
 
 
-def test_call_comes_with_its_last_character() -> None:
-    """Content streams, and a call is given as soon as its end was seen."""
+def test_call_is_returned_at_its_last_character() -> None:
+    """Content streams, and a call is returned as soon as its end is parsed."""
     parser = get_format("hermes").parser()
     assert parser.feed("Hello wor") == [TextDelta(text="Hello wor")]
     assert parser.feed("ld <tool") == [TextDelta(text="ld")]
@@ -107,8 +107,8 @@ def test_call_comes_with_its_last_character() -> None:
     assert (parser.finish(), parser.error) == ([], "")
 
 
-def test_models_own_call_ids_are_kept() -> None:
-    """Kimi and Mistral see the ids of their calls again, so that these must be theirs."""
+def test_call_ids_of_the_model_are_kept() -> None:
+    """Kimi and Mistral read the ids of their calls again, so the ids must be their own."""
     kimi, _ = read(get_format("kimi_k2").parser(), [WIRE["kimi_k2"]])
     assert kimi.calls[0].call_id == "functions.look:0"
     text = WIRE["mistral_v11"].replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")
@@ -164,8 +164,10 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("name", "text", "error"), MALFORMED)
-def test_malformed_calls_are_flagged_text(name: str, text: str, error: str) -> None:
-    """What does not parse is content to the last character, and says why."""
+def test_malformed_calls_are_returned_as_text_with_an_error(
+    name: str, text: str, error: str
+) -> None:
+    """The whole text is content, and the error gives the reason."""
     answer, _ = read(get_format(name).parser(), [text])
     assert (answer.content, answer.calls) == (text, ())
     assert error in answer.error
@@ -184,13 +186,13 @@ def test_malformed_calls_are_flagged_text(name: str, text: str, error: str) -> N
     ],
 )
 def test_content_that_only_resembles_a_call_is_no_error(name: str, text: str) -> None:
-    """JSON that was asked for, a list, a final answer: content, and nothing is flagged."""
+    """Requested JSON, a list or a final answer is content without an error."""
     answer, _ = read(get_format(name).parser(), [text])
     assert (answer.content, answer.error, answer.calls) == (text, "", ())
 
 
 def test_half_surrogates_stay_escaped() -> None:
-    """An escape that is no character can be passed on in arguments."""
+    """An escape without a character can be passed on in arguments."""
     answer, _ = read(
         get_format("hermes").parser(),
         ['<tool_call>{"name": "a", "arguments": {"é": "\\ud83d"}}</tool_call>'],
@@ -212,14 +214,14 @@ def test_half_surrogates_stay_escaped() -> None:
         ("{'a': {1: []}}", {"a": {"1": []}}),
     ],
 )
-def test_python_literals_mean_what_python_means(literal: str, value: object) -> None:
+def test_python_literals_are_parsed_as_python_does(literal: str, value: object) -> None:
     """Strings in any quotes, escapes, tuples, dictionaries, and JSON's constants."""
     answer, _ = read(get_format("pythonic").parser(), [f"[look(at={literal})]"])
     assert said(answer.calls) == [("look", {"at": value})]
 
 
 def test_calls_cannot_be_forced_without_a_format() -> None:
-    """A model that knows no tools cannot be made to call one."""
+    """A model without tools cannot be forced to call one."""
     with pytest.raises(InvalidArgument, match="knows no tools"):
         get_format("plain").opening(None)
     assert get_format("plain").write([]) == ""
@@ -227,8 +229,8 @@ def test_calls_cannot_be_forced_without_a_format() -> None:
         get_format("plain").write(read(get_format("hermes").parser(), [WIRE["hermes"]])[0].calls)
 
 
-def test_arguments_are_json_whatever_the_format() -> None:
-    """Agents get a JSON object, spelt once and for all by the gateway."""
+def test_arguments_are_json_in_every_format() -> None:
+    """Agents get a JSON object in the gateway's spelling."""
     for name, text in WIRE.items():
         answer, _ = read(get_format(name).parser(), [text])
         assert answer.calls[0].arguments == json.dumps(LOOK[1])

@@ -22,7 +22,7 @@ def cache(blocks: int) -> PrefixCache:
     return PrefixCache(block_tokens=BLOCK, capacity_tokens=blocks * BLOCK)
 
 
-def test_whole_blocks_are_found_and_no_more() -> None:
+def test_prefix_cache_matches_whole_blocks() -> None:
     """A prompt that shares nine tokens finds two blocks of four."""
     index = cache(8)
     placed = index.insert(ids(*range(11)))
@@ -48,8 +48,8 @@ def test_only_new_blocks_are_placed() -> None:
     assert index.tokens == 16
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
-    """A used prefix stays; of an unused one the end goes before the beginning."""
+def test_least_recently_used_leaf_is_evicted_first() -> None:
+    """A used prefix stays; an unused one is evicted from its end."""
     index = cache(4)
     old, young = [0] * 8, [1] * 8
     index.insert(ids(*old))
@@ -60,8 +60,8 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert index.match(ids(*young)).tokens == 4
 
 
-def test_peeking_is_not_using() -> None:
-    """A router's look at the index does not keep a prefix alive."""
+def test_peek_does_not_mark_a_prefix_as_used() -> None:
+    """A router's look at the index does not keep a prefix in the cache."""
     index = cache(2)
     index.insert(ids(*[0] * 4))
     index.insert(ids(*[1] * 4))
@@ -70,7 +70,7 @@ def test_peeking_is_not_using() -> None:
     assert index.peek(ids(*[0] * 4)) == 0
 
 
-def test_a_prefix_longer_than_the_cache_is_kept_in_part() -> None:
+def test_prefix_longer_than_the_cache_is_cached_in_part() -> None:
     """The part that fits is cached, and is right."""
     index = cache(2)
     assert len(index.insert(ids(*range(12)))) == 2
@@ -106,8 +106,8 @@ def test_a_cache_without_room_caches_nothing() -> None:
     assert index.match(ids(*range(8))).tokens == 0
 
 
-def test_a_block_of_no_tokens_is_refused() -> None:
-    """block_tokens 0 would never end."""
+def test_block_size_0_is_refused() -> None:
+    """It would never end."""
     with pytest.raises(ValueError, match="block_tokens"):
         PrefixCache(block_tokens=0, capacity_tokens=8)
 
@@ -172,8 +172,8 @@ def test_without_pressure_every_insert_is_found_whole(inserted: list[bytes]) -> 
         assert index.match(prompt).tokens == len(prompt) // 4 // BLOCK * BLOCK
 
 
-def test_what_two_have_pinned_is_shared() -> None:
-    """The common prefix of two pinned prompts is shared, until one of them lets go."""
+def test_common_prefix_of_two_pinned_prompts_is_shared() -> None:
+    """Until one of them is unpinned."""
     index = cache(8)
     index.insert(ids(*range(8), *[50] * 4))
     index.insert(ids(*range(8), *[60] * 4))

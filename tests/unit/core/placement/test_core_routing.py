@@ -36,8 +36,8 @@ DYNAMO = [
 ]
 
 
-def test_costs_are_those_of_dynamos_example() -> None:
-    """18, 10 and 11, so worker 2 it is, although worker 3 has more of the prompt cached."""
+def test_costs_equal_those_of_dynamos_example() -> None:
+    """18, 10 and 11: worker 2 is chosen, although worker 3 has more of the prompt cached."""
     costs = [cost_s(one, prompt_tokens=10, cached_anywhere_tokens=8) for one in DYNAMO]
     assert costs == [18, 10, 11]
     chosen = choose(DYNAMO, prompt_tokens=10)
@@ -45,22 +45,22 @@ def test_costs_are_those_of_dynamos_example() -> None:
     assert chosen.worker == "worker-2"
 
 
-def test_tokens_cached_elsewhere_cost_the_cheaper_of_moving_and_computing() -> None:
-    """Migration counts for what others have, prefill for what nobody has."""
+def test_tokens_cached_on_another_worker_cost_migration_or_prefill() -> None:
+    """The cheaper of the two; tokens without a cached copy cost prefill."""
     cheap = worker("a", cached=10, migration_s=0.1)
     dear = worker("a", cached=10, migration_s=7.0)
     assert cost_s(cheap, prompt_tokens=100, cached_anywhere_tokens=60) == pytest.approx(45)
     assert cost_s(dear, prompt_tokens=100, cached_anywhere_tokens=60) == pytest.approx(90)
 
 
-def test_a_worker_with_everything_cached_costs_its_queue() -> None:
-    """Nothing to move and nothing to compute, however dear either would be."""
+def test_worker_with_the_whole_prompt_cached_costs_only_its_queue() -> None:
+    """Migration and prefill add nothing, at any price."""
     idle = worker("a", cached=100, prefill_s=math.inf)
     assert cost_s(idle, prompt_tokens=50, cached_anywhere_tokens=100) == 0
 
 
-def test_locality_wins_until_the_guard_forbids_it() -> None:
-    """A hot prefix goes to a busy worker only within the guard; beyond, to the idle one."""
+def test_cached_prefix_decides_within_the_queue_guard() -> None:
+    """A hot prefix goes to a busy worker only within the guard; beyond it, to the idle worker."""
     hot = worker("hot", queue_s=9, cached=100)
     idle = worker("idle", queue_s=1)
     unguarded = choose([hot, idle], prompt_tokens=100)
@@ -69,15 +69,15 @@ def test_locality_wins_until_the_guard_forbids_it() -> None:
     assert guarded is idle
 
 
-def test_equals_go_to_the_idlest_then_the_first_name() -> None:
+def test_equal_costs_go_to_the_idlest_worker_then_the_first_name() -> None:
     """The choice does not depend on the order of the candidates."""
     busy = worker("a", queue_s=1, cached=1)
     idle = [worker("c"), worker("b")]
     assert choose([*idle, busy], prompt_tokens=1).worker == "b"  # type: ignore[union-attr]
 
 
-def test_without_candidates_there_is_no_choice() -> None:
-    """None, not an error: waiting is the caller's business."""
+def test_choice_without_candidates_is_none() -> None:
+    """The caller waits."""
     assert choose([], prompt_tokens=5) is None
 
 
@@ -94,10 +94,10 @@ def test_without_candidates_there_is_no_choice() -> None:
     ),
     st.integers(1, 500),
 )
-def test_the_guard_bounds_the_queue_of_whoever_is_chosen(
+def test_chosen_worker_is_within_the_queue_guard(
     shapes: list[tuple[float, int, float]], prompt_tokens: int
 ) -> None:
-    """Whatever is cached where, nobody beyond the guard is chosen, and somebody always is."""
+    """For any cache contents; one worker is always chosen."""
     guard = LoadGuard(ratio=2, slack_s=0.5)
     candidates = [
         worker(f"w{n}", queue_s=queue, cached=cached, prefill_s=rate)
@@ -109,7 +109,7 @@ def test_the_guard_bounds_the_queue_of_whoever_is_chosen(
     assert chosen.queue_delay_s <= 2 * idlest_s + 0.5
 
 
-def test_a_rate_leaves_its_first_guess_for_what_it_sees() -> None:
+def test_measured_rate_replaces_the_first_guess() -> None:
     """Observations outweigh the guess at once, and old ones fade."""
     rate = LearnedRate(1.0, memory_units=100)
     rate.observe(seconds=1.0, units=100)
@@ -119,7 +119,7 @@ def test_a_rate_leaves_its_first_guess_for_what_it_sees() -> None:
     assert rate.seconds == pytest.approx(0.02, rel=0.01)
 
 
-def test_a_rate_learns_nothing_from_no_work() -> None:
+def test_measurement_of_no_work_leaves_the_rate_unchanged() -> None:
     """Zero units neither change it nor divide by zero."""
     rate = LearnedRate(0.5, memory_units=100)
     rate.observe(seconds=3.0, units=0)

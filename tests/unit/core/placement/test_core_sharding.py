@@ -24,15 +24,15 @@ def test_choice_depends_on_the_set_of_shards_alone(group, shards, data):
 
 
 @given(group=names, shards=shard_sets, joining=names)
-def test_a_joining_shard_only_takes(group, shards, joining):
-    """When a shard joins, a group either goes to the new one or stays where it was."""
+def test_joining_shard_moves_groups_only_to_itself(group, shards, joining):
+    """When a shard joins, each group goes to the new one or stays."""
     before = choose_shard(group, shards)
     assert choose_shard(group, shards | {joining}) in {before, joining}
 
 
 @given(group=names, shards=shard_sets, data=st.data())
-def test_a_leaving_shard_moves_only_its_own_groups(group, shards, data):
-    """When a shard leaves, the groups of every other shard stay where they were."""
+def test_leaving_shard_moves_only_its_own_groups(group, shards, data):
+    """The groups of every other shard stay."""
     leaving = data.draw(st.sampled_from(sorted(shards)))
     before = choose_shard(group, shards)
     if before != leaving:

@@ -30,8 +30,8 @@ def outcomes(setting: str, state: str, size: Size = SIZE) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("state", STATES, ids=STATES.values())
-def test_adaptive_is_not_behind_a_fifo_with_the_same_bound(state: str) -> None:
-    """As much trained, 2 % less at most; no more shift, 5 % at most; and the bound kept."""
+def test_adaptive_mode_trains_as_much_as_a_fifo_with_the_same_bound(state: str) -> None:
+    """2 % less at most; at most 5 % more shift; and the bound holds."""
     ours, fifo = outcomes("adaptive_s28", state), outcomes("fifo_s28", state)
     assert all(one.staleness_p99 <= 28 for one in ours)
     assert fmean(one.throughput for one in ours) > 0.98 * fmean(one.throughput for one in fifo)
@@ -39,16 +39,16 @@ def test_adaptive_is_not_behind_a_fifo_with_the_same_bound(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", [".cold", ".waves"], ids=["start", "waves"])
-def test_adaptive_is_as_fast_as_a_fifo_after_a_start(state: str) -> None:
-    """Where no fair order is faster, nothing is given away for a choice of groups."""
+def test_adaptive_mode_is_as_fast_as_a_fifo_after_a_start(state: str) -> None:
+    """Where no fair order is faster, choosing groups costs nothing."""
     ours, fifo = outcomes("adaptive_s8", state, FULL), outcomes("fifo_s8", state, FULL)
     assert fmean(one.throughput for one in ours) > 0.999 * fmean(one.throughput for one in fifo)
     assert fmean(one.kl for one in ours) <= fmean(one.kl for one in fifo)
 
 
-def test_adaptive_trades_shift_for_throughput() -> None:
-    """Without a bound on shift it is as fast in waves as the fastest fixed setting as fresh; with
-    one it is faster than where no shift is allowed, and keeps to it."""
+def test_adaptive_mode_trades_shift_for_throughput() -> None:
+    """Without a shift bound it is as fast in waves as the fastest fixed setting of equal freshness;
+    with a bound it is faster than no shift, and holds the bound."""
     none, some, any_kl, fifo, fastest = (
         outcomes(name, ".waves")
         for name in (
@@ -69,7 +69,7 @@ def test_adaptive_trades_shift_for_throughput() -> None:
     assert fmean(one.kl for one in some) < SIZE.kl_within(0.05)
 
 
-def test_measure_by_groups_favours_short_ones_and_that_by_work_does_not() -> None:
+def test_count_of_groups_favours_short_groups_and_count_of_work_does_not() -> None:
     """After a start `greedy` trains on short groups: many of them, and little work."""
     greedy, fifo = outcomes("greedy", ".cold"), outcomes("fifo", ".cold")
     assert all(one.groups > 1.5 * one.throughput for one in greedy)

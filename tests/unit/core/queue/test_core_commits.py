@@ -6,7 +6,7 @@ from forge.core.queue.commits import Commits
 
 
 def test_commit_is_known_by_term_and_number() -> None:
-    """Those that were never made are not, whatever their names."""
+    """A commit that was never made is unknown, under any name."""
     commits = Commits()
     commits.add("batch-3-2", 7)
     commits.add("batch-4-0", 8)
@@ -15,8 +15,8 @@ def test_commit_is_known_by_term_and_number() -> None:
         assert commits.get(unknown) is None
 
 
-def test_undone_commits_are_not_known() -> None:
-    """A rewind takes back those of later steps, under whatever name."""
+def test_undone_commits_are_unknown() -> None:
+    """A rewind undoes the commits of later steps, under any name."""
     commits = Commits()
     for number, name in enumerate(("batch-0-0", "batch-0-1", "x", "batch-0-99999999999999")):
         commits.add(name, number)
@@ -25,8 +25,8 @@ def test_undone_commits_are_not_known() -> None:
     assert [name in commits for name in ("x", "batch-0-99999999999999")] == [False, False]
 
 
-def test_name_of_a_batch_takes_no_memory_by_its_number() -> None:
-    """A trainer may send any."""
+def test_large_batch_numbers_cost_no_memory() -> None:
+    """A trainer may send any number."""
     commits = Commits()
     commits.add("batch-1-999999999999999999", 5)
     commits.add("batch-01-0", 6)

@@ -18,10 +18,10 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=80))
-def test_first_is_the_lowest_that_waits_on_a_shard_that_answers(
+def test_first_group_is_the_lowest_waiting_one_of_a_reachable_shard(
     history: list[tuple[object, ...]],
 ) -> None:
-    """Whatever was pushed, has ended, was taken, went away and came back before."""
+    """For any order of pushes, ends, takes and outages."""
     waiting: dict[int, tuple[Key, str]] = {}
     lanes: Lanes[int] = Lanes(lambda item: item in waiting)
     away: frozenset[str] = frozenset()
@@ -42,8 +42,8 @@ def test_first_is_the_lowest_that_waits_on_a_shard_that_answers(
             del waiting[expected[1]]
 
 
-def test_lane_that_was_emptied_while_away_is_found_again() -> None:
-    """What is pushed to it later counts as soon as it answers."""
+def test_lane_emptied_in_an_outage_serves_new_groups() -> None:
+    """A group pushed later counts as soon as the shard answers."""
     waiting = {1, 2}
     lanes: Lanes[int] = Lanes(lambda item: item in waiting)
     lanes.push("s0", (1.0, 1, 0), 1)

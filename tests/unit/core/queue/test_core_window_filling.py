@@ -10,8 +10,8 @@ from forge.core.queue.groups import Phase
 from tests.support.core.filling import LATE_S, add, complete, make_queue, take, taken
 
 
-def test_head_passes_what_is_assigned_before_the_batch_is_full() -> None:
-    """An item inside the window goes to the batch at once, and the window moves."""
+def test_head_passes_assigned_groups_before_the_batch_is_full() -> None:
+    """A group inside the window is assigned at once, and the window moves."""
     queue = make_queue("aaaaaa", window=2)
     complete(queue, "a0", "a2")
     assert taken(queue, 3) == ()
@@ -22,13 +22,13 @@ def test_head_passes_what_is_assigned_before_the_batch_is_full() -> None:
 
 
 def test_batch_larger_than_the_window_is_filled() -> None:
-    """W bounds what is visible at a time, not what a batch holds."""
+    """W bounds the visible groups, not the size of a batch."""
     queue = make_queue("aaaaaaaa", window=2)
     complete(queue, *(f"a{index}" for index in (1, 0, 3, 2, 5, 4)))
     assert taken(queue, 6) == tuple(f"a{index}" for index in range(6))
 
 
-def test_next_batch_fills_while_one_is_out() -> None:
+def test_next_batch_is_filled_while_one_is_leased() -> None:
     """A trainer prefetches: batch k+1 is taken before batch k is committed, in every mode."""
     for mode, window in ((Mode.FIFO, 0), (Mode.WINDOWED, 2)):
         queue = make_queue("aaaaaa", mode=mode, batch_groups=2, window=window)
@@ -37,8 +37,8 @@ def test_next_batch_fills_while_one_is_out() -> None:
         assert taken(queue, 2, trainer="ahead") == ("a2", "a3"), mode
 
 
-def test_batch_that_is_given_back_is_first_in_the_next_one() -> None:
-    """H and the edge stay: what came back is below them, and is older than what was assigned."""
+def test_returned_batch_comes_first_in_the_next_batch() -> None:
+    """H and the edge stay: the returned groups are below them, and older than the assigned ones."""
     queue = make_queue("aaaaaaaa", window=3)
     complete(queue, "a0", "a1")
     batch = take(queue, 2)
@@ -53,8 +53,8 @@ def test_batch_that_is_given_back_is_first_in_the_next_one() -> None:
     assert taken(queue, 2) == ("a2", "a3")
 
 
-def test_fifo_takes_what_came_back_before_what_follows() -> None:
-    """Nothing overtakes it."""
+def test_fifo_takes_returned_groups_first() -> None:
+    """No group overtakes them."""
     queue = make_queue("aaaaaaaa", mode=Mode.FIFO, batch_groups=2, window=0, batch_lease_s=10.0)
     complete(queue, "a0", "a1", "a2", "a3")
     assert taken(queue, 2) == ("a0", "a1")
@@ -63,8 +63,8 @@ def test_fifo_takes_what_came_back_before_what_follows() -> None:
     assert queue.window.head == 2
 
 
-def test_trainers_that_never_commit_do_not_drive_the_head_through_the_queue() -> None:
-    """H passes W groups without a commit, or four batches where that is more; then it waits."""
+def test_head_waits_for_trainers_that_never_commit() -> None:
+    """H passes W groups without a commit, or four batches if that is more; then it waits."""
     queue = make_queue("a" * 40, window=2)
     complete(queue, *(f"a{index}" for index in range(40)))
     batches = [take(queue, 2, trainer=f"t{number}") for number in range(12)]
@@ -75,8 +75,8 @@ def test_trainers_that_never_commit_do_not_drive_the_head_through_the_queue() ->
     assert queue.window.head == 10
 
 
-def test_rewind_moves_the_head_back_to_what_is_not_trained() -> None:
-    """Nothing is assigned then, and nothing is in a batch."""
+def test_rewind_moves_the_head_back_to_the_first_untrained_group() -> None:
+    """No group is assigned then, and none is in a batch."""
     queue = make_queue("aaaaaaaa", window=2)
     complete(queue, "a0", "a1", "a2", "a3", "a4")
     for step in (1, 2):
@@ -92,8 +92,8 @@ def test_rewind_moves_the_head_back_to_what_is_not_trained() -> None:
     assert taken(queue, 3) == ("a1", "a2", "a3")
 
 
-def test_rewind_that_undoes_no_step_takes_back_what_was_taken() -> None:
-    """H rests on what is durable, whatever the batches that were lost had moved."""
+def test_rewind_without_undone_steps_ends_open_batches() -> None:
+    """H depends on durable states only, not on batches that were lost."""
     queue = make_queue("aaaa", window=2)
     complete(queue, "a0", "a1")
     assert taken(queue, 2) == ("a0", "a1")
@@ -103,8 +103,8 @@ def test_rewind_that_undoes_no_step_takes_back_what_was_taken() -> None:
     assert taken(queue, 2) == ("a0", "a1")
 
 
-def test_new_leader_knows_only_what_is_durable() -> None:
-    """Its H may be lower; the batch that a trainer works on is held all the same."""
+def test_new_leader_starts_from_durable_states() -> None:
+    """Its H may be lower; the batch of a working trainer is held all the same."""
     queue = make_queue("aaaa", term=1, window=2)
     for index in range(4):
         queue.rollouts.complete(f"a{index}:0:0")
@@ -114,8 +114,8 @@ def test_new_leader_knows_only_what_is_durable() -> None:
     assert queue.window.head == 4
 
 
-def test_batch_of_an_earlier_leader_may_name_what_is_assigned_here() -> None:
-    """No trainer has it yet: the batch being filled gets another."""
+def test_adopted_batch_may_hold_groups_assigned_to_another() -> None:
+    """No trainer has the assigned batch yet: it gets other groups."""
     queue = make_queue("aaaaa", term=1, window=3)
     for index in (0, 1):
         queue.rollouts.complete(f"a{index}:0:0")
@@ -126,8 +126,8 @@ def test_batch_of_an_earlier_leader_may_name_what_is_assigned_here() -> None:
     assert taken(queue, 3) == ("a0", "a2", "a3")
 
 
-def test_group_that_is_given_up_leaves_the_batch_being_filled() -> None:
-    """As one whose rewards are all equal does: another takes its place."""
+def test_tombstoned_group_leaves_the_open_batch() -> None:
+    """Also a flat group: another group takes its place."""
     queue = make_queue("aaaa", window=2)
     complete(queue, "a0")
     assert taken(queue, 2) == ()
@@ -136,8 +136,8 @@ def test_group_that_is_given_up_leaves_the_batch_being_filled() -> None:
     assert taken(queue, 2) == ("a1", "a2")
 
 
-def test_assigned_group_of_a_shard_that_is_away_is_not_waited_for() -> None:
-    """Its place goes to another, and it is first again once its shard answers."""
+def test_assigned_group_of_an_unreachable_shard_is_replaced() -> None:
+    """It comes first again once its shard answers."""
     queue = make_queue("", window=3)
     for index, shard in enumerate(("s0", "s1", "s1", "s1", "s1")):
         add(queue, f"a{index}", index, shard=shard)
@@ -151,8 +151,8 @@ def test_assigned_group_of_a_shard_that_is_away_is_not_waited_for() -> None:
     assert taken(queue, 2, trainer="other") == ("a0", "a3")
 
 
-def test_domain_whose_quota_is_full_leaves_the_rest_for_the_next_batch() -> None:
-    """It stays visible, and holds H like any item that is not taken."""
+def test_groups_beyond_their_quota_wait_for_the_next_batch() -> None:
+    """They stay visible, and hold H like any group that is not taken."""
     queue = make_queue("aaabab", window=4, domain_shares={"a": 1.0, "b": 1.0})
     complete(queue, "a0", "a1", "a2")
     assert taken(queue, 2) == ()
@@ -162,9 +162,9 @@ def test_domain_whose_quota_is_full_leaves_the_rest_for_the_next_batch() -> None
     assert queue.window.head == 1
 
 
-def test_others_fill_in_one_by_one_until_the_short_domain_is_inside() -> None:
-    """Each of them moves the window, and a domain that comes into it is waited for. What filled in
-    too early is the first of the next batch."""
+def test_other_domains_fill_a_batch_until_the_short_domain_is_in_the_window() -> None:
+    """Each group moves the window, and the batch waits for a domain that enters it. Groups that
+    filled in too early are first in the next batch."""
     queue = make_queue("aaaabbbb", window=3, domain_shares={"a": 1.0, "b": 1.0})
     complete(queue, "a0", "a1", "a2", "a3")
     assert taken(queue, 4) == ()
@@ -182,7 +182,7 @@ def test_others_fill_in_one_by_one_until_the_short_domain_is_inside() -> None:
 
 
 def test_assigned_groups_do_not_hold_back_generation() -> None:
-    """Under `window`, what the trainer took is not ahead of it."""
+    """Under `window` admission, groups of the trainer are not ahead of it."""
     queue = make_queue("", window=1, concurrency=2, admission=Admission.WINDOW)
     for index in range(6):
         add(queue, f"a{index}", index)
@@ -194,8 +194,8 @@ def test_assigned_groups_do_not_hold_back_generation() -> None:
     ]
 
 
-def test_group_that_an_assignment_lets_start_is_waited_for() -> None:
-    """No batch goes out short because nothing could start before its groups were assigned."""
+def test_batch_waits_for_a_group_that_its_assignments_admit() -> None:
+    """No batch is short because nothing could start before its groups were assigned."""
     queue = make_queue("", window=6, concurrency=2, admission=Admission.WINDOW)
     for index in range(6):
         add(queue, f"a{index}", index)
@@ -207,8 +207,8 @@ def test_group_that_an_assignment_lets_start_is_waited_for() -> None:
     assert taken(queue, 4) == ("a0", "a1", "a2", "a3")
 
 
-def test_trainer_that_asks_for_fewer_gets_the_oldest_assigned() -> None:
-    """Several trainers share one batch being filled, whatever they ask for."""
+def test_smaller_batch_gets_the_oldest_assigned_groups() -> None:
+    """Several trainers share one open batch, for any sizes."""
     queue = make_queue("aaaaaa", window=4)
     complete(queue, "a0", "a1", "a3")
     assert taken(queue, 8, trainer="large") == ()
@@ -216,9 +216,8 @@ def test_trainer_that_asks_for_fewer_gets_the_oldest_assigned() -> None:
     assert taken(queue, 1, trainer="smaller") == ("a3",)
 
 
-def test_no_group_of_a_batch_that_was_taken_over_is_taken_twice() -> None:
-    """A late commit names groups that are assigned again: it takes them out, and they are trained
-    on once."""
+def test_group_of_a_late_commit_leaves_the_open_batch() -> None:
+    """A late commit names groups that are assigned again: they are removed, and trained once."""
     queue = make_queue("aaaa", window=4, batch_lease_s=10.0)
     complete(queue, "a0", "a1")
     late = take(queue, 2)
@@ -237,8 +236,8 @@ def test_no_group_of_a_batch_that_was_taken_over_is_taken_twice() -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_window_keeps_nothing_of_what_is_consumed(mode: Mode) -> None:
-    """Its memory follows what is queued, in every mode; a rewind brings back what it undid."""
+def test_window_keeps_no_memory_of_consumed_groups(mode: Mode) -> None:
+    """Its memory follows the queued groups, in every mode; a rewind restores the undone groups."""
     queue = make_queue("a" * 40, mode=mode, batch_groups=4, window=8, max_staleness_p99=20.0)
     complete(queue, *(f"a{index}" for index in range(40)))
     step = 0
@@ -254,9 +253,9 @@ def test_window_keeps_nothing_of_what_is_consumed(mode: Mode) -> None:
     assert len(window._groups) == 4
 
 
-def test_batch_does_not_wait_until_the_whole_window_has_moved() -> None:
-    """A slow head ends, and thousands of groups come into the window: `take` looks at as many as
-    the batch needs, and what the window shows is exact nevertheless."""
+def test_take_reads_only_the_groups_that_the_batch_needs() -> None:
+    """A slow head ends, and thousands of groups enter the window: `take` reads as many as the batch
+    needs, and the shown window is exact."""
     queue = make_queue("a" * 4000, window=2000, concurrency=4000)
     complete(queue, *(f"a{index}" for index in range(1, 4000)))
     for step in (1, 2, 3):
@@ -272,8 +271,8 @@ def test_batch_does_not_wait_until_the_whole_window_has_moved() -> None:
     assert queue.ledger.totals().complete_in_window == 2000
 
 
-def test_late_group_below_the_head_leaves_the_counts_of_the_window_right() -> None:
-    """The window starts anew from it, while a batch is out that it does not hold at first."""
+def test_late_group_below_the_head_keeps_the_window_counts_right() -> None:
+    """The window restarts from it while a batch is leased."""
     queue = make_queue("", window=2)
     for index in (1, 2, 3, 4):
         add(queue, f"a{index}", index)
@@ -291,8 +290,8 @@ def test_late_group_below_the_head_leaves_the_counts_of_the_window_right() -> No
     assert queue.window.inside(Phase.BATCHED) == 1
 
 
-def test_status_counts_what_is_assigned_as_complete() -> None:
-    """An assigned group counts as complete: it is in no batch yet."""
+def test_status_counts_assigned_groups_as_complete() -> None:
+    """An assigned group is in no batch yet."""
     queue = make_queue("aaa", window=2)
     complete(queue, "a0")
     assert taken(queue, 3) == ()

@@ -15,8 +15,10 @@ from tests.support.core.filling import LATE_S, add, complete, make_queue, take
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.permutations(range(24)))
-def test_batches_are_those_of_the_published_rule(window: int, size: int, order: list[int]) -> None:
-    """Each completed item inside [H, H+W) is taken at once; H passes what is taken."""
+def test_batches_equal_those_of_the_published_rule(
+    window: int, size: int, order: list[int]
+) -> None:
+    """Each completed item inside [H, H+W) is taken at once; H passes taken items."""
     queue = make_queue("a" * 24, window=window)
     expected = _published(window, size, order)
     found: list[tuple[int, ...]] = []
@@ -73,8 +75,8 @@ def test_no_batch_is_short_before_the_end_of_the_queue(
 
 @given(st.lists(st.sampled_from("aab"), min_size=60, max_size=60), st.integers(0, 99))
 def test_shares_hold_in_the_long_run(domains: list[str], seed: int) -> None:
-    """Whatever the order in which groups complete, each full batch has its quotas as long as the
-    short domain has groups inside."""
+    """For any order of completion, each full batch has its quotas as long as the short domain has
+    groups inside the window."""
     queue = make_queue("".join(domains), window=60, domain_shares={"a": 1.0, "b": 1.0})
     order = [f"{domain}{index}" for index, domain in enumerate(domains)]
     Random(seed).shuffle(order)

@@ -19,13 +19,13 @@ SHARES = st.dictionaries(
 )
 
 
-def test_largest_remainders_get_what_rounding_left() -> None:
-    """3.5, 2.1 and 1.4 of 7 become 4, 2 and 1: the largest remainder is rounded up."""
+def test_largest_remainders_are_rounded_up() -> None:
+    """3.5, 2.1 and 1.4 of 7 become 4, 2 and 1."""
     shares = DomainShares({"a": 0.5, "b": 0.3, "c": 0.2})
     assert shares.quotas(7) == {"a": 4, "b": 2, "c": 1}
 
 
-def test_rounding_is_made_up_for_in_the_next_batch() -> None:
+def test_rounding_is_corrected_in_the_next_batch() -> None:
     """Four domains of a quarter each share batches of two in turns."""
     shares = DomainShares({"a": 1, "b": 1, "c": 1, "d": 1})
     first = shares.quotas(2)
@@ -35,8 +35,8 @@ def test_rounding_is_made_up_for_in_the_next_batch() -> None:
     assert all(first[domain] + second[domain] == 1 for domain in "abcd")
 
 
-def test_no_shares_means_no_quotas() -> None:
-    """Without shares a batch goes by queue order alone."""
+def test_queue_without_shares_has_no_quotas() -> None:
+    """A batch is in queue order alone."""
     assert DomainShares({}).quotas(8) == {}
 
 
@@ -51,7 +51,8 @@ def test_share_must_be_a_positive_number(share: float) -> None:
 def test_quotas_sum_to_the_batch_and_follow_the_shares(
     weights: dict[str, float], sizes: list[int]
 ) -> None:
-    """Every batch is whole, and the long-run part of a domain is its share to within a few."""
+    """Every batch is full, and the long-run part of a domain is its share to within a few
+    groups."""
     shares = DomainShares(weights)
     given_out: Counter[str] = Counter()
     for size in sizes:

@@ -45,8 +45,8 @@ def take_id(queue: GenerationQueue) -> str:
     return batch.batch_id
 
 
-def test_head_waits_at_an_index_that_an_unread_shard_may_hold() -> None:
-    """Below what the record says is consumed, it does not; there nobody's index is nothing."""
+def test_head_waits_at_an_index_of_an_unread_shard() -> None:
+    """Not below the recorded consumed index; an index without a shard does not exist there."""
     queue = make_queue(2)
     for index in (0, 1, 2, 4, 5, 9):
         phase = Phase.TRAINED if index < 3 else Phase.QUEUED
@@ -56,8 +56,8 @@ def test_head_waits_at_an_index_that_an_unread_shard_may_hold() -> None:
     assert queue.window.head == 4
 
 
-def test_what_is_inside_the_window_is_trained_on_meanwhile() -> None:
-    """As while a shard is away in mid-term: up to H+W, and no further."""
+def test_groups_in_the_window_are_trained_while_a_shard_is_unread() -> None:
+    """As while a shard is unreachable: up to H+W, and no further."""
     queue = make_queue(0)
     for index in (1, 2, 3, 4, 5):
         queue.add_group(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
@@ -67,8 +67,8 @@ def test_what_is_inside_the_window_is_trained_on_meanwhile() -> None:
     assert queue.window.head >= 1
 
 
-def test_fifo_stops_at_an_index_that_an_unread_shard_may_hold() -> None:
-    """Nothing overtakes what may be there."""
+def test_fifo_stops_at_an_index_of_an_unread_shard() -> None:
+    """No group overtakes a group that may be there."""
     queue = make_queue(0, mode=Mode.FIFO)
     for index in (0, 2, 3):
         queue.add_group(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
@@ -86,11 +86,11 @@ phases = st.sampled_from([Phase.QUEUED, Phase.COMPLETE, Phase.TRAINED, Phase.TOM
     noted=st.integers(0, 24),
     together=st.booleans(),
 )
-def test_late_shard_makes_the_queue_that_both_would_have_made(
+def test_late_shard_gives_the_same_queue_as_both_at_once(
     groups: list[tuple[str, Phase]], noted: int, together: bool
 ) -> None:
-    """Whatever the shards hold, and whatever bound the record has: before, the head passes nothing
-    that is not consumed; after, all is as if both had been there ("": nobody's index)."""
+    """For any contents and any recorded bound: before, the head passes only consumed groups; after,
+    the queue is as if both shards had been read at once ("": an index without a shard)."""
     made = [(index, shard, phase) for index, (shard, phase) in enumerate(groups) if shard]
     pending = [index for index, _, phase in made if not phase.consumed]
     head = min(noted, *pending) if pending else noted
@@ -120,8 +120,8 @@ def test_late_shard_makes_the_queue_that_both_would_have_made(
     assert take(late, 3) == take(both, 3)
 
 
-def test_claims_on_unread_groups_are_kept_and_taken_over() -> None:
-    """A runner that renews while its shard is awaited keeps its rollout when the shard comes."""
+def test_claims_on_unread_groups_are_adopted_later() -> None:
+    """A runner that renews while its shard is awaited keeps its rollout."""
     queue = make_queue(0)
     rollouts = queue.rollouts
     assert rollouts.renew_unread("t0:0:0", now_s=0.0)

@@ -21,7 +21,7 @@ def drain(cursor: DatasetCursor, take: int = 3) -> list[Place]:
     return found
 
 
-def test_every_epoch_has_its_own_order_and_the_seed_repeats_it() -> None:
+def test_each_epoch_has_its_own_order_and_a_seed_repeats_it() -> None:
     """Each row once an epoch; another seed is another order."""
     found = drain(DatasetCursor(rows=50, epochs=2, seed=1))
     first, second = found[:50], found[50:]
@@ -32,8 +32,8 @@ def test_every_epoch_has_its_own_order_and_the_seed_repeats_it() -> None:
     assert found != drain(DatasetCursor(rows=50, epochs=2, seed=2))
 
 
-def test_without_shuffling_it_is_the_order_of_the_file() -> None:
-    """Again in each epoch; epochs without end go on."""
+def test_unshuffled_epochs_have_the_order_of_the_file() -> None:
+    """Again in each epoch, also without an end."""
     cursor = DatasetCursor(rows=2, epochs=0, seed=0, shuffle=False)
     found: list[Any] = []
     for _ in range(5):
@@ -50,10 +50,11 @@ def test_without_shuffling_it_is_the_order_of_the_file() -> None:
     seed=st.integers(0, 5),
     stops=st.lists(st.integers(0, 9), max_size=6),
 )
-def test_interrupted_anywhere_each_row_comes_once_an_epoch(
+def test_interrupted_data_set_gives_each_row_once_an_epoch(
     rows: int, epochs: int, seed: int, stops: list[int]
 ) -> None:
-    """A cursor made of what was submitted goes on, even when a curriculum picked in any order."""
+    """A cursor rebuilt from the submitted tasks continues, even if a curriculum chose them in any
+    order."""
     draw = Random(seed)
     done: list[Place] = []
     for stop in [*stops, rows * epochs]:
@@ -70,8 +71,8 @@ def test_interrupted_anywhere_each_row_comes_once_an_epoch(
     assert [place.epoch for place in done] == sorted(place.epoch for place in done)
 
 
-def test_place_is_in_the_task_id() -> None:
-    """There and back; another data set's tasks are not taken for its own."""
+def test_task_id_holds_the_place_in_the_data_set() -> None:
+    """It is read back; a task of another data set is not mistaken."""
     place = Place(3, 17)
     assert place_of("math", task_id_of("math", place)) == place
     assert place_of("math", task_id_of("math.e1.r2", place)) is None
@@ -80,16 +81,16 @@ def test_place_is_in_the_task_id() -> None:
         task_id_of("no spaces", place)
 
 
-def test_another_file_under_the_same_name_is_refused() -> None:
-    """Rows that were submitted and are not there."""
+def test_other_file_under_the_same_name_is_refused() -> None:
+    """Submitted rows are missing in it."""
     with pytest.raises(InvalidArgument, match="row 9"):
         DatasetCursor(rows=5, epochs=1, seed=0, submitted=[Place(0, 9)])
     with pytest.raises(InvalidArgument):
         DatasetCursor(rows=0, epochs=1, seed=0)
 
 
-def test_curriculum_can_only_choose_what_it_was_offered() -> None:
-    """Each position once; what does not fit now is offered again."""
+def test_curriculum_chooses_only_offered_rows() -> None:
+    """Each position once; a row that does not fit now is offered again."""
     waiting = [Place(0, row) for row in (4, 5, 6)]
     assert chosen_of(waiting, [2, 0, 1], 2) == [(0, 6), (0, 4)]
     for wrong in ([3], [-1], [0, 0]):
