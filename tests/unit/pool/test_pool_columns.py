@@ -30,8 +30,8 @@ def checked(*, ids=(4,), logprobs=None, versions=None):
 
 
 @given(st.lists(INT32, min_size=1, max_size=8))
-def test_a_negative_id_is_refused_wherever_it_stands(ids):
-    """Exactly the columns without a negative number pass, and the lowest is named."""
+def test_negative_id_is_refused_at_any_position(ids):
+    """The error names the lowest."""
     if min(ids) >= 0:
         assert checked(ids=ids).sampled_tokens == len(ids)
     else:
@@ -40,8 +40,8 @@ def test_a_negative_id_is_refused_wherever_it_stands(ids):
 
 
 @given(st.lists(FLOAT32, min_size=1, max_size=8))
-def test_only_finite_logprobs_pass(logprobs):
-    """However large a finite one is, and wherever one that is not stands."""
+def test_logprobs_must_be_finite(logprobs):
+    """Any finite number passes, any other is refused at any position."""
     if all(math.isfinite(value) for value in logprobs):
         assert checked(ids=[1] * len(logprobs), logprobs=logprobs).sampled_tokens == len(logprobs)
     else:
@@ -49,7 +49,7 @@ def test_only_finite_logprobs_pass(logprobs):
             checked(ids=[1] * len(logprobs), logprobs=logprobs)
 
 
-def test_a_nan_of_any_bits_is_refused():
+def test_nan_of_any_bits_is_refused():
     """Quiet or signaling, of either sign."""
     for bits in (0x7F800001, 0x7FC00000, 0xFF800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000):
         turn = make_turn(sampled=[1, 2])
@@ -59,8 +59,8 @@ def test_a_nan_of_any_bits_is_refused():
 
 
 @given(st.lists(st.integers(min_value=0, max_value=5), max_size=8))
-def test_the_range_of_versions_is_that_of_its_numbers(versions):
-    """Lowest and highest; -1 when nothing was sampled."""
+def test_version_range_is_lowest_and_highest(versions):
+    """-1 if no token was sampled."""
     head = checked(ids=[1] * len(versions), versions=versions)
     expected = (min(versions, default=-1), max(versions, default=-1))
     assert (head.min_weight_version, head.max_weight_version) == expected

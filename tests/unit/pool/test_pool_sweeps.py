@@ -45,11 +45,11 @@ def train(store: PoolStore, *, steps: range, settled_unix_s: float = SETTLED_S) 
     set_states(store, *changes, now_unix_s=settled_unix_s)
 
 
-async def test_groups_that_wait_for_a_checkpoint_are_looked_at_once(
+async def test_groups_that_wait_for_a_checkpoint_are_read_once(
     store: PoolStore, sweeper: Sweeper, looked_at: list[int]
 ) -> None:
-    """However many and old they are; what is settled meanwhile is seen, and so are they once a
-    checkpoint covers one of them."""
+    """At any number and age; newly settled groups are read, and all of them once a checkpoint
+    covers one."""
     train(store, steps=range(5, 305))
     sweeping = sweeper.retention(keep_age_s=MAX_AGE_S)
     sweeper.covered_step, sweeper.now_unix_s = 4, SETTLED_S + MAX_AGE_S
@@ -66,10 +66,10 @@ async def test_groups_that_wait_for_a_checkpoint_are_looked_at_once(
     assert (await sweeping.sweep()).groups == 2
 
 
-async def test_what_waits_for_its_age_is_looked_at_until_then(
+async def test_groups_that_wait_for_their_age_are_read_until_then(
     store: PoolStore, sweeper: Sweeper
 ) -> None:
-    """Between groups that wait for a checkpoint, too; want of room may hurry it at any time."""
+    """Also between groups that wait for a checkpoint; need of room may free them earlier."""
     train(store, steps=range(9, 10))
     put_groups(store, make_group("given-up", 20))
     set_states(store, change("given-up", TOMBSTONED), now_unix_s=SETTLED_S + 1)
@@ -81,10 +81,10 @@ async def test_what_waits_for_its_age_is_looked_at_until_then(
     assert (await sweeping.sweep()).groups == 1
 
 
-async def test_trajectories_without_a_group_are_freed_in_their_time_under_pressure(
+async def test_orphans_are_freed_at_their_age_under_pressure(
     store: PoolStore, sweeper: Sweeper
 ) -> None:
-    """Passed over until they are old, and not a moment longer."""
+    """Passed over until they are old, and not longer."""
     append(store, make_turn("lost:0:0"))
     sweeping = sweeper.retention(keep_age_s=MAX_AGE_S, keep_bytes=1)
     for _ in range(2):
@@ -93,10 +93,10 @@ async def test_trajectories_without_a_group_are_freed_in_their_time_under_pressu
     assert (await sweeping.sweep()).groups == 1
 
 
-async def test_what_was_passed_over_is_looked_at_again_in_the_end(
+async def test_passed_over_groups_are_read_again_in_the_end(
     store: PoolStore, sweeper: Sweeper, looked_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that was set may have put a group where nobody looks any more."""
+    """A set clock may have put a group where no sweep reads."""
     monkeypatch.setattr(retention, "LOOK_AGAIN_S", 60.0)
     train(store, steps=range(5, 8))
     sweeping = sweeper.retention(keep_age_s=0.0)
@@ -107,11 +107,11 @@ async def test_what_was_passed_over_is_looked_at_again_in_the_end(
         assert looked_at[-1] == entries
 
 
-async def test_damaged_entry_keeps_its_group_alone(
+async def test_damaged_entry_keeps_only_its_own_group(
     store: PoolStore, sweeper: Sweeper, tmp_path: Path
 ) -> None:
-    """Be it its value or its key: what follows is freed, it is told of once, and
-    `forge pool check` names it."""
+    """Damaged in value or key: later groups are freed, it is reported once, and `forge pool check`
+    names it."""
     put_groups(store, make_group("damaged"), make_group("whole", 1))
     for number, task_id in enumerate(("damaged", "whole")):
         set_states(store, change(task_id, TOMBSTONED), now_unix_s=SETTLED_S + number)

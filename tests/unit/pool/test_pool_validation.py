@@ -27,8 +27,8 @@ def with_fields(message, **fields):
     return message
 
 
-def test_a_turn_keeps_its_bytes_and_tells_its_shape():
-    """A valid turn passes unchanged, with token counts and version range taken out."""
+def test_valid_turn_keeps_its_bytes():
+    """It passes unchanged, with token counts and version range extracted."""
     turn = make_turn("t:3:1", 2, parent=0, prefix=4, version=9)
     serialized = turn.SerializeToString()
     new = validation.new_turn(serialized)
@@ -39,8 +39,8 @@ def test_a_turn_keeps_its_bytes_and_tells_its_shape():
     assert (new.head.min_weight_version, new.head.max_weight_version) == (9, 9)
 
 
-def test_a_turn_without_sampled_tokens_is_valid():
-    """A call that was aborted before its first token is recorded all the same."""
+def test_turn_without_sampled_tokens_is_valid():
+    """A call aborted before its first token is recorded."""
     head = validation.new_turn(make_turn(sampled=()).SerializeToString()).head
     assert (head.sampled_tokens, head.min_weight_version) == (0, -1)
 
@@ -67,8 +67,8 @@ def test_a_turn_without_sampled_tokens_is_valid():
         ({"top_p": math.nan}, "top_p nan"),
     ],
 )
-def test_a_bad_turn_is_refused_by_field_and_value(fields, complaint):
-    """Each malformed field of a turn is named together with what is wrong about it."""
+def test_invalid_turn_is_refused_by_field_and_value(fields, complaint):
+    """Each malformed field is named with its fault."""
     turn = with_fields(make_turn(), **fields)
     with pytest.raises(InvalidArgument, match=complaint):
         validation.new_turn(turn.SerializeToString())
@@ -76,7 +76,7 @@ def test_a_bad_turn_is_refused_by_field_and_value(fields, complaint):
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff", make_turn().SerializeToString()[:-1], b""])
 def test_bytes_that_are_no_turn_are_refused(garbage):
-    """Garbage, a truncated turn and nothing at all are INVALID_ARGUMENT."""
+    """Garbage, a truncated turn and empty bytes are INVALID_ARGUMENT."""
     with pytest.raises(InvalidArgument):
         validation.new_turn(garbage)
 
@@ -95,7 +95,7 @@ def test_bytes_that_are_no_turn_are_refused(garbage):
         ({"turn_index": -2}, "turn_index -2"),
     ],
 )
-def test_a_bad_reward_is_refused_by_name_and_value(fields, complaint):
+def test_invalid_reward_is_refused_by_name_and_value(fields, complaint):
     """A reward that is not finite, or not a reward, names its field and value."""
     reward = with_fields(make_reward(), **fields)
     with pytest.raises(InvalidArgument, match=complaint):
@@ -109,8 +109,8 @@ def test_a_bad_reward_is_refused_by_name_and_value(fields, complaint):
         )
 
 
-def test_a_negative_reward_is_a_reward():
-    """Penalties are rewards below zero and pass."""
+def test_negative_reward_is_valid():
+    """Penalties are rewards below zero."""
     request = pool_pb2.AppendRewardsRequest(trajectory_id="t:0:0", rewards=[make_reward(value=-1)])
     assert validation.append_rewards(request).rewards[0].value == -1
 
@@ -126,7 +126,7 @@ def test_a_negative_reward_is_a_reward():
         ({"closing_agent_s": math.inf}, "closing_agent_s is inf"),
     ],
 )
-def test_a_bad_seal_is_refused(fields, complaint):
+def test_invalid_seal_is_refused(fields, complaint):
     """A seal must name a trajectory, its own task, and a final state."""
     request = with_fields(
         pool_pb2.SealTrajectoryRequest(trajectory_id="t:0:0", task_id="t", state=SEALED), **fields
@@ -145,7 +145,7 @@ def test_a_bad_seal_is_refused(fields, complaint):
         ({"pool_shard": "s1"}, "belongs to pool shard 's1', not to 's0'"),
     ],
 )
-def test_a_bad_group_is_refused(fields, complaint):
+def test_invalid_group_is_refused(fields, complaint):
     """A group must hold a usable task and be meant for this shard."""
     request = pool_pb2.PutGroupsRequest(groups=[with_fields(make_group(), **fields)])
     with pytest.raises(InvalidArgument, match=complaint):
@@ -153,7 +153,7 @@ def test_a_bad_group_is_refused(fields, complaint):
 
 
 @pytest.mark.parametrize(("task_id", "state"), [("a b", 1), ("a", 0), ("a", 77)])
-def test_a_bad_change_of_state_is_refused(task_id, state):
+def test_invalid_change_of_state_is_refused(task_id, state):
     """A change must name a task and a state that exists."""
     changes = [pool_pb2.SetGroupStatesRequest.Change(task_id=task_id, state=state)]
     with pytest.raises(InvalidArgument, match=f"{task_id}"):

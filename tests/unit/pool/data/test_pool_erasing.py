@@ -102,8 +102,8 @@ def stored_text(store: PoolStore) -> bytes:
 
 @pytest.mark.parametrize("settled", ["trained", "tombstoned", "pending"])
 def test_erased_task_leaves_no_text_and_a_whole_shard(store: PoolStore, settled: str) -> None:
-    """Turns, rewards, reasons, payload, tag and user go, in steps of any size; the check of the
-    shard finds no damage, counters included; the neighbour's records stay."""
+    """Turns, rewards, reasons, payload, tag and user are deleted, in steps of any size; the check
+    of the shard finds no damage, counters included; records of other tasks stay."""
     fill(store, "a", 0, marker=MARKER, user="alice")
     fill(store, "b", 1, marker="marker-of-bob", user="bob")
     if settled == "trained":
@@ -120,9 +120,9 @@ def test_erased_task_leaves_no_text_and_a_whole_shard(store: PoolStore, settled:
     assert list(backup.check(store.directory, no_progress)) == []
 
 
-def test_erased_task_takes_no_writes_and_no_state(store: PoolStore) -> None:
-    """Late turns, rewards and seals are refused; a state of the scheduler has no effect, so that it
-    does not wait for ever; the same task again changes nothing."""
+def test_erased_task_refuses_writes_and_ignores_states(store: PoolStore) -> None:
+    """Late turns, rewards and seals are refused; a state of the scheduler has no effect, so the
+    scheduler does not wait for ever; a repeated submission changes nothing."""
     fill(store, "a", 0, marker=MARKER)
     erase(store, "a")
     with pytest.raises(FailedPrecondition, match="an operator erased"):
@@ -141,8 +141,8 @@ def test_erased_task_takes_no_writes_and_no_state(store: PoolStore) -> None:
     assert MARKER.encode() not in stored_text(store)
 
 
-def test_trajectories_without_a_group_are_erased_and_stay_refused(store: PoolStore) -> None:
-    """An orphan of that task id goes too, marked by a sweep or not."""
+def test_erased_orphans_stay_refused(store: PoolStore) -> None:
+    """Orphans of the task id are erased too, marked by a sweep or not."""
     append(store, make_turn("a:0:0", messages_json=MARKER))
     assert erase(store, "a") == Erased(trajectories=1, turns=1)
     with pytest.raises(FailedPrecondition, match="an operator erased"):
@@ -167,9 +167,9 @@ def test_tasks_are_selected_by_user_and_by_tag(store: PoolStore) -> None:
             check_erase(pool_pb2.EraseTrajectoriesRequest(**wrong))
 
 
-async def test_follower_that_was_absent_erases_on_its_return(node: Callable[[str], Node]) -> None:
-    """By the journal and by a whole copy: the tombstones are records, so they arrive with the rest,
-    and the follower knows that its file is to be rewritten."""
+async def test_absent_follower_erases_on_its_return(node: Callable[[str], Node]) -> None:
+    """By the journal and by a whole copy: tombstones are records, so they arrive with the rest, and
+    the follower rewrites its file."""
     leader, follower = node("leader"), node("follower")
     leader.lead()
     fill(leader.store, "a", 0, marker=MARKER)
@@ -185,10 +185,10 @@ async def test_follower_that_was_absent_erases_on_its_return(node: Callable[[str
     assert MARKER.encode() not in stored_text(follower.store)
 
 
-def test_repair_from_an_older_copy_brings_nothing_back(
+def test_repair_from_an_older_copy_restores_no_erased_record(
     node: Callable[[str], Node],
 ) -> None:
-    """A damaged record of an erased task is replaced by no prompt of a copy from before."""
+    """A damaged record of an erased task is not replaced by a prompt of an older copy."""
     leader, old = node("leader"), node("old")
     leader.lead()
     for each in (leader, old):
@@ -216,9 +216,9 @@ def _first(store: PoolStore) -> bytes:
 def test_erased_backup_has_no_raw_byte_of_the_task(
     open_store: Callable[..., PoolStore], tmp_path: Path
 ) -> None:
-    """Values of all page kinds, written between others and over freed pages: the file has the
-    marker before, and after an erasure of the records alone; not after the rewrite. Twice is once;
-    the directory of an instance is refused."""
+    """Values of all page kinds, written between others and over freed pages: the file contains the
+    marker before, and after an erasure of the records alone; not after the rewrite. A second
+    erasure changes nothing; the directory of an instance is refused."""
     store = open_store(shard="s0")
     order = list(range(40))
     random.Random(0).shuffle(order)

@@ -55,9 +55,9 @@ def deliveries(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(commits=deliveries(), restarts=st.sets(st.integers(0, 12)))
-def test_order_repetition_grouping_and_restarts_do_not_matter(commits, restarts):
-    """Turns reordered, repeated, grouped at will and cut by restarts seal into one trajectory, and
-    so they do when all of it is sent again."""
+def test_turns_seal_equally_in_any_order_and_grouping(commits, restarts):
+    """Turns reordered, repeated, grouped at will and cut by restarts seal into one trajectory, also
+    if all of it is sent again."""
     with tempfile.TemporaryDirectory() as folder:
         store = PoolStore(Path(folder), map_bytes=1 << 20)
         for repeat in range(2):

@@ -41,8 +41,8 @@ def add_orphan(store: PoolStore, task_id: str = "lost") -> None:
     seal(store, f"{task_id}:0:0", rewards=[make_reward(value=0.5)])
 
 
-async def test_orphans_are_freed_once_they_are_old(store: PoolStore, sweeper: Sweeper) -> None:
-    """Age counts from when they were found; counts, states and the sum of outcomes stay."""
+async def test_old_orphans_are_freed(store: PoolStore, sweeper: Sweeper) -> None:
+    """Age counts from the mark; counts, states and the sum of outcomes stay."""
     add_orphan(store)
     sweeper.now_unix_s = SETTLED_S
     assert (await sweeper.sweep()).groups == 0
@@ -62,18 +62,16 @@ async def test_orphans_are_freed_once_they_are_old(store: PoolStore, sweeper: Sw
     assert (await sweeper.sweep()).groups == 0
 
 
-async def test_want_of_room_hurries_no_orphan(store: PoolStore, sweeper: Sweeper) -> None:
-    """Somebody may be writing it, with no scheduler at all."""
+async def test_orphans_are_not_freed_early_for_room(store: PoolStore, sweeper: Sweeper) -> None:
+    """A running gateway may still write them, without a scheduler."""
     add_orphan(store)
     await sweeper.sweep(keep_bytes=1)
     assert (await sweeper.sweep(keep_bytes=1)).groups == 0
     assert len(fetch(store, "lost:0:0").turns) == 1
 
 
-async def test_group_that_comes_after_all_takes_its_trajectories(
-    store: PoolStore, sweeper: Sweeper
-) -> None:
-    """The mark is gone, with its age: it is pending like others, and counted once."""
+async def test_late_group_adopts_its_orphans(store: PoolStore, sweeper: Sweeper) -> None:
+    """The mark and its age are deleted: the group is pending like others, and counted once."""
     add_orphan(store)
     await sweeper.sweep()
     put_groups(store, make_group("lost"))
@@ -85,10 +83,10 @@ async def test_group_that_comes_after_all_takes_its_trajectories(
     assert len(listed.trajectories) == 2
 
 
-async def test_what_was_freed_before_its_group_came_keeps_its_outcome(
+async def test_orphan_freed_before_its_group_keeps_its_outcome(
     store: PoolStore, sweeper: Sweeper
 ) -> None:
-    """Freed once more with its group, it is not counted from rewards that are gone."""
+    """If it is freed again with its group, it is not counted from deleted rewards."""
     add_orphan(store)
     await sweeper.sweep()
     sweeper.now_unix_s = SETTLED_S + MAX_AGE_S
@@ -101,10 +99,10 @@ async def test_what_was_freed_before_its_group_came_keeps_its_outcome(
     assert summary(store, "lost:0:1").freed
 
 
-async def test_search_goes_on_page_by_page(
+async def test_orphan_search_reads_page_by_page(
     store: PoolStore, sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No look is at more than a page, all are found, and groups that are there are none."""
+    """No step reads more than a page, all orphans are found, and no group is."""
     monkeypatch.setattr(retention, "LOOKED_AT", 3)
     for number in range(5):
         add_orphan(store, f"lost{number}")
@@ -120,8 +118,8 @@ async def test_search_goes_on_page_by_page(
     assert sorted(set(found)) == [f"lost{number}" for number in range(5)]
 
 
-def test_search_goes_on_behind_damage(store: PoolStore) -> None:
-    """A damaged header or state keeps nobody else from being found."""
+def test_orphan_search_continues_behind_damage(store: PoolStore) -> None:
+    """A damaged header or state hides no other orphan."""
     put_groups(store, make_group("kept"))
     append(store, make_turn("kept:0:0"))
     add_orphan(store)
@@ -131,8 +129,8 @@ def test_search_goes_on_behind_damage(store: PoolStore) -> None:
     assert store.orphans(after=b"", limit=10).task_ids == ("lost",)
 
 
-def test_marked_task_is_no_damage(tmp_path: Path) -> None:
-    """`forge pool check` knows a state without a group for what it is."""
+def test_orphan_mark_is_no_damage(tmp_path: Path) -> None:
+    """`forge pool check` recognizes a state without a group."""
     store = PoolStore(tmp_path / "shard", shard="s0")
     add_orphan(store)
     commit(store, MarkOrphans(task_ids=("lost",), now_unix_s=SETTLED_S))
@@ -140,8 +138,8 @@ def test_marked_task_is_no_damage(tmp_path: Path) -> None:
     assert list(check(tmp_path / "shard", lambda done, of: None)) == []
 
 
-def test_marked_task_is_no_group(store: PoolStore) -> None:
-    """It is in no queue, no state can be set on it, and marking it again changes nothing."""
+def test_orphan_mark_is_no_group(store: PoolStore) -> None:
+    """It is in no queue, no state can be set on it, and a second mark changes nothing."""
     add_orphan(store)
     command = MarkOrphans(task_ids=("lost", "unknown"), now_unix_s=SETTLED_S)
     assert commit(store, command) == 2
@@ -158,7 +156,7 @@ def refusals(kind: str, code: str) -> float:
 
 
 def test_refusals_are_counted_by_reason(store: PoolStore) -> None:
-    """Turns one by one, and unknown groups; what is accepted is not counted."""
+    """Turns one by one, and unknown groups; accepted ones are not counted."""
     writer = Writer(store)
     add_orphan(store, "t")
     before = refusals("AppendTurns", "FAILED_PRECONDITION"), refusals("SetGroupStates", "NOT_FOUND")

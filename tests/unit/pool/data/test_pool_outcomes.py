@@ -15,7 +15,8 @@ OUTCOME = common_pb2.REWARD_KIND_OUTCOME
 
 
 def test_second_outcome_is_refused_and_leaves_no_trace(store):
-    """Before the seal, at the seal and after it, in one request or two; all of it is refused."""
+    """Before the seal, at the seal and after it, in one request or two: the whole request is
+    refused."""
     two = (make_reward("a", 0.5, kind=OUTCOME), make_reward("b", 1000.0, kind=OUTCOME))
     for refused in (
         lambda: reward(store, *two, trajectory_id="new:0:0"),
@@ -39,8 +40,9 @@ def test_second_outcome_is_refused_and_leaves_no_trace(store):
     assert [(one.event_id, one.value) for one in stored] == [("a", 0.5), ("tidy", 1.0)]
 
 
-def test_outcomes_of_earlier_versions_stay_and_get_no_further_one(store, monkeypatch):
-    """A trajectory with two stored outcomes is read, sealed and acknowledged again as it is."""
+def test_two_outcomes_of_earlier_versions_stay(store, monkeypatch):
+    """A trajectory with two stored outcomes is read, sealed and acknowledged again, and gets no
+    third."""
     two = (make_reward("a", 0.5, kind=OUTCOME), make_reward("b", 1000.0, kind=OUTCOME))
     append(store, make_turn())
     with monkeypatch.context() as earlier:

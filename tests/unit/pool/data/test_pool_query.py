@@ -90,16 +90,16 @@ def filled(store: PoolStore) -> PoolStore:
         ({"closed_from_unix_s": 41}, ""),
     ],
 )
-def test_a_filter_gives_what_fits_it(filled, wanted, expected):
-    """Each bound by itself and together with others; bounds of rewards and versions are included,
-    of two times the later is not. One page or many make no difference."""
+def test_filter_returns_all_matching_trajectories(filled, wanted, expected):
+    """Each bound alone and combined; bounds of rewards and versions are included, the later of two
+    times is not. One page or many give the same result."""
     assert found(filled, **wanted) == [f"{task}:0:0" for task in expected]
     assert found(filled, size=1, **wanted) == [f"{task}:0:0" for task in expected]
 
 
-def test_a_page_looks_at_a_bounded_number_of_records(filled, monkeypatch):
-    """A filter that hardly anything fits costs no more per page than another: pages are empty
-    then, and still lead to the next."""
+def test_page_reads_a_bounded_number_of_records(filled, monkeypatch):
+    """A filter with few matches costs no more per page than others: its pages may be empty, and
+    have a token for the next."""
     monkeypatch.setattr(query, "PAGE_COST", 2)
     first = page(filled, domain="math")
     assert [summary.trajectory_id for summary in first.trajectories] == ["b:0:0"]
@@ -109,8 +109,8 @@ def test_a_page_looks_at_a_bounded_number_of_records(filled, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [{}, {"state": OPEN}, {"min_weight_version": 1}])
-def test_turns_of_open_trajectories_are_part_of_what_a_page_looks_at(store, monkeypatch, wanted):
-    """Whatever is asked for: they are counted for the summary."""
+def test_page_counts_turns_of_open_trajectories_as_read(store, monkeypatch, wanted):
+    """Under every filter: the summary counts them."""
     monkeypatch.setattr(query, "PAGE_COST", 20)
     for number in range(6):
         append(store, *(make_turn(f"t{number}:0:0", index) for index in range(9)))
@@ -120,9 +120,9 @@ def test_turns_of_open_trajectories_are_part_of_what_a_page_looks_at(store, monk
 
 
 @pytest.mark.parametrize("wanted", [{}, {"closed_from_unix_s": 5.0}])
-def test_pages_are_stable_under_writes_in_between(store, wanted):
-    """What was there from the first page to the last comes once, whatever is closed, opened and
-    rewarded between any two pages."""
+def test_pages_are_stable_under_writes(store, wanted):
+    """A trajectory that exists from the first page to the last is returned once, for any closed,
+    opened and rewarded ones between two pages."""
     stayed = [f"m{number:03}:0:0" for number in range(40)]
     for trajectory_id in stayed:
         append(store, make_turn(trajectory_id))
@@ -149,8 +149,8 @@ def test_pages_are_stable_under_writes_in_between(store, wanted):
     times=st.lists(st.integers(min_value=1, max_value=12), max_size=12),
     since=st.integers(min_value=0, max_value=13),
 )
-def test_no_closing_is_missed_however_the_clock_jumps(tmp_path_factory, times, since):
-    """All that was closed at or after a moment is found, in the order of closing."""
+def test_clock_jumps_hide_no_closed_trajectory(tmp_path_factory, times, since):
+    """All trajectories closed at or after a moment are found, in the order of closing."""
     store = PoolStore(tmp_path_factory.mktemp("jump") / "shard", map_bytes=1 << 20)
     for number, unix_s in enumerate(times):
         append(store, make_turn(f"t{number}:0:0"))
@@ -172,14 +172,14 @@ def test_no_closing_is_missed_however_the_clock_jumps(tmp_path_factory, times, s
         ({"state": OPEN, "closed_from_unix_s": 1}, "filter.closed_from_unix_s is set"),
     ],
 )
-def test_a_filter_that_nothing_can_fit_is_refused(store, wanted, complaint):
+def test_filter_without_possible_matches_is_refused(store, wanted, complaint):
     """The message names the field and the value."""
     with pytest.raises(InvalidArgument, match=complaint):
         page(store, **wanted)
 
 
-def test_a_token_belongs_to_one_filter_and_shard(filled):
-    """A token that was made up, of another filter or of another shard is refused, saying which."""
+def test_page_token_belongs_to_one_filter_and_shard(filled):
+    """An invented token, or one of another filter or shard, is refused with the reason."""
     token = page(filled, size=1).next_page_token
     with pytest.raises(InvalidArgument, match="another filter"):
         page(filled, token=token, domain="code")
@@ -191,9 +191,9 @@ def test_a_token_belongs_to_one_filter_and_shard(filled):
             page(filled, token=made_up)
 
 
-def test_counts_tell_states_domains_and_what_waits(filled, monkeypatch):
-    """Every trajectory and every group is counted once, however many slices it takes; the oldest
-    pending group is the first in the queue, and its sealed work the longest waiting."""
+def test_counts_cover_states_domains_and_waiting_groups(filled, monkeypatch):
+    """Every trajectory and every group is counted once, in any number of slices; the oldest pending
+    group is the first in the queue, and its sealed work waits longest."""
     put_groups(filled, make_group("b", 1), make_group("a", 2), make_group("z", 9))
     put_groups(filled, make_group("v", 0, purpose=common_pb2.PURPOSE_EVAL))
     put_groups(filled, make_group("e", 0))
@@ -230,9 +230,9 @@ def test_counts_tell_states_domains_and_what_waits(filled, monkeypatch):
     [(Table.TRAJECTORIES, b""), (Table.REWARDS, b"o")],
     ids=["header", "reward"],
 )
-def test_page_names_what_is_damaged_and_goes_past_it(filled, wanted, table, suffix):
-    """By id as along the change log, whichever record cannot be read; the others come all the same,
-    page by page. Without leave to do so the page fails, so that a replica can repair itself."""
+def test_page_names_damaged_trajectories_and_continues(filled, wanted, table, suffix):
+    """By id and along the change log, for any damaged record; the others are returned page by page.
+    Without permission the page fails, so that a replica can repair itself."""
     key = trajectory_key(parse_trajectory_id("b:0:0")) + suffix
     filled.write(lambda records: records.put_sealed(table, key, b"flipped"))
     with pytest.raises(DataLoss, match=f"in {table.value} does not match"):
@@ -250,7 +250,7 @@ def test_page_names_what_is_damaged_and_goes_past_it(filled, wanted, table, suff
 
 
 def test_page_of_damaged_trajectories_is_bounded(store, monkeypatch):
-    """What is named counts as work: the next page goes on behind it."""
+    """Damaged trajectories count as read: the next page continues behind them."""
     monkeypatch.setattr(query, "PAGE_COST", 2)
     for name in "abc":
         append(store, make_turn(f"{name}:0:0"))

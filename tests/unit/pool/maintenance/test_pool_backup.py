@@ -85,16 +85,15 @@ def reheaded(**changes):
     return change
 
 
-def test_a_shard_is_whole(shard):
-    """What went through the store breaks no rule; and looking changes nothing."""
+def test_check_finds_no_damage_in_a_whole_shard(shard):
+    """Writes through the store break no rule, and a check changes nothing."""
     before = (shard / "data.mdb").read_bytes()
     assert found(shard) == []
     assert (shard / "data.mdb").read_bytes() == before
 
 
-def test_a_shard_is_whole_while_and_after_groups_are_freed(open_store, tmp_path):
-    """What is gone on purpose is no damage: neither half way nor at the end; a query, a count and a
-    tail pass over it."""
+def test_freed_groups_are_no_damage(open_store, tmp_path):
+    """Neither half freed nor freed; a query, a count and a tail pass over them."""
     store = open_store(shard="s0")
     put_groups(store, make_group("a"))
     append(store, *(make_turn("a:0:0", number) for number in range(5)), make_turn("b:0:0"))
@@ -190,8 +189,8 @@ def test_a_shard_is_whole_while_and_after_groups_are_freed(open_store, tmp_path)
         ),
     ],
 )
-def test_records_that_contradict_each_other_are_named(shard, tampering, expected):
-    """Each broken rule is told with the record it breaks, in the order of the tables."""
+def test_contradicting_records_are_named(shard, tampering, expected):
+    """Each broken rule names its record, in the order of the tables."""
     tamper(shard, tampering)
     lines = found(shard)
     for text in expected:
@@ -199,8 +198,8 @@ def test_records_that_contradict_each_other_are_named(shard, tampering, expected
     assert len(lines) >= len(expected)
 
 
-def test_a_flipped_bit_is_told_and_hides_nothing_else(shard):
-    """One record's checksum, and what follows from its loss; the rest is still looked at."""
+def test_flipped_bit_is_reported_and_hides_no_other_damage(shard):
+    """One record's checksum, and the consequences of its loss; the rest is checked too."""
     tamper(shard, lambda records: records.delete(Table.QUEUE, queue_key(2, 4, "b")))
     damage(shard, b"NEEDLE")
     lines = found(shard)
@@ -208,9 +207,9 @@ def test_a_flipped_bit_is_told_and_hides_nothing_else(shard):
     assert lines[-1] == "groups b: is not in the queue"
 
 
-def test_a_live_shard_is_copied_as_it_stood(open_store, tmp_path):
-    """A backup made by another process while the shard is open and written to is whole, and is
-    served like the shard itself; a second one needs another name."""
+def test_backup_of_a_live_shard_is_whole(open_store, tmp_path):
+    """A backup by another process while the shard is open and written to is whole, and is served
+    like the shard itself; a second one needs another name."""
     store = open_store(shard="s0")
     for number in range(20):
         append(store, make_turn(f"t:{number}:0"))
@@ -234,8 +233,8 @@ def test_a_live_shard_is_copied_as_it_stood(open_store, tmp_path):
     append(store, make_turn("later:0:0"))
 
 
-def test_a_shard_that_grows_beyond_its_map_is_copied(open_store, tmp_path, monkeypatch):
-    """Between the moment in which it is opened to be copied, and that of the copy."""
+def test_shard_that_outgrows_the_map_during_a_backup_is_copied(open_store, tmp_path, monkeypatch):
+    """Between the moment it is opened and the moment it is copied."""
     store = open_store(map_bytes=MIB)
     append(store, make_turn("t:0:0"))
     directory = tmp_path / "shard"
@@ -262,8 +261,8 @@ opened.close()
 """
 
 
-def test_a_damaged_backup_is_not_restored(shard, tmp_path):
-    """The damage is told, and nothing is left where it would have gone."""
+def test_damaged_backup_is_not_restored(shard, tmp_path):
+    """The damage is reported, and the target stays empty."""
     backup.backup(shard, tmp_path / "copy", quiet)
     damage(tmp_path / "copy", b"NEEDLE")
     (first, *_) = backup.restore(tmp_path / "copy", tmp_path / "restored", quiet)
@@ -272,8 +271,8 @@ def test_a_damaged_backup_is_not_restored(shard, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_nothing_is_overwritten(shard, tmp_path):
-    """Neither a backup nor a restore touches a directory that holds something."""
+def test_backup_and_restore_overwrite_no_directory(shard, tmp_path):
+    """A directory with content is refused."""
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
@@ -283,8 +282,8 @@ def test_nothing_is_overwritten(shard, tmp_path):
     assert (taken / "file").read_text() == "mine"
 
 
-def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
-    """What was deleted takes no room afterwards; all that is left reads as before."""
+def test_compaction_frees_room_and_changes_no_record(open_store, tmp_path):
+    """Deleted records take no room afterwards; all others read as before."""
     store = open_store(shard="s0")
     append(store, *(make_turn("t:0:0", n, messages_json="x" * 50_000) for n in range(40)))
     append(store, make_turn("u:0:0"))
@@ -302,8 +301,8 @@ def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
     append(store, make_turn("u:0:0", 1))
 
 
-def test_a_shard_in_use_is_not_compacted(open_store, tmp_path):
-    """The line says that it is in use; the copy of before is no obstacle."""
+def test_shard_in_use_is_not_compacted(open_store, tmp_path):
+    """The error says that it is in use; an earlier copy does not block."""
     store = open_store()
     with pytest.raises(ConfigError, match="in use by another pool instance"):
         backup.compact(tmp_path / "shard", quiet)
@@ -312,9 +311,9 @@ def test_a_shard_in_use_is_not_compacted(open_store, tmp_path):
     backup.compact(tmp_path / "shard", quiet)
 
 
-def test_what_is_no_shard_is_said_in_one_line(shard, tmp_path):
-    """A directory above a shard names it; a file that is none is DATA_LOSS; an old schema says how
-    to bring it up."""
+def test_directory_that_is_no_shard_is_named_in_one_line(shard, tmp_path):
+    """A directory above a shard names it; a file that is no shard is DATA_LOSS; an old schema gives
+    the way to migrate it."""
     with pytest.raises(ConfigError, match=r"no pool shard.*there are shards in .*/shard$"):
         found(tmp_path)
     garbage = tmp_path / "garbage"
@@ -327,8 +326,8 @@ def test_what_is_no_shard_is_said_in_one_line(shard, tmp_path):
         found(shard)
 
 
-def test_the_command_tells_damage_by_key_and_ends_with_1(shard):
-    """Damage goes to stdout, a line each; its number to stderr."""
+def test_check_command_lists_damage_by_key_and_exits_with_1(shard):
+    """One line for each damage on stdout; their number on stderr."""
     command = [sys.executable, "-m", "services.pool.maintenance", "check", shard]
     whole = subprocess.run(command, capture_output=True, text=True)
     assert (whole.returncode, whole.stderr) == (0, "")

@@ -59,9 +59,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "shard"
 
 
-async def test_room_is_given_back_and_no_record_changed(store, directory):
-    """The file of an open shard shrinks, its records are bit for bit the same, and it goes on, also
-    when it is opened again."""
+async def test_compaction_of_an_open_shard_changes_no_record(store, directory):
+    """The file shrinks, its records are equal bit by bit, and writes continue, also after a
+    restart."""
     fill(store)
     before = everything(store)
     before_bytes, after_bytes = await compact(store)
@@ -74,9 +74,11 @@ async def test_room_is_given_back_and_no_record_changed(store, directory):
     assert list(backup.check(directory, lambda done, total: None)) == []
 
 
-async def test_what_changes_meanwhile_is_in_the_new_file(store, open_store, directory, monkeypatch):
-    """Records written, replaced and deleted between the copy and the exchange are what they were
-    made, the same ones again after that, too; the journal of a replica among them."""
+async def test_changes_during_a_compaction_are_in_the_new_file(
+    store, open_store, directory, monkeypatch
+):
+    """Records written, replaced and deleted between copy and exchange, also repeatedly; the journal
+    of a replica among them."""
     store.count_commits(lambda position, changes: None)
     fill(store)
     for number in range(600):
@@ -107,9 +109,8 @@ async def test_what_changes_meanwhile_is_in_the_new_file(store, open_store, dire
     assert everything(open_store()) == after
 
 
-async def test_writers_and_readers_go_on(open_store, directory):
-    """Threads that append and read all the time see nothing of it, over several compactions with a
-    map that has to grow."""
+async def test_writers_and_readers_continue_during_compaction(open_store, directory):
+    """Threads that append and read notice nothing, over several compactions with a growing map."""
     store = open_store(map_bytes=MIB)
     fill(store)
     done = threading.Event()
@@ -159,8 +160,8 @@ async def refused(store: PoolStore, error: type[Exception], match: str) -> None:
     append(store, make_turn("after:0:0"))
 
 
-async def test_more_changes_than_are_noted(store, monkeypatch):
-    """A shard that is written to too much is refused, at nobody's cost."""
+async def test_compaction_ends_after_too_many_changes(store, monkeypatch):
+    """A shard with too many writes refuses it, and serves on."""
     fill(store)
     monkeypatch.setattr(compaction, "NOTED_BYTES", 1000)
     copy = Compactor._copy
@@ -174,15 +175,15 @@ async def test_more_changes_than_are_noted(store, monkeypatch):
     await refused(store, ResourceExhausted, "more than 1000 bytes of keys were changed while")
 
 
-async def test_changes_that_come_faster_than_they_are_brought_in(store, monkeypatch):
-    """It ends after some rounds."""
+async def test_compaction_ends_if_changes_arrive_too_fast(store, monkeypatch):
+    """After some rounds."""
     fill(store)
     monkeypatch.setattr(compaction, "FEW_RECORDS", -1)
     await refused(store, ResourceExhausted, "more is written than can be brought into the copy")
 
 
-async def test_a_table_that_is_cleared_meanwhile(store, monkeypatch):
-    """That is in no note: the copy is thrown away."""
+async def test_compaction_ends_if_a_table_is_cleared(store, monkeypatch):
+    """The clearing is not noted: the copy is deleted."""
     fill(store)
     copy = Compactor._copy
 
@@ -194,8 +195,8 @@ async def test_a_table_that_is_cleared_meanwhile(store, monkeypatch):
     await refused(store, ResourceExhausted, "the table journal was cleared while")
 
 
-async def test_a_copy_that_lacks_records_is_thrown_away(store, monkeypatch):
-    """They are counted before the exchange."""
+async def test_compaction_deletes_a_copy_without_all_records(store, monkeypatch):
+    """Records are counted before the exchange."""
     fill(store)
     copy = Compactor._copy
 
@@ -211,31 +212,31 @@ async def test_a_copy_that_lacks_records_is_thrown_away(store, monkeypatch):
     await refused(store, DataLoss, "the copy has .*'queue': 0")
 
 
-async def test_no_room_for_the_copy(open_store):
-    """That is told before anything is copied."""
+async def test_compaction_without_room_for_the_copy_is_refused(open_store):
+    """Before a record is copied."""
     store = open_store(disk_reserve_bytes=1 << 60)
     with pytest.raises(ResourceExhausted, match=r"bytes free on its disk; a copy .* takes"):
         await compact(store)
 
 
-async def test_a_copy_that_cannot_be_made(store, directory):
-    """The line of the process that makes it is told."""
+async def test_compaction_reports_the_error_of_the_copying_process(store, directory):
+    """The last line of its output."""
     fill(store)
     (directory / "compacted").touch()
     with pytest.raises(ResourceExhausted, match=r"could not be made: .*compacted is there already"):
         await compact(store)
 
 
-async def test_while_the_file_is_read(store, directory):
-    """A check or backup keeps the file; when it is done, it can be compacted."""
+async def test_compaction_is_refused_while_the_file_is_read(store, directory):
+    """A check or backup keeps the file; afterwards it can be compacted."""
     fill(store)
     with data_kept(directory):
         await refused(store, FailedPrecondition, "is being read by another process")
     await compact(store)
 
 
-async def test_one_at_a_time_where_it_lies(store, tmp_path):
-    """A second call is refused, as is one that takes the shard to lie elsewhere."""
+async def test_second_compaction_is_refused(store, tmp_path):
+    """Also one that names another directory."""
     fill(store)
     compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
     async with aclosing(compactor.run("")) as responses:
@@ -247,8 +248,8 @@ async def test_one_at_a_time_where_it_lies(store, tmp_path):
     assert (await compact(store, compactor))[1] > 0
 
 
-async def test_who_hangs_up_gives_it_up(store, directory):
-    """Nothing is left of the copy, and nothing was exchanged."""
+async def test_cancelled_compaction_leaves_no_copy(store, directory):
+    """And the file is not exchanged."""
     fill(store)
     inode = (directory / "data.mdb").stat().st_ino
     async with aclosing(
@@ -259,7 +260,7 @@ async def test_who_hangs_up_gives_it_up(store, directory):
     assert left_over(directory) == []
 
 
-def test_what_a_killed_process_left_is_removed(open_store, directory):
+def test_copy_of_a_killed_compaction_is_removed(open_store, directory):
     """At the next start."""
     open_store()
     for name in ("compacted", ".compacted.unfinished"):

@@ -68,25 +68,24 @@ def contents(open_store: Callable[..., PoolStore]) -> object:
     ],
 )
 @pytest.mark.parametrize("how", [delete_record, flip_key])
-def test_lost_records_come_back(directory, tmp_path, open_store, table, key, how):
-    """Deleted, or moved onto another by a flipped bit of its key, a record is there again, and the
-    reward that is newer than the copy stays."""
+def test_repair_restores_lost_records(directory, tmp_path, open_store, table, key, how):
+    """A deleted record, or one moved onto another by a flipped bit of its key, is restored, and a
+    reward newer than the copy stays."""
     before = contents(open_store)
     how(directory, table, key)
     assert repair(directory, copy_in(tmp_path / "copy"), quiet) == []
     assert contents(open_store) == before
 
 
-def test_what_no_copy_has_is_left_as_damage(directory, tmp_path):
-    """A reward that came after the copy was made cannot come back, and nothing else is made of
-    it."""
+def test_repair_leaves_damage_that_no_copy_can_mend(directory, tmp_path):
+    """A reward newer than the copy cannot be restored, and no other record replaces it."""
     delete_record(directory, Table.REWARDS, reward_key(KEY, "late"))
     (left,) = repair(directory, copy_in(tmp_path / "copy"), quiet)
     assert str(left) == "trajectories b:0:0: has 1 of its 2 rewards: early"
 
 
-def test_a_copy_of_another_shard_is_refused(directory, tmp_path):
-    """Its lineage tells, whatever its name."""
+def test_copy_of_another_shard_is_refused(directory, tmp_path):
+    """Its lineage differs, under any name."""
     other = PoolStore(tmp_path / "other", shard="s0")
     other.close()
     delete_record(directory, Table.TURNS, turn_key(KEY, 0))
@@ -94,8 +93,8 @@ def test_a_copy_of_another_shard_is_refused(directory, tmp_path):
         repair(directory, copy_in(tmp_path / "other"), quiet)
 
 
-def test_a_shard_that_is_served_is_not_repaired(directory, tmp_path):
-    """Its process would not know of what changes under it."""
+def test_running_shard_is_not_repaired(directory, tmp_path):
+    """Its process would not notice the change."""
     delete_record(directory, Table.TURNS, turn_key(KEY, 0))
     lock = lock_directory(directory)
     with pytest.raises(InUse):

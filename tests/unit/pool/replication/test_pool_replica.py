@@ -105,10 +105,10 @@ async def live(node: Node, etcd: Etcd) -> None:
     await readers.close()
 
 
-async def test_a_defect_in_following_ends_the_process(
+async def test_defect_of_the_follower_ends_its_process(
     node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that neither follows nor may lead would be of no use: a fresh one follows."""
+    """It would neither follow nor lead; its next process follows."""
 
     async def crash(self: Following) -> None:
         raise ValueError("a defect")
@@ -117,10 +117,10 @@ async def test_a_defect_in_following_ends_the_process(
     await live(node("a"), Etcd())
 
 
-async def test_a_copy_that_begins_during_the_election_does_not_lead(
+async def test_replica_that_began_a_copy_does_not_lead(
     node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be cut off by it; nothing is recorded, and the office is for another."""
+    """The election may have cut it short; no record is written, and another replica may lead."""
     replica = node("a")
     replica.lead()
 
@@ -139,10 +139,10 @@ async def test_a_copy_that_begins_during_the_election_does_not_lead(
     assert not etcd.written
 
 
-async def test_who_is_stopped_before_it_leads_leaves_the_office_at_once(
+async def test_elected_replica_that_stops_resigns_at_once(
     node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elected, and still busy with what it took as a follower: the other need not wait for the
+    """Also while it stores its last steps as a follower: the other replica need not wait for the
     TTL."""
     monkeypatch.setattr(Following, "run", wait)
     one = node("a")

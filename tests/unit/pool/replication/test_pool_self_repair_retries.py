@@ -65,8 +65,8 @@ async def damaged(node: Callable[[str], Node]) -> AsyncIterator[tuple[SelfRepair
     await readers.close()
 
 
-async def test_repair_is_tried_again_once_the_other_replica_is_there(damaged):
-    """While it is away nothing is known of its copy."""
+async def test_repair_is_retried_once_the_other_replica_is_reachable(damaged):
+    """Its copy is unknown before."""
     repair, other = damaged
     other.error = Unavailable("no follower in sync")
     assert not await repair.repaired(MET)
@@ -75,8 +75,8 @@ async def test_repair_is_tried_again_once_the_other_replica_is_there(damaged):
     assert len(other.asked) == 2
 
 
-async def test_record_that_no_copy_has_is_not_fetched_at_each_read(damaged, monkeypatch):
-    """Only when some time has passed: by then an operator may have repaired the other one."""
+async def test_record_without_a_copy_is_not_fetched_at_each_read(damaged, monkeypatch):
+    """Only after a pause: an operator may have repaired the other replica."""
     repair, other = damaged
     whole, other.copy = other.copy, CopiedRecords(values={}, position=other.copy.position)
     assert not await repair.repaired(MET)
@@ -87,8 +87,8 @@ async def test_record_that_no_copy_has_is_not_fetched_at_each_read(damaged, monk
     assert await repair.repaired(MET)
 
 
-async def test_whole_record_is_not_fetched(damaged):
-    """Several reads may meet one damage: the first has it repaired."""
+async def test_repaired_record_is_not_fetched_again(damaged):
+    """Several reads may meet one damage: the first repairs it."""
     repair, other = damaged
     assert await repair.repaired(MET)
     assert await repair.repaired(MET)

@@ -16,8 +16,9 @@ from tests.support.pool.replicas import LINEAGE, linked
 from tests.support.runtime.waiting import until
 
 
-def test_a_lineage_is_drawn_once(open_store):
-    """A store has the same lineage and directory id whenever it is opened, another store others."""
+def test_lineage_of_a_store_never_changes(open_store):
+    """A store has the same lineage and directory id whenever it is opened; another store has
+    others."""
     store = open_store(shard="s0")
     drawn = (store.lineage(), store.directory_id)
     assert all(drawn)
@@ -26,8 +27,8 @@ def test_a_lineage_is_drawn_once(open_store):
 
 
 @pytest.mark.parametrize("replicated", [True, False])
-def test_a_store_of_before_gets_a_lineage(node, replicated):
-    """That of its replicas, which each of them finds by itself; else one of its own."""
+def test_store_of_an_earlier_version_gets_a_lineage(node, replicated):
+    """That of its replicas, which each finds by itself; else its own."""
     one = node("a")
     if replicated:
         one.lead()
@@ -37,8 +38,8 @@ def test_a_store_of_before_gets_a_lineage(node, replicated):
     assert (one.store.lineage() == LINEAGE) == replicated
 
 
-async def test_a_follower_takes_the_lineage_of_its_leader(node):
-    """An empty store that has copied all belongs to the shard that it follows."""
+async def test_follower_adopts_the_lineage_of_its_leader(node):
+    """An empty store that copied everything belongs to the shard that it follows."""
     leader, follower = node("a"), node("b")
     leader.lead()
     assert follower.store.lineage() != leader.store.lineage()
@@ -52,8 +53,9 @@ def binding(store: PoolStore, *, replicated: bool = False) -> Binding:
     return Binding.of(store, PoolConfig(instance_id="pool-0"), replicated=replicated)
 
 
-def test_a_name_belongs_to_one_store(tmp_path: Path):
-    """Without a record any store may have it; with one the store it names, or one with the mark."""
+def test_shard_name_belongs_to_one_store(tmp_path: Path):
+    """Without a record any store may use it; with a record the store it names, or one with the
+    mark."""
     first, second = (PoolStore(tmp_path / name, shard="s0") for name in ("first", "second"))
     named = binding(first)
     for replicated in (True, False):
@@ -67,8 +69,8 @@ def test_a_name_belongs_to_one_store(tmp_path: Path):
     second.close()
 
 
-def test_a_replicated_shard_is_served_alone_only_by_a_replica(node):
-    """A copy of the data that never was a replica is not one of them."""
+def test_replicated_shard_is_served_alone_only_by_a_replica(node):
+    """A copy of the files that never was a replica may not."""
     one = node("a")
     named = binding(one.store, replicated=True)
     assert may_serve(named, one.store, replicated=True)

@@ -8,9 +8,9 @@ from tests.support.pool.replicas import catching_up, linked
 from tests.support.pool.store import append, put_groups
 
 
-async def test_commits_of_another_leadership_are_none_in_common(node):
-    """What a third replica had of a leader that died before it was recorded is undone by the one
-    elected, whose commits have the same positions: it copies all instead of keeping both."""
+async def test_commits_of_an_unrecorded_leadership_are_undone(node):
+    """A third replica may have commits of a leader that died unrecorded; the elected leader's
+    commits have the same positions: the replica copies everything."""
     a, b, third = node("a"), node("b"), node("third")
     a.lead(term=1)
     put_groups(a.store, *(make_group(f"t{index}", index) for index in range(3)))
@@ -33,8 +33,8 @@ async def test_commits_of_another_leadership_are_none_in_common(node):
         assert catching_up(b, other).way == "journal"
 
 
-async def test_leaderships_are_remembered_as_far_back_as_the_journal(node, monkeypatch):
-    """One that made no commit is not, and a follower has those of its leader."""
+async def test_journal_keeps_the_leaderships_of_its_commits(node, monkeypatch):
+    """Not one without commits; a follower has those of its leader."""
     a, b = node("a"), node("b")
     for term in (1, 2):
         a.lead(term=term)

@@ -12,8 +12,8 @@ from tests.support.pool.records import make_group, make_turn
 from tests.support.pool.store import append
 
 
-def test_the_first_panic_is_reported_once(open_store, tmp_path):
-    """After MDB_PANIC every change and read is UNAVAILABLE, and the owner hears of it once."""
+def test_first_panic_is_reported_once(open_store, tmp_path):
+    """After MDB_PANIC every write and read is UNAVAILABLE, and the owner is notified once."""
     panics: list[str] = []
     store = open_store(on_panic=lambda error: panics.append(str(error)))
     append(store, make_turn("t:0:0"))
@@ -31,8 +31,8 @@ def test_the_first_panic_is_reported_once(open_store, tmp_path):
     assert "MDB_PANIC" in said
 
 
-def test_the_writer_answers_a_panic_as_unavailable(open_store, tmp_path):
-    """Senders may resend: the outcome is UNAVAILABLE for each of them, not INTERNAL."""
+def test_writer_answers_a_panic_as_unavailable(open_store, tmp_path):
+    """Senders may resend: the status is UNAVAILABLE for each of them, not INTERNAL."""
     store = open_store()
     break_meta_page(tmp_path / "shard")
     writer = Writer(store)
@@ -40,8 +40,8 @@ def test_the_writer_answers_a_panic_as_unavailable(open_store, tmp_path):
     assert [type(outcome) for (outcome,) in outcomes] == [ResourceExhausted, Unavailable]
 
 
-def test_a_shard_opens_whole_after_a_panic(open_store, tmp_path):
-    """What was acknowledged before the panic is there in the next process."""
+def test_shard_opens_whole_after_a_panic(open_store, tmp_path):
+    """Writes acknowledged before the panic are there in the next process."""
     store = open_store()
     append(store, make_turn("t:0:0"))
     break_meta_page(tmp_path / "shard")

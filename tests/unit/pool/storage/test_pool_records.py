@@ -38,14 +38,14 @@ uint32 = st.integers(0, 2**32 - 1)
 
 
 @given(name=names)
-def test_a_trajectory_key_names_its_trajectory(name):
-    """A key read back gives the name it was made of."""
+def test_trajectory_key_is_read_back(name):
+    """A key gives the name it was made of."""
     assert keys.name_of_trajectory_key(keys.trajectory_key(name)) == name
 
 
 @given(name=names, index=uint32)
-def test_a_turn_key_names_its_turn(name, index):
-    """A turn's key extends its trajectory's and ends in the turn's index."""
+def test_turn_key_extends_its_trajectory_key(name, index):
+    """It ends in the turn's index."""
     key = keys.turn_key(keys.trajectory_key(name), index)
     assert key.startswith(keys.trajectory_key(name))
     assert keys.index_of_turn_key(key) == index
@@ -53,7 +53,7 @@ def test_a_turn_key_names_its_turn(name, index):
 
 @given(first=names, second=names)
 def test_no_trajectory_key_is_a_prefix_of_another(first, second):
-    """A prefix scan over one trajectory, or one task, meets no other one's records."""
+    """A prefix scan over one trajectory, or one task, reads no other records."""
     if first != second:
         assert not keys.trajectory_key(first).startswith(keys.trajectory_key(second))
     in_task = keys.trajectory_key(first).startswith(keys.task_prefix(second.task_id))
@@ -61,7 +61,7 @@ def test_no_trajectory_key_is_a_prefix_of_another(first, second):
 
 
 @given(name=names, first=uint32, second=uint32)
-def test_turns_lie_in_their_order(name, first, second):
+def test_turn_keys_sort_by_turn_index(name, first, second):
     """Bytes sort as turn indices do."""
     trajectory = keys.trajectory_key(name)
     in_order = keys.turn_key(trajectory, first) < keys.turn_key(trajectory, second)
@@ -72,8 +72,8 @@ queued = st.tuples(st.integers(0, 2), st.integers(0, 2**64 - 1), task_ids)
 
 
 @given(first=queued, second=queued)
-def test_groups_lie_in_queue_order(first, second):
-    """Bytes sort by purpose, then by queue index, and tell the task."""
+def test_group_keys_sort_in_queue_order(first, second):
+    """By purpose, then by queue index, and each names its task."""
     if first[:2] != second[:2]:
         assert (keys.queue_key(*first) < keys.queue_key(*second)) == (first[:2] < second[:2])
     assert keys.task_of_queue_key(keys.queue_key(*first)) == first[2]
@@ -87,8 +87,8 @@ def test_the_longest_key_fits():
 
 
 @given(key=st.binary(min_size=1, max_size=40), payload=st.binary(max_size=200))
-def test_a_value_comes_back(key, payload):
-    """What was sealed under a key is opened under it."""
+def test_sealed_value_is_read_back(key, payload):
+    """Under its key."""
     assert open_value(Table.TURNS, key, seal_value(key, payload)) == payload
 
 
@@ -97,8 +97,8 @@ def test_a_value_comes_back(key, payload):
     payload=st.binary(max_size=200),
     bit=st.integers(min_value=0),
 )
-def test_a_flipped_bit_is_data_loss(key, payload, bit):
-    """Any single bit wrong, in checksum or payload, is noticed and the table named."""
+def test_flipped_bit_is_data_loss(key, payload, bit):
+    """Any single wrong bit, in checksum or payload, is detected and the table named."""
     damaged = bytearray(seal_value(key, payload))
     position = bit % (8 * len(damaged))
     damaged[position // 8] ^= 1 << position % 8
@@ -107,15 +107,15 @@ def test_a_flipped_bit_is_data_loss(key, payload, bit):
 
 
 @given(payload=st.binary(max_size=50), cut=st.integers(1, 54))
-def test_a_truncated_value_is_data_loss(payload, cut):
-    """A value that lost its end, even down to nothing, is noticed."""
+def test_truncated_value_is_data_loss(payload, cut):
+    """A shortened value, even an empty one, is detected."""
     sealed = seal_value(b"key", payload)
     with pytest.raises(DataLoss):
         open_value(Table.REWARDS, b"key", sealed[: max(0, len(sealed) - cut)])
 
 
-def test_a_value_under_another_key_is_data_loss():
-    """A whole value in the wrong place is as wrong as a damaged one."""
+def test_value_under_another_key_is_data_loss():
+    """A whole value in the wrong place is damage too."""
     with pytest.raises(DataLoss):
         open_value(Table.TURNS, b"other", seal_value(b"key", b"payload"))
 
@@ -133,7 +133,7 @@ heads = st.builds(
 
 
 @given(head=heads, turn=st.binary(max_size=100))
-def test_a_turn_comes_back_with_its_head(head, turn):
+def test_turn_and_its_head_are_read_apart(head, turn):
     """The head is read without the turn, the turn without the head."""
     payload = encode_turn_head(head) + turn
     assert decode_turn_head(head.turn_index, payload) == head
@@ -153,11 +153,11 @@ def test_a_turn_comes_back_with_its_head(head, turn):
         reason=st.text(),
     )
 )
-def test_a_header_comes_back(header):
+def test_trajectory_header_is_read_back(header):
     """Every field of a trajectory's header survives."""
     assert decode_header(encode_header(header)) == header
 
 
-def test_a_header_of_an_older_program_is_read():
-    """Fields that did not exist when a header was written take their defaults."""
+def test_header_of_an_earlier_version_is_read():
+    """Missing fields have their defaults."""
     assert decode_header(b"\x91\x02") == TrajectoryHeader(state=2)

@@ -54,8 +54,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-async def test_a_refused_turn_is_answered_counted_and_alone(bad: bytes) -> None:
-    """Those beside it are stored, and every answer is in its place."""
+async def test_refused_turn_is_answered_and_counted_alone(bad: bytes) -> None:
+    """The turns beside it are stored, and every answer is in its place."""
     before = refused_turns()
     writer = Storing()
     good = [make_turn("t:0:0", index).SerializeToString() for index in range(2)]
@@ -78,8 +78,8 @@ async def test_a_refused_turn_is_answered_counted_and_alone(bad: bytes) -> None:
     assert refused_turns() == before + 1
 
 
-async def test_a_stream_that_ends_within_a_turn_says_so() -> None:
-    """The turn cut short is answered by its number and counted; those before it are stored."""
+async def test_incomplete_turn_at_the_end_of_a_stream_is_refused() -> None:
+    """It is answered by its number and counted; the turns before it are stored."""
     before = refused_turns()
     writer = Storing()
     cut_short = make_turn("t:1:0", messages_json="x" * CHUNK_BYTES).SerializeToString()
@@ -98,8 +98,8 @@ async def test_a_stream_that_ends_within_a_turn_says_so() -> None:
     assert refused_turns() == before + 1
 
 
-async def test_a_stream_that_begins_during_a_drain_ends_at_once() -> None:
-    """It is not read: its sender, who may have nothing to send for long, goes elsewhere."""
+async def test_stream_that_begins_during_a_drain_ends_at_once() -> None:
+    """It is not read: its sender, which may send nothing for long, connects elsewhere."""
     stream = AppendStream(Storing(), max_turn_bytes=MAX_TURN_BYTES)
     stream.drain()
 

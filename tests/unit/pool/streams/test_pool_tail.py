@@ -65,9 +65,9 @@ async def follow(tails: Tails, reader: Reader, **request) -> asyncio.Task[None]:
     return task
 
 
-async def test_a_tail_begins_now_and_tells_what_follows(store, tails):
-    """What was closed before stays out; what is closed and rewarded comes in that order, each with
-    its trajectory as it is."""
+async def test_tail_begins_now(store, tails):
+    """Earlier closed trajectories are left out; later closed and rewarded ones come in that order,
+    each in its current form."""
     close(store, "before")
     reader = Reader()
     task = await follow(tails, reader)
@@ -81,8 +81,8 @@ async def test_a_tail_begins_now_and_tells_what_follows(store, tails):
     task.cancel()
 
 
-async def test_a_cursor_resumes_behind_what_it_came_with(store, tails):
-    """From any response's cursor the rest follows, and nothing twice."""
+async def test_cursor_resumes_behind_its_response(store, tails):
+    """From any response's cursor the rest follows, each trajectory once."""
     close(store, *"abcd")
     first = Reader()
     task = await follow(tails, first, from_start=True)
@@ -96,8 +96,8 @@ async def test_a_cursor_resumes_behind_what_it_came_with(store, tails):
         task.cancel()
 
 
-async def test_a_later_reward_replaces_an_earlier_one(store, tails):
-    """A trajectory rewarded many times is told once more, with all of its rewards."""
+async def test_trajectory_with_later_rewards_is_sent_once_more(store, tails):
+    """With all of its rewards."""
     close(store, "a", "b")
     for number in range(5):
         reward(store, make_reward(f"late{number}"), trajectory_id="a:0:0")
@@ -109,8 +109,8 @@ async def test_a_later_reward_replaces_an_earlier_one(store, tails):
     task.cancel()
 
 
-async def test_a_narrow_filter_still_moves_the_cursor(store, tails, monkeypatch):
-    """A reader whom nothing fits is told now and then how far it has come."""
+async def test_filter_without_matches_still_moves_the_cursor(store, tails, monkeypatch):
+    """A reader without matches gets its progress now and then."""
     monkeypatch.setattr(tail, "PAGE_ENTRIES", 4)
     close(store, *(f"t{number}" for number in range(9)))
     reader = Reader()
@@ -122,9 +122,9 @@ async def test_a_narrow_filter_still_moves_the_cursor(store, tails, monkeypatch)
     task.cancel()
 
 
-async def test_a_reader_that_takes_nothing_is_told_where_to_go_on(store, tails):
-    """Its call ends with RESOURCE_EXHAUSTED naming the cursor, from which nothing is missing; the
-    writer has not waited for it."""
+async def test_slow_reader_is_ended_with_its_cursor(store, tails):
+    """RESOURCE_EXHAUSTED names the cursor, from which nothing is missing; the writer does not wait
+    for the reader."""
     reader = Reader()
     task = await follow(tails, reader)
     reader.takes.clear()
@@ -140,8 +140,8 @@ async def test_a_reader_that_takes_nothing_is_told_where_to_go_on(store, tails):
     task.cancel()
 
 
-async def test_draining_ends_every_tail_with_its_cursor(store, tails):
-    """UNAVAILABLE, and where to go on at the next instance."""
+async def test_drain_ends_every_tail_with_its_cursor(store, tails):
+    """UNAVAILABLE, and the cursor to continue with at the next instance."""
     reader = Reader()
     task = await follow(tails, reader)
     close(store, "a")
@@ -161,10 +161,8 @@ async def test_draining_ends_every_tail_with_its_cursor(store, tails):
         ("s0/7", FailedPrecondition, "behind the newest change 1 of the shard"),
     ],
 )
-async def test_a_cursor_that_is_not_of_this_shard_is_refused(
-    store, tails, cursor, error, complaint
-):
-    """Made up, of another shard, or of a future that a restored copy does not have."""
+async def test_cursor_of_another_shard_is_refused(store, tails, cursor, error, complaint):
+    """Also an invented one, and one beyond the end of a restored copy."""
     close(store, "a")
     request = pool_pb2.TailTrajectoriesRequest(cursor=cursor)
     with pytest.raises(error, match=complaint):
@@ -172,7 +170,7 @@ async def test_a_cursor_that_is_not_of_this_shard_is_refused(
 
 
 async def test_tails_are_bounded(tails, monkeypatch):
-    """One too many is refused with a hint when to come back, and let in once another has gone."""
+    """One too many is refused with a hint when to retry, and accepted once another has ended."""
     monkeypatch.setattr(tail, "MAX_TAILS", 1)
     task = await follow(tails, Reader())
     with pytest.raises(ResourceExhausted, match="1 tails are open already"):
