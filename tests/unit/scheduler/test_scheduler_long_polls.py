@@ -10,8 +10,8 @@ from services.scheduler.long_polls import LongPolls
 from services.scheduler.state.domain_progress import RECENT_ROLLOUTS, Progress
 
 
-async def test_first_come_first_served() -> None:
-    """What there is goes to who waited longest."""
+async def test_longest_waiting_call_is_served_first() -> None:
+    """A free group or batch goes to the oldest call."""
     stock: list[str] = []
     room = LongPolls[str, str](lambda name: f"{name}:{stock.pop()}" if stock else None, kind=len)
     first, second = room.enter("first"), room.enter("second")
@@ -21,8 +21,8 @@ async def test_first_come_first_served() -> None:
     assert not second.done()
 
 
-async def test_those_who_are_not_alike_do_not_hold_each_other_up() -> None:
-    """A small batch can be served while a large one waits."""
+async def test_small_request_is_served_while_a_large_one_waits() -> None:
+    """A small batch is available earlier than a large one."""
     room = LongPolls[int, int](lambda size: size if size <= 2 else None, kind=int)
     large, small = room.enter(8), room.enter(2)
     room.serve()
@@ -30,8 +30,8 @@ async def test_those_who_are_not_alike_do_not_hold_each_other_up() -> None:
     assert not large.done()
 
 
-async def test_who_left_is_passed_over() -> None:
-    """A caller that gave up takes nothing."""
+async def test_cancelled_call_is_passed_over() -> None:
+    """It gets no batch."""
     room = LongPolls[str, str](lambda name: name, kind=len)
     gone, present = room.enter("gone"), room.enter("present")
     gone.cancel()
@@ -39,7 +39,7 @@ async def test_who_left_is_passed_over() -> None:
     assert present.result() == "present"
 
 
-async def test_everybody_is_told_at_the_end() -> None:
+async def test_closing_answers_every_waiting_call() -> None:
     """Closing answers all."""
     room = LongPolls[str, str](lambda _: None, kind=len)
     future = room.enter("a")
@@ -48,8 +48,8 @@ async def test_everybody_is_told_at_the_end() -> None:
         await future
 
 
-async def test_room_is_bounded_and_forgets_the_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overload is refused; those who left do not count."""
+async def test_waiting_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overload is refused; cancelled calls do not count."""
     monkeypatch.setattr(long_polls, "MAX_WAITING", 2)
     room = LongPolls[str, str](lambda _: None, kind=len)
     first = room.enter("a")
@@ -60,8 +60,8 @@ async def test_room_is_bounded_and_forgets_the_gone(monkeypatch: pytest.MonkeyPa
     room.enter("c")
 
 
-def test_recent_reward_is_over_the_last_rollouts_by_time_of_seal() -> None:
-    """A new leader counts them in any order, and comes to the same mean."""
+def test_recent_reward_is_the_mean_of_the_last_sealed_rollouts() -> None:
+    """A new leader counts them in any order, with the same mean."""
     progress = Progress()
     for second in reversed(range(2 * RECENT_ROLLOUTS)):
         old = second < RECENT_ROLLOUTS

@@ -42,21 +42,21 @@ def changed(**fields: object) -> common_pb2.Task:
         (changed(payload_json='"' + "x" * (1 << 20) + '"'), "at most 1048576 are allowed"),
     ],
 )
-def test_bad_task_is_named(task: common_pb2.Task, complaint: str) -> None:
-    """The position in the request, the field and the value are in the message."""
+def test_invalid_task_is_named(task: common_pb2.Task, complaint: str) -> None:
+    """The message gives the position in the request, the field and the value."""
     with pytest.raises(InvalidArgument, match=rf"tasks\[1\]: .*{complaint}"):
         validation.check_tasks([make_task("fine"), task], max_group_size=16)
 
 
 def test_task_without_a_purpose_is_for_training() -> None:
-    """A client that leaves the field out, and one that fills it in, submit the same task."""
+    """A client without the field and one with it submit the same task."""
     unset = changed(purpose=common_pb2.PURPOSE_UNSPECIFIED)
     checked = validation.check_tasks([unset, make_task("a")], max_group_size=16)
     assert checked["a"].purpose == common_pb2.PURPOSE_TRAIN
 
 
-def test_one_id_cannot_name_two_tasks_of_a_request() -> None:
-    """Which of them was meant, nobody could tell."""
+def test_task_id_is_unique_in_a_request() -> None:
+    """Two tasks with one id would be ambiguous."""
     with pytest.raises(InvalidArgument, match="'a' is twice in this request"):
         validation.check_tasks([make_task("a"), make_task("a", size=2)], max_group_size=16)
 
@@ -69,14 +69,14 @@ def test_claim_and_trajectory_must_agree() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])
-def test_wait_must_be_a_number_of_seconds(wait_s: float) -> None:
-    """A wait that never ends, or cannot be compared, is refused."""
+def test_wait_time_must_be_a_number_of_seconds(wait_s: float) -> None:
+    """An infinite wait or NaN is refused."""
     with pytest.raises(InvalidArgument, match="wait_s"):
         validation.check_wait_s(wait_s, max_wait_s=30.0)
 
 
-def test_wait_is_capped() -> None:
-    """No call occupies a server for longer than configured."""
+def test_wait_time_is_capped() -> None:
+    """No call takes longer than configured."""
     assert validation.check_wait_s(1e9, max_wait_s=30.0) == 30.0
 
 
@@ -85,7 +85,7 @@ def configured(argv: str) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(QueueSettings)])
-def test_setting_of_the_queue_outside_its_table_names_its_place(name: str) -> None:
+def test_queue_setting_outside_its_table_names_its_place(name: str) -> None:
     """Settings of the queue were once flat keys."""
     with pytest.raises(ConfigError, match=rf"no setting {name} .*did you mean queue\.{name} \("):
         configured(f"--{name.replace('_', '-')}=1")
@@ -97,7 +97,7 @@ def test_window_defaults_to_three_tenths_of_concurrency() -> None:
 
 
 def test_modes_are_configured_by_name() -> None:
-    """`mode` and its bounds stand in the TOML file, or on the command line, like all settings."""
+    """`mode` and its bounds are set in the TOML file, or by flags, like all settings."""
     adaptive = "--queue.mode adaptive --queue.max-staleness-p99 6 --queue.max-shift-kl 0.1"
     queue = configured(adaptive).queue
     assert queue.mode is Mode.ADAPTIVE
@@ -124,7 +124,7 @@ def test_modes_are_configured_by_name() -> None:
     ],
 )
 def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
-    """A setting without effect is an error that names it, its value and the mode."""
+    """The error names the setting, its value and the mode."""
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         configured(argv.replace("--", "--queue."))
     assert str(caught.value).startswith("queue.")
@@ -139,36 +139,36 @@ def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
         "--mode adaptive --max-staleness-p99 4 --max-shift-kl 0 --window 0 --domain-limits a=2",
     ],
 )
-def test_settings_that_a_mode_knows_go_together(argv: str) -> None:
-    """A setting with an effect in the mode, or with its default value, is accepted."""
+def test_settings_that_a_mode_uses_are_accepted(argv: str) -> None:
+    """A setting with an effect in the mode, or with its default value."""
     assert configured(argv.replace("--", "--queue.")).queue != QueueSettings()
 
 
 def test_partial_groups_are_configured_by_name() -> None:
-    """Filled by retries unless it is set."""
+    """The default is `fill`: retries."""
     assert configured("").queue.partial_groups is PartialGroups.FILL
     assert configured("--queue.partial-groups wait").queue.partial_groups is PartialGroups.WAIT
 
 
-def test_limit_of_a_domain_is_a_number_of_groups() -> None:
+def test_domain_limit_is_a_whole_number_of_groups() -> None:
     """Half a group cannot run."""
     with pytest.raises(ConfigError, match=r"domain_limits = 'code=1\.5' .* each a whole number"):
         configured("--queue.domain-limits code=1.5")
 
 
 def test_activity_must_be_named() -> None:
-    """A request that says nothing changes nothing."""
+    """A request without an activity changes nothing."""
     with pytest.raises(InvalidArgument, match="activity 0 must be one of RUNNING, PAUSED"):
         validation.check_activity(scheduler_pb2.ACTIVITY_UNSPECIFIED)
 
 
 def test_share_of_zero_is_refused_by_name() -> None:
-    """A domain that should not be trained is left out of domain_shares."""
+    """A domain that should not be trained is omitted from domain_shares."""
     with pytest.raises(ConfigError, match=r"queue.domain_shares = .* each a number above 0"):
         configured("--queue.domain-shares code=1,qa=0")
 
 
-def test_rollout_cannot_outlive_its_token() -> None:
-    """It would fail at its end, again and again, and its group with it."""
+def test_rollout_timeout_cannot_exceed_the_token_lifetime() -> None:
+    """It would fail at its end repeatedly, and its group with it."""
     with pytest.raises(ConfigError, match=r"session_ttl_s = 10800 must be at least queue\.roll"):
         configured("--queue.rollout-timeout-s 20000")

@@ -44,8 +44,8 @@ async def status(term: TermActors) -> Any:
     return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
 
 
-async def test_pause_is_on_record_before_it_holds(term: TermActors) -> None:
-    """The next leader keeps to it; runners that wait are served by the resume."""
+async def test_pause_is_recorded_before_it_takes_effect(term: TermActors) -> None:
+    """The next leader keeps it; waiting runners are served after the resume."""
     await term.commits.ask(m.SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
     assert term.record.fields == {"activity": Activity.PAUSED}
     assert (await status(term)).activity == scheduler_pb2.ACTIVITY_PAUSED
@@ -58,10 +58,9 @@ async def test_pause_is_on_record_before_it_holds(term: TermActors) -> None:
     assert grant.trajectory_id == "a:0:0"
 
 
-async def test_group_without_a_gradient_is_skipped(
-    skipping: TermActors, shards: FakeShards
-) -> None:
-    """All its rollouts score the same: tombstoned with that reason, counted, in no batch."""
+async def test_flat_group_is_skipped(skipping: TermActors, shards: FakeShards) -> None:
+    """All its rollouts have the same score: it is tombstoned with that reason, counted, and in no
+    batch."""
     await submit(skipping, make_task("same", size=2), make_task("differs", size=2))
     await sample(skipping, 1.0, 1.0, 1.0, 0.0)
     found = await status(skipping)
@@ -73,23 +72,23 @@ async def test_group_without_a_gradient_is_skipped(
     assert (change.task_id, change.reason) == ("same", SAME_OUTCOME)
 
 
-async def test_group_of_one_is_never_skipped(skipping: TermActors) -> None:
-    """A single rollout equals itself, which says nothing; nor is an evaluation given up."""
+async def test_group_of_one_rollout_is_never_skipped(skipping: TermActors) -> None:
+    """A single rollout equals itself; an evaluation is not skipped either."""
     await submit(skipping, make_task("one"), make_task("held-out", size=2, evaluation=True))
     await sample(skipping, 1.0, 1.0, 1.0)
     found = await status(skipping)
     assert (found.skipped, found.tombstoned, found.eval_pending) == (0, 0, 0)
 
 
-async def test_nothing_is_skipped_unless_asked_for(term: TermActors) -> None:
-    """Off by default: whether such a group is wanted is for the user to say."""
+async def test_flat_groups_are_trained_by_default(term: TermActors) -> None:
+    """The setting is off by default."""
     await submit(term, make_task("same", size=2))
     await sample(term, 1.0, 1.0)
     assert (await status(term)).skipped == 0
 
 
 async def test_trajectory_sealed_too_late_is_counted(term: TermActors) -> None:
-    """After the tombstone of its group it changes nothing, and is no error."""
+    """After the tombstone of its group it changes no state, and is no error."""
     await submit(term, make_task("a", size=2))
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
     first, second = await (await term.queue.ask(ask, timeout_s=ASK_S))
@@ -104,8 +103,8 @@ async def test_trajectory_sealed_too_late_is_counted(term: TermActors) -> None:
     assert (found.surplus, found.tombstoned, found.pending) == (1, 1, 0)
 
 
-async def test_time_that_jumps_back_ends_no_claim(term: TermActors, clock: Clock) -> None:
-    """The clock is monotonic; were it not, claims would only live longer."""
+async def test_backward_clock_jump_ends_no_claim(term: TermActors, clock: Clock) -> None:
+    """The clock is monotonic; if it were not, claims would last longer."""
     await submit(term, make_task("a"))
     clock.now_s = 5.0
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)

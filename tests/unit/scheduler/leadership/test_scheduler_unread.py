@@ -52,26 +52,28 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("actor", "question"), QUESTIONS)
-async def test_what_may_be_on_the_shard_is_waited_for(
+async def test_calls_wait_for_groups_that_may_be_on_an_unread_shard(
     unread: TermActors, actor: str, question: Any
 ) -> None:
-    """Told that it is unknown, a trainer would discard its step, and a runner its rollout."""
+    """If they were unknown, a trainer would discard its step, and a runner its rollout."""
     with pytest.raises(Unavailable, match="pool shard s1, which is awaited"):
         await getattr(unread, actor).ask(question, timeout_s=ASK_S)
 
 
 @pytest.mark.parametrize(("actor", "question"), QUESTIONS[:1])
-async def test_once_the_shard_is_read_the_answer_is_final(
+async def test_answer_is_final_once_the_shard_is_read(
     unread: TermActors, actor: str, question: Any
 ) -> None:
-    """What it does not hold either is unknown."""
+    """A group that it does not have either is unknown."""
     await unread.queue.ask(m.SetAway(shards=frozenset()), timeout_s=ASK_S)
     with pytest.raises(NotFound):
         await getattr(unread, actor).ask(question, timeout_s=ASK_S)
 
 
-async def test_what_is_known_goes_on(unread: TermActors, shards: FakeShards) -> None:
-    """Batches of the shards that answer are handed out and committed; claims are kept."""
+async def test_known_groups_continue_while_a_shard_is_unread(
+    unread: TermActors, shards: FakeShards
+) -> None:
+    """Batches of reachable shards are leased and committed; claims are kept."""
     take = m.TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await unread.queue.ask(take, timeout_s=ASK_S))
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
@@ -83,8 +85,8 @@ async def test_what_is_known_goes_on(unread: TermActors, shards: FakeShards) -> 
     assert (status.trained, list(status.shards_away)) == (1, ["s1"])
 
 
-async def test_record_has_a_bound_on_the_head(term: TermActors) -> None:
-    """It follows the head, and a rewind lowers it before the first group is taken back."""
+async def test_term_record_bounds_the_head(term: TermActors) -> None:
+    """It follows the head, and a rewind lowers it before the first group is undone."""
     await submit(term, "a", "b")
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
     grants = await (await term.queue.ask(ask, timeout_s=ASK_S))

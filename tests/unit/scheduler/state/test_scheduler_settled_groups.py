@@ -85,15 +85,15 @@ async def counts(term: TermActors) -> tuple[int, ...]:
     return status.accepted, status.trained, status.tombstoned, status.pending
 
 
-async def test_memory_does_not_grow_with_what_was_trained_on(term: TermActors) -> None:
+async def test_memory_does_not_grow_with_trained_groups(term: TermActors) -> None:
     """Two groups stay in memory; the counts have every one."""
     await train(term)
     assert len(term.state.catalog.tagged("")) == len(term.state.queue.ledger) == 2
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
-async def test_memory_does_not_grow_with_what_was_given_up(term: TermActors) -> None:
-    """Nor with what was evaluated."""
+async def test_memory_does_not_grow_with_tombstoned_groups(term: TermActors) -> None:
+    """Nor with evaluated ones."""
     for number in range(GROUPS):
         await submit(term, make_task(f"t{number}"), make_task(f"e{number}", evaluation=True))
         await seal_next(term)
@@ -105,11 +105,11 @@ async def test_memory_does_not_grow_with_what_was_given_up(term: TermActors) -> 
     assert await counts(term) == (GROUPS, 0, GROUPS, 0)
 
 
-async def test_duplicate_of_a_forgotten_group_is_answered_as_ever(
+async def test_duplicate_of_a_forgotten_group_is_recognized(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """Known by id, and strict about content. The shards are asked once for each submission, and
-    not for groups that are held."""
+    """By id, and strict about content. The shards are asked once for each submission, and not for
+    held groups."""
     await train(term)
     shards.looked_up.clear()
     known = (make_task("t0"), make_task("t1", tag="odd"), make_task("t11", tag="odd"))
@@ -122,8 +122,8 @@ async def test_duplicate_of_a_forgotten_group_is_answered_as_ever(
 async def test_new_task_waits_for_a_shard_that_may_have_it(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """A shard with forgotten groups is away: what is held or found is known, all else may be there,
-    and a full queue accepts duplicates."""
+    """A shard with forgotten groups is unreachable: held or found groups are known, all others may
+    be there, and a full queue accepts duplicates."""
     await train(term)
     where = {one.task.task_id: shard for shard, all_ in shards.groups.items() for one in all_}
     shards.down.add(next(shard for shard in ("s0", "s1") if shard != where["t0"]))
@@ -140,7 +140,7 @@ async def test_new_task_waits_for_a_shard_that_may_have_it(
 async def test_term_without_forgotten_groups_asks_no_shard(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """Tasks are new, and reports of others are of unknown tasks."""
+    """Tasks are new, and other reports are of unknown tasks."""
     assert await submit(term, make_task("t0")) == 1
     with pytest.raises(NotFound):
         await report(term, "other:0:0")
@@ -150,7 +150,7 @@ async def test_term_without_forgotten_groups_asks_no_shard(
 async def test_task_whose_write_was_uncertain_is_no_duplicate(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """It may be stored, and counts once it is acknowledged; the shards need not be asked."""
+    """It may be stored, and counts once it is acknowledged; no shard is asked."""
     await train(term)
     shards.refusal = DeadlineExceeded
     shards.down |= {"s0", "s1"}
@@ -164,9 +164,9 @@ async def test_task_whose_write_was_uncertain_is_no_duplicate(
     assert await counts(term) == (GROUPS + 1, GROUPS, 0, 1)
 
 
-async def test_late_word_of_a_forgotten_group_is_heard(term: TermActors) -> None:
-    """A report changes nothing, and a claim is lost, as for a group that is over and held; a task
-    that never was is not known."""
+async def test_late_calls_for_a_forgotten_group_are_answered(term: TermActors) -> None:
+    """A report changes nothing, and a claim is lost, as for a held settled group; a task that never
+    existed is unknown."""
     await train(term)
     await report(term, "t0:0:0", "t0:0:7")
     renew = m.RenewRollouts(lease_ids=["t0:0:0", "t11:0:0"])
@@ -176,8 +176,8 @@ async def test_late_word_of_a_forgotten_group_is_heard(term: TermActors) -> None
         await report(term, "other:0:0")
 
 
-async def test_repeated_commit_of_forgotten_groups_is_done(term: TermActors) -> None:
-    """By the step that made it; another step is refused."""
+async def test_repeated_commit_of_forgotten_groups_is_acknowledged(term: TermActors) -> None:
+    """Under its own step; another step is refused."""
     first, *_ = await train(term)
     await term.commits.ask(first, timeout_s=ASK_S)
     other = m.CommitBatch(batch_id=first.batch_id, step=5, task_ids=first.task_ids)
@@ -191,8 +191,8 @@ async def test_repeated_commit_of_forgotten_groups_is_done(term: TermActors) -> 
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
-async def test_rewind_takes_back_forgotten_groups(term: TermActors) -> None:
-    """They are read from the pool, and trained on again."""
+async def test_rewind_restores_forgotten_groups(term: TermActors) -> None:
+    """They are read from the pool, and trained again."""
     await train(term)
     assert await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
     assert await counts(term) == (GROUPS, 3, 0, GROUPS - 3)
@@ -205,10 +205,10 @@ async def test_rewind_takes_back_forgotten_groups(term: TermActors) -> None:
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
-async def test_rewind_that_cannot_read_the_pool_takes_nothing_back(
+async def test_rewind_without_the_pool_changes_nothing(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """It is UNAVAILABLE, and whole once the pool answers."""
+    """It is UNAVAILABLE, and complete once the pool answers."""
     await train(term)
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
@@ -219,7 +219,7 @@ async def test_rewind_that_cannot_read_the_pool_takes_nothing_back(
 
 
 async def test_forgotten_groups_are_listed(term: TermActors) -> None:
-    """In the order of the queue, by tag or all, with the trajectories that count."""
+    """In queue order, by tag or all, with their counting trajectories."""
     await train(term)
     assert await listed(term) == [f"t{number}" for number in range(GROUPS)]
     assert await listed(term, "odd") == [f"t{number}" for number in range(1, GROUPS, 2)]
@@ -234,7 +234,7 @@ async def test_forgotten_groups_are_listed(term: TermActors) -> None:
 async def test_list_waits_for_a_shard_with_forgotten_groups(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """It may have groups of the tag. Without forgotten groups, no shard is asked."""
+    """It may have groups of the tag. Without forgotten groups no shard is asked."""
     await submit(term, make_task("e", evaluation=True, tag="new"))
     shards.down |= {"s0", "s1"}
     assert await listed(term, "new") == ["e"]
@@ -259,8 +259,9 @@ def left_out(count: int) -> LeftOut:
     )
 
 
-async def test_what_a_scan_left_out_is_counted(term: TermActors) -> None:
-    """In the ledger, in progress, in the queue indices, and once, be the message repeated."""
+async def test_groups_left_out_of_a_scan_are_counted(term: TermActors) -> None:
+    """In the ledger, in progress and in the queue indices, and once, also if the message is
+    repeated."""
     for _ in range(2):
         part = m.RestoreGroups(number=0, left_out=[left_out(100)])
         await term.queue.ask(part, timeout_s=ASK_S)
@@ -274,8 +275,8 @@ async def test_what_a_scan_left_out_is_counted(term: TermActors) -> None:
     assert await term.queue.ask(m.FindForgotten(step=100), timeout_s=ASK_S) == frozenset()
 
 
-async def test_shard_that_cannot_look_up_is_held_whole(term: TermActors) -> None:
-    """One of an earlier version has joined: from then on no group is forgotten."""
+async def test_groups_of_a_shard_without_look_up_are_all_held(term: TermActors) -> None:
+    """A shard of an earlier version has joined: from then on no group is forgotten."""
     await term.queue.ask(m.RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
     await train(term)
     assert len(term.state.queue.ledger) == GROUPS
@@ -283,10 +284,11 @@ async def test_shard_that_cannot_look_up_is_held_whole(term: TermActors) -> None
     assert term.shards.looked_up == []
 
 
-async def test_indices_of_a_shard_that_joined_are_not_given_again(
+async def test_queue_indices_of_a_joined_shard_are_not_used_again(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """It was away when the term began: two groups with one index would be one to the window."""
+    """It was unreachable at the start of the term: two groups with one index would be one to the
+    window."""
     reserve = m.ReserveIndices(next_index={common_pb2.PURPOSE_TRAIN: 7})
     await term.submissions.ask(reserve, timeout_s=ASK_S)
     await submit(term, make_task("new"))

@@ -45,17 +45,19 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cause", "facts", "said"), CASES, ids=[case[0] for case in CASES])
-def test_each_cause_is_named_with_what_to_do(cause: str, facts: dict[str, Any], said: str) -> None:
-    """One look at the queue is enough to know where to look next."""
+def test_stall_causes_are_named_with_their_remedy(
+    cause: str, facts: dict[str, Any], said: str
+) -> None:
+    """The status line is enough to know where to look next."""
     stall = why(Facts(idle_s=AFTER_S, waiting=10, **facts), after_s=AFTER_S)
     assert stall is not None
     assert stall.cause == cause
     assert said in stall.text
 
 
-def test_causes_have_an_order() -> None:
-    """What keeps all else from mattering comes first: the operator's hand before a lack of runners,
-    that before what went wrong earlier."""
+def test_stall_causes_have_an_order() -> None:
+    """The dominant cause comes first: the operator's pause before a lack of runners, and that
+    before earlier failures."""
     all_facts: dict[str, Any] = {}
     for _, facts, _ in CASES:
         all_facts |= {name: value for name, value in facts.items() if name not in all_facts}
@@ -68,13 +70,13 @@ def test_causes_have_an_order() -> None:
     [{"idle_s": AFTER_S - 1, "waiting": 10, "tombstoned": 9}, {"idle_s": 9999.0, "waiting": 0}],
     ids=["progress", "nothing to train on"],
 )
-def test_no_stall_while_there_is_progress_or_nothing_waits(facts: dict[str, Any]) -> None:
+def test_progress_or_an_empty_queue_is_no_stall(facts: dict[str, Any]) -> None:
     """A queue at its end is no fault."""
     assert why(Facts(**facts), after_s=AFTER_S) is None
 
 
-def test_queue_of_which_all_was_given_up_is_a_stall() -> None:
-    """Nothing waits any more, and nothing was trained."""
+def test_queue_with_only_tombstones_is_a_stall() -> None:
+    """No group waits any more, and none was trained."""
     facts = Facts(idle_s=AFTER_S, tombstoned=94, tombstone_reason="died")
     stall = why(facts, after_s=AFTER_S)
     assert stall is not None and stall.cause == "given_up"
@@ -99,10 +101,10 @@ async def status(term: TermActors) -> Any:
     return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
 
 
-async def test_status_tells_a_stall_until_a_batch_is_committed(
+async def test_status_shows_a_stall_until_a_batch_is_committed(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """From the facts of a real queue: no runner, then one whose attempts are lost, then a step."""
+    """From a real queue: no runner, then a runner whose attempts are lost, then a step."""
     trajectory_id = await submit_and_lease(term, "a")
     assert not (await status(term)).HasField("stall")
     clock.now_s = 200.0
@@ -131,10 +133,8 @@ async def test_status_tells_a_stall_until_a_batch_is_committed(
     assert found.untrained_s == 0.0
 
 
-async def test_stall_is_logged_once_and_again_when_its_cause_changes(
-    term: TermActors, clock: Clock
-) -> None:
-    """A warning each tick would bury all else."""
+async def test_stall_is_logged_once_per_cause(term: TermActors, clock: Clock) -> None:
+    """A warning each tick would hide other lines."""
     await submit_and_lease(term, "a")
     with capture_logs() as logs:
         for clock.now_s in (200.0, 201.0, 202.0):
