@@ -10,7 +10,7 @@ from services.pool.config import PoolConfig, ReplicationSettings, RetentionSetti
 from services.scheduler.config import SchedulerConfig
 
 
-def test_a_table_stands_for_all_its_settings() -> None:
+def test_table_is_compared_with_all_its_settings() -> None:
     """Values are JSON; the order of a table's keys does not count."""
     one, other = (
         SchedulerConfig().queue.__class__(domain_shares=shares)
@@ -21,7 +21,7 @@ def test_a_table_stands_for_all_its_settings() -> None:
     assert (agreed[0]["s/queue.mode"], agreed[0]["s/queue.window"]) == ('"windowed"', "0")
 
 
-def test_an_export_of_a_model_is_the_same_model(tmp_path: Path) -> None:
+def test_exported_model_is_the_same_model(tmp_path: Path) -> None:
     """A checkpoint's config.json has another type of the weights, also in a part of it."""
     values = []
     for number, dtype in enumerate(("float32", "bfloat16")):
@@ -35,14 +35,14 @@ def test_an_export_of_a_model_is_the_same_model(tmp_path: Path) -> None:
     assert values[0]["/model config.json"].startswith("A ")
 
 
-def test_a_missing_or_damaged_model_has_no_value(tmp_path: Path) -> None:
-    """Its service says so itself."""
+def test_missing_or_damaged_model_has_no_value(tmp_path: Path) -> None:
+    """Its service reports it."""
     assert agreed_model("") == agreed_model(str(tmp_path / "none")) == {}
     (tmp_path / "config.json").write_text("[1]")
     assert agreed_model(str(tmp_path)) == {}
 
 
-def test_only_replicas_of_one_shard_agree() -> None:
+def test_settings_are_compared_among_replicas_of_one_shard() -> None:
     """An unreplicated shard has one instance."""
     kept = RetentionSettings(keep_bytes=1)
     assert PoolConfig(shard="0", retention=kept).agreed() == {}

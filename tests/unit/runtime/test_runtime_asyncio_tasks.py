@@ -9,8 +9,8 @@ import pytest
 from forge.runtime.asyncio_tasks import first_done
 
 
-async def test_the_first_task_is_returned_and_the_others_are_cancelled() -> None:
-    """A task and a coroutine race; a shielded future survives."""
+async def test_first_task_is_returned_and_the_others_are_cancelled() -> None:
+    """Of a task and a coroutine; a shielded future survives."""
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(asyncio.Event().wait())
     first = asyncio.create_task(asyncio.sleep(0, result=3))
@@ -22,8 +22,8 @@ async def test_the_first_task_is_returned_and_the_others_are_cancelled() -> None
     assert not never.done()
 
 
-async def test_an_error_stays_in_its_task() -> None:
-    """A task that fails counts as ended; its error is for the caller to read."""
+async def test_error_stays_in_its_task() -> None:
+    """A failed task counts as ended; the caller reads its error."""
 
     async def fail() -> None:
         raise ValueError("broken")
@@ -33,7 +33,7 @@ async def test_an_error_stays_in_its_task() -> None:
         await done
 
 
-async def test_a_cancelled_wait_cancels_all() -> None:
+async def test_cancelled_wait_cancels_all_tasks() -> None:
     """No task outlives its waiter."""
     task = asyncio.create_task(asyncio.Event().wait())
     waiter = asyncio.create_task(first_done(task))

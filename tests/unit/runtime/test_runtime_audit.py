@@ -36,13 +36,13 @@ def written(file: str) -> str:
     return subprocess.run(argv, stderr=subprocess.PIPE, text=True, check=True).stderr
 
 
-def test_lines_go_to_the_log_whatever_its_level() -> None:
-    """Without a file of their own."""
+def test_audit_lines_go_to_the_log_at_any_level() -> None:
+    """If they have no file."""
     lines = [json.loads(line) for line in written("").splitlines()]
     assert [line["code"] for line in lines] == ["OK", "UNAVAILABLE"]
 
 
-def test_the_file_is_opened_again_after_a_rotation(tmp_path: Path) -> None:
+def test_audit_file_is_opened_again_after_a_rotation(tmp_path: Path) -> None:
     """logrotate needs no signal; the log has no copy."""
     assert written(str(tmp_path / "audit.log")) == ""
     lines = [json.loads((tmp_path / name).read_text()) for name in ("audit.log.1", "audit.log")]
@@ -61,13 +61,13 @@ def test_the_file_is_opened_again_after_a_rotation(tmp_path: Path) -> None:
     assert not (tmp_path / "audit.log").stat().st_mode & 0o007
 
 
-def test_an_unwritable_file_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_audit_file_is_one_line(tmp_path: Path) -> None:
     """A wrong setting, at the start."""
     with pytest.raises(ConfigError, match=r"audit_file = .*: No such file or directory"):
         configure_audit("pool", "p", file=str(tmp_path / "absent" / "audit.log"))
 
 
-def test_targets_are_ids_and_plain_fields_without_content() -> None:
+def test_audit_targets_are_ids_without_content() -> None:
     """Payloads and rewards stay in the pool; long lists and texts are cut."""
     tasks = [common_pb2.Task(task_id=f"t{n}", payload_json="secret") for n in range(MAX_IDS + 1)]
     targets = targets_of(scheduler_pb2.SubmitTasksRequest(tasks=tasks))

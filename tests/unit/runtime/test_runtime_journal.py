@@ -36,12 +36,12 @@ def lines_of(journal: str, tmp_path: Path) -> list[str]:
 
 
 def test_lines_in_the_journal_have_priorities(tmp_path: Path) -> None:
-    """`journalctl --priority warning` shows warnings and errors, of libraries too."""
+    """`journalctl --priority warning` shows warnings and errors, also of libraries."""
     lines = lines_of("{}", tmp_path)
     assert [line[:3] for line in lines] == ["<7>", "<6>", "<4>", "<3>", "<3>"]
     assert json.loads(lines[2][3:])["event"] == "c"
 
 
-def test_lines_elsewhere_are_json_alone(tmp_path: Path) -> None:
-    """stderr that is not the journal's, as of a child with its own file."""
+def test_lines_outside_the_journal_are_json_alone(tmp_path: Path) -> None:
+    """On a stderr that is not the journal's."""
     assert [json.loads(line)["event"] for line in lines_of("1:2", tmp_path)] == [*"abcde"]

@@ -33,13 +33,13 @@ SESSION = Claims(
 )
 
 
-def test_verified_token_says_what_was_signed() -> None:
+def test_verified_token_returns_its_signed_claims() -> None:
     """Every claim comes back as it was."""
     keyring = Keyring.from_bytes(KEY)
     assert keyring.verify(keyring.sign(SESSION), now_s=999.0) == SESSION
 
 
-def test_expired_token_is_refused_even_when_it_was_verified_before() -> None:
+def test_expired_token_is_refused_although_it_was_verified_before() -> None:
     """The cache of verified tokens does not outlive their expiry."""
     keyring = Keyring.from_bytes(KEY)
     token = keyring.sign(SESSION)
@@ -48,10 +48,10 @@ def test_expired_token_is_refused_even_when_it_was_verified_before() -> None:
         keyring.verify(token, now_s=1000.0)
 
 
-def test_an_expired_token_is_tolerated_where_clocks_may_differ(
+def test_expired_token_is_tolerated_within_the_clock_tolerance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For a day unless set otherwise; the refusal after it says by whose clock and what to do."""
+    """For a day by default; the later refusal names the clock and the way out."""
     keyring = Keyring.from_bytes(KEY)
     token = keyring.sign(SESSION)
     tolerant, strict = Security(keyring), Security(keyring, clock_tolerance_s=0.0)
@@ -64,10 +64,10 @@ def test_an_expired_token_is_tolerated_where_clocks_may_differ(
         tolerant.verify(token)
 
 
-def test_a_service_token_is_renewed_after_the_clock_was_set_back(
+def test_service_token_is_renewed_after_the_clock_was_set_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its age goes by the monotonic clock: one minted a year ahead is not kept for a year."""
+    """Its age follows the monotonic clock: a token minted a year ahead is not kept for a year."""
     now_s = time.monotonic()
     security = Security(Keyring.from_bytes(KEY), subject="pool-0")
     monkeypatch.setattr(time, "time", lambda: 4e9)
@@ -80,15 +80,15 @@ def test_a_service_token_is_renewed_after_the_clock_was_set_back(
 
 
 def test_token_of_another_cluster_is_refused() -> None:
-    """Only who holds the key can sign."""
+    """Only a holder of the key can sign."""
     token = Keyring.from_bytes(b"x" * 32).sign(SESSION)
     with pytest.raises(Unauthenticated, match="not signed by this cluster's key"):
         Keyring.from_bytes(KEY).verify(token, now_s=0)
 
 
 @given(st.data())
-def test_no_changed_token_is_accepted(data: st.DataObject) -> None:
-    """Whatever character is changed, nothing but the very claims signed is ever accepted."""
+def test_changed_token_is_refused(data: st.DataObject) -> None:
+    """For a change of any character: only the signed claims are accepted."""
     keyring = Keyring.from_bytes(KEY)
     token = keyring.sign(SESSION)
     at = data.draw(st.integers(0, len(token) - 1))
@@ -103,14 +103,14 @@ def test_no_changed_token_is_accepted(data: st.DataObject) -> None:
 
 
 @given(st.text(max_size=60))
-def test_garbage_is_unauthenticated_and_nothing_else(token: str) -> None:
-    """No input whatever raises anything but Unauthenticated."""
+def test_garbage_raises_only_unauthenticated(token: str) -> None:
+    """For any input."""
     with pytest.raises(Unauthenticated):
         Keyring.from_bytes(KEY).verify(token, now_s=0)
 
 
-def test_rotated_key_still_verifies_what_the_old_one_signed() -> None:
-    """The first key signs, all verify: no token dies on the day of the change."""
+def test_rotated_key_verifies_tokens_of_the_old_key() -> None:
+    """The first key signs, all verify: a rotation ends no token."""
     old, new = Keyring.from_bytes(KEY), Keyring.from_bytes(b"n" * 32, KEY)
     assert new.verify(old.sign(SESSION), now_s=0) == SESSION
     with pytest.raises(Unauthenticated):
@@ -118,7 +118,7 @@ def test_rotated_key_still_verifies_what_the_old_one_signed() -> None:
 
 
 def test_generated_key_is_for_its_owner_alone_and_is_not_replaced(tmp_path: Path) -> None:
-    """Generating twice keeps the first key: tokens in flight stay valid."""
+    """A second call keeps the first key: its tokens stay valid."""
     path = tmp_path / "key"
     first = Keyring.generate(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -126,7 +126,7 @@ def test_generated_key_is_for_its_owner_alone_and_is_not_replaced(tmp_path: Path
 
 
 def test_key_file_open_to_everybody_is_refused(tmp_path: Path) -> None:
-    """The error says how to close it."""
+    """The error says how to restrict it."""
     path = tmp_path / "key"
     path.write_bytes(KEY)
     path.chmod(0o644)
@@ -145,7 +145,7 @@ def test_weak_key_file_is_refused(tmp_path: Path, content: bytes, message: str) 
 
 
 def test_missing_key_file_names_the_setting_and_the_file() -> None:
-    """One line says which setting points nowhere."""
+    """In one line."""
     with pytest.raises(ConfigError, match="key_file = '/no/such': No such file"):
         Keyring.from_file("/no/such")
     with pytest.raises(ConfigError, match="key_file is not set"):
@@ -166,8 +166,10 @@ def test_missing_key_file_names_the_setting_and_the_file() -> None:
         ("session", "", True),
     ],
 )
-def test_service_may_do_all_but_speak_for_a_session(held: str, needed: str, allowed: bool) -> None:
-    """Scopes are what a caller may do; "" is open to everybody."""
+def test_service_may_do_everything_except_session_calls(
+    held: str, needed: str, allowed: bool
+) -> None:
+    """Scopes limit a caller; "" is open to everybody."""
     claims = Claims(subject="x", scopes=frozenset({held}))
     assert claims.allows(needed) is allowed
 
@@ -185,8 +187,8 @@ def test_service_may_do_all_but_speak_for_a_session(held: str, needed: str, allo
         ("example.org", False),
     ],
 )
-def test_loopback_is_what_no_other_host_can_reach(host: str, loopback: bool) -> None:
-    """A name that is not surely loopback is not."""
+def test_loopback_addresses_are_recognized(host: str, loopback: bool) -> None:
+    """A name that may not be loopback is not."""
     assert is_loopback(host) is loopback
 
 
@@ -194,7 +196,7 @@ def test_loopback_is_what_no_other_host_can_reach(host: str, loopback: bool) -> 
     "endpoints", ["10.0.0.1:2379", "http://etcd.internal:2379", "127.0.0.1:2379, 10.0.0.1:2379"]
 )
 def test_plaintext_etcd_beyond_loopback_is_refused(endpoints: str) -> None:
-    """Its directory decides where tokens go; `insecure` allows it knowingly."""
+    """Its directory decides where tokens go; `insecure` allows it."""
     keyring = Keyring.from_bytes(b"k" * 32)
     with pytest.raises(ConfigError, match=r"etcd = .* is plaintext .*insecure = true") as caught:
         Security(keyring).etcd_credentials(endpoints)
@@ -203,8 +205,8 @@ def test_plaintext_etcd_beyond_loopback_is_refused(endpoints: str) -> None:
     assert Security(keyring).etcd_credentials("http://127.0.0.1:1, localhost:2, [::1]:3") is None
 
 
-def test_plain_tcp_beyond_loopback_is_refused_with_the_keys_to_set() -> None:
-    """The error names the settings that would make it allowed; `insecure` allows it knowingly."""
+def test_plain_tcp_beyond_loopback_is_refused_with_the_settings() -> None:
+    """The error names the settings that would allow it; `insecure` allows it too."""
     keyring = Keyring.from_bytes(KEY)
     with pytest.raises(ConfigError, match=r"tls_cert, tls_key and tls_ca \(or insecure = true"):
         Security(keyring).server_credentials("0.0.0.0")
@@ -213,8 +215,8 @@ def test_plain_tcp_beyond_loopback_is_refused_with_the_keys_to_set() -> None:
     assert Security(keyring, insecure=True).server_credentials("0.0.0.0") is None
 
 
-def test_half_a_certificate_is_refused() -> None:
-    """A certificate without its key, or the other way round, is a mistake."""
+def test_certificate_without_its_key_is_refused() -> None:
+    """And a key without its certificate."""
     with pytest.raises(ConfigError, match="tls_cert and tls_key must be set together"):
         Security(Keyring.from_bytes(KEY), tls_cert="cert.pem")
 
@@ -238,14 +240,14 @@ def test_service_token_is_kept_until_half_its_life() -> None:
         ("session", {"session"}),
     ],
 )
-def test_a_role_includes_those_below_it(held: str, allowed: set[str]) -> None:
-    """viewer < operator < admin; a runner and a session stand alone."""
+def test_role_includes_lower_roles(held: str, allowed: set[str]) -> None:
+    """viewer < operator < admin; runner and session are separate."""
     claims = Claims(subject="x", scopes=frozenset({held}))
     roles = ("viewer", "operator", "admin", "runner", "session", "service")
     assert {role for role in roles if claims.allows(role)} == allowed
 
 
-def test_a_token_is_refused_where_it_is_not_for() -> None:
+def test_token_is_refused_by_other_audiences() -> None:
     """A token of an earlier release names no audience and is accepted everywhere."""
     security = Security(Keyring.from_bytes(KEY), subject="pool-0")
     token = security.token_for("PoolService")
@@ -256,7 +258,7 @@ def test_a_token_is_refused_where_it_is_not_for() -> None:
     assert security.verify(earlier, "TrainerService").subject == "old"
 
 
-def test_a_holder_narrows_a_token_and_cannot_widen_it() -> None:
+def test_token_holder_can_narrow_but_not_widen_it() -> None:
     """Without the key; a narrowed token has the claims and the id of its source."""
     keyring = Keyring.from_bytes(KEY)
     claims = dataclasses.replace(SESSION, audience=frozenset({"A", "B"}), token_id="t1")
@@ -273,8 +275,8 @@ def test_a_holder_narrows_a_token_and_cannot_widen_it() -> None:
             keyring.verify(refused, now_s=0)
 
 
-def test_a_deeply_nested_narrowing_is_refused() -> None:
-    """A holder signs its narrowing without the key, so it may be any text."""
+def test_deeply_nested_narrowing_is_refused() -> None:
+    """A holder writes its narrowing without the key, so it may be any text."""
     keyring = Keyring.from_bytes(KEY)
     narrowing = base64.urlsafe_b64encode(b"[" * 5001).decode()
     signed = sign_text(keyring.sign(SESSION), narrowing)
@@ -282,7 +284,7 @@ def test_a_deeply_nested_narrowing_is_refused() -> None:
         keyring.verify(f"{signed['signer']}.{narrowing}.{signed['signature']}", now_s=0)
 
 
-def test_a_short_life_of_a_persons_token_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_token_of_a_person_expires_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tolerance of a day is for services, whose clocks may differ."""
     security = Security(Keyring.from_bytes(KEY))
     claims = Claims(subject="ada", scopes=frozenset({"admin"}), expires_unix_s=1000.0)
@@ -294,7 +296,7 @@ def test_a_short_life_of_a_persons_token_stays_short(monkeypatch: pytest.MonkeyP
         security.verify(token)
 
 
-def test_a_replaced_token_file_is_read_again(tmp_path: Path) -> None:
+def test_replaced_token_file_is_read_again(tmp_path: Path) -> None:
     """A runner gets its next token without a restart; an unreadable file keeps the last one."""
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):

@@ -78,12 +78,12 @@ def toml(tmp_path: Path) -> Path:
     return tmp_path / "oven.toml"
 
 
-def test_defaults_hold_where_nothing_is_set() -> None:
-    """No source, no surprise."""
+def test_defaults_hold_without_any_source() -> None:
+    """Without file, variables and flags."""
     assert oven() == OvenConfig()
 
 
-def test_flag_beats_service_variable_beats_variable_beats_file(toml: Path) -> None:
+def test_flag_overrides_service_variable_overrides_variable_overrides_file(toml: Path) -> None:
     """The nearer to the process a source is, the stronger it is."""
     toml.write_text('trays = 3\nhost = "127.0.0.2"\nlabel = "file"\nmode = "bottom"\n')
     environ = {"FORGE_HOST": "127.0.0.3", "FORGE_TRAYS": "4", "FORGE_OVEN_TRAYS": "5"}
@@ -97,8 +97,8 @@ def test_flag_beats_service_variable_beats_variable_beats_file(toml: Path) -> No
     )
 
 
-def test_config_file_may_be_named_by_the_environment(toml: Path) -> None:
-    """FORGE_CONFIG is what a systemd unit sets."""
+def test_environment_may_name_the_config_file(toml: Path) -> None:
+    """FORGE_CONFIG is set by systemd units."""
     toml.write_text("trays = 7\n")
     assert oven(environ={"FORGE_CONFIG": str(toml)}).trays == 7
 
@@ -123,12 +123,14 @@ def test_config_file_may_be_named_by_the_environment(toml: Path) -> None:
         (["--light.times=cake=2.5"], "light", LightSettings(times={"cake": 2.5})),
     ],
 )
-def test_flags_take_every_type_in_both_spellings(words: list[str], field: str, value: Any) -> None:
+def test_flags_accept_every_type_in_both_spellings(
+    words: list[str], field: str, value: Any
+) -> None:
     """`--key value` and `--key=value`, and --key / --no-key for a switch."""
     assert getattr(oven(*words), field) == value
 
 
-def test_table_takes_its_settings_from_every_source(toml: Path) -> None:
+def test_table_gets_its_settings_from_every_source(toml: Path) -> None:
     """A dot in a flag and two underscores in a variable follow the name of the table."""
     toml.write_text('[light]\ncolor = "red"\npower_w = 1\ndoor = false\n[light.times]\ncake = 1\n')
     environ = {"FORGE_LIGHT__DOOR": "true", "FORGE_OVEN_LIGHT__POWER_W": "2"}
@@ -162,13 +164,13 @@ def test_key_without_its_table_names_the_table(
 
 
 def test_settings_are_checked_together() -> None:
-    """The service's own check is part of the reading, whatever source a setting has."""
+    """The service's own check runs while settings are read, from every source."""
     with pytest.raises(ConfigError, match=r"^heat_c = 300\.0 is not .* mode = bottom$"):
         oven("--heat-c=300", environ={"FORGE_MODE": "bottom"})
 
 
-def test_toml_takes_every_type(toml: Path) -> None:
-    """A file says the same as flags do, in TOML's own types."""
+def test_toml_file_accepts_every_type(toml: Path) -> None:
+    """In TOML's own types."""
     toml.write_text(
         'heat_c = 200\nfan = true\nrecipes = ["bread"]\nmode = "bottom"\n[shares]\na = 1\n'
     )
@@ -207,10 +209,10 @@ def test_toml_takes_every_type(toml: Path) -> None:
         ("heat_c = ", "cannot be read: Invalid value (at end of document)"),
     ],
 )
-def test_wrong_file_is_one_line_with_file_key_value_and_allowed(
+def test_wrong_file_is_one_line_with_file_key_value_and_allowed_values(
     toml: Path, text: str, message: str
 ) -> None:
-    """Whoever reads the error can fix the file without looking anything up."""
+    """The line is enough to fix the file."""
     toml.write_text(text)
     with pytest.raises(ConfigError) as caught:
         oven(toml=toml)
@@ -236,7 +238,7 @@ def test_wrong_file_is_one_line_with_file_key_value_and_allowed(
         (["--config", "/no/such.toml"], {}, "/no/such.toml: cannot be read: No such file"),
     ],
 )
-def test_wrong_flag_or_variable_names_itself(
+def test_error_names_the_wrong_flag_or_variable(
     words: list[str], environ: dict[str, str], message: str
 ) -> None:
     """The source of a wrong value is part of the error."""
@@ -244,8 +246,8 @@ def test_wrong_flag_or_variable_names_itself(
         oven(*words, environ=environ)
 
 
-def test_variable_of_another_service_is_none_of_ours() -> None:
-    """One environment may carry the settings of several services."""
+def test_variable_of_another_service_is_ignored() -> None:
+    """One environment may have the settings of several services."""
     assert oven(environ={"FORGE_GRPC_ADDR": "h:1", "FORGE_STOVE_TRAYS": "9"}) == OvenConfig()
 
 
@@ -265,10 +267,8 @@ def test_help_names_every_setting_with_default_range_and_meaning(
     assert "FORGE_OVEN_<KEY>" in shared
 
 
-def test_printed_config_reads_back_to_the_same(
-    toml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--print-config shows what is in force, as a file one can start from."""
+def test_printed_config_is_read_back(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--print-config shows the current settings, as a file to start from."""
     with pytest.raises(SystemExit) as caught:
         oven("--heat-c", "99", "--print-config", "--shares", "a=0.5", "--light.color=red")
     assert caught.value.code == 0
@@ -295,10 +295,10 @@ def test_printed_config_reads_back_to_the_same(
         label=st.text(),
     )
 )
-def test_any_config_survives_its_toml(
+def test_every_config_survives_its_toml(
     config: OvenConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever text a setting holds, printing and reading it gives the same back."""
+    """For any text in a setting."""
     toml = tmp_path_factory.mktemp("toml") / "oven.toml"
     toml.write_text(to_toml(config), encoding="utf-8")
     assert oven(toml=toml) == config

@@ -16,7 +16,7 @@ STORED = (
 )
 
 
-def test_a_stored_manifest_keeps_its_fields() -> None:
+def test_stored_manifest_keeps_its_fields() -> None:
     """The JSON object of an earlier release decodes, and encodes to the same object."""
     manifest = WeightManifest.decode(STORED)
     assert manifest == WeightManifest(
@@ -30,8 +30,8 @@ def test_a_stored_manifest_keeps_its_fields() -> None:
     assert json.loads(manifest.encode()) == json.loads(STORED)
 
 
-def test_a_field_of_a_later_release_is_ignored() -> None:
-    """A manifest may get fields: workers of this release read it still."""
+def test_manifest_field_of_a_later_release_is_ignored() -> None:
+    """Workers of this release still read it."""
     later = json.dumps({**json.loads(STORED), "compression": "none"}).encode()
     assert WeightManifest.decode(later) == WeightManifest.decode(STORED)
 
@@ -39,8 +39,8 @@ def test_a_field_of_a_later_release_is_ignored() -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"{}", b'{"weight_version": "7"}', b"\xff", b'{"\xff', b'{"a":' * 5000]
 )
-def test_a_value_that_is_no_manifest_is_data_loss(value: bytes) -> None:
-    """The error says what is wrong with the value."""
+def test_value_that_is_no_manifest_is_data_loss(value: bytes) -> None:
+    """The error names the fault."""
     with pytest.raises(DataLoss, match="the weight manifest is unreadable: "):
         WeightManifest.decode(value)
 

@@ -42,7 +42,7 @@ both = pytest.mark.parametrize("kind", [Doubler, ThreadDoubler])
 
 
 @both
-async def test_ask_is_answered_with_what_receive_returns(
+async def test_ask_returns_the_value_of_receive(
     system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
 ) -> None:
     """The return value of receive is the answer."""
@@ -87,10 +87,10 @@ async def test_a_message_ends_with_its_answer(
 
 
 @both
-async def test_refusal_reaches_the_asker_and_the_actor_goes_on(
+async def test_refusal_is_raised_to_the_caller_and_the_actor_continues(
     system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
 ) -> None:
-    """A ForgeError is an answer, not a crash: the same incarnation handles what follows."""
+    """A ForgeError is an answer, not a crash: the same incarnation handles the next messages."""
     ref = await system.spawn(kind, name="a")
     with pytest.raises(NotFound, match="no such thing"):
         await ref.ask(Refuse(), timeout_s=30)
@@ -98,7 +98,7 @@ async def test_refusal_reaches_the_asker_and_the_actor_goes_on(
 
 
 @both
-async def test_crash_reaches_the_asker_and_a_fresh_actor_takes_over(
+async def test_crash_is_raised_to_the_caller_and_the_actor_restarts(
     system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
 ) -> None:
     """Any other exception ends the incarnation; waiting messages are handled by the next."""
@@ -112,10 +112,10 @@ async def test_crash_reaches_the_asker_and_a_fresh_actor_takes_over(
 
 
 @both
-async def test_too_many_crashes_stop_the_actor_and_tell_the_supervisor(
+async def test_too_many_crashes_stop_the_actor_and_escalate(
     kind: Callable[[], Actor | ThreadActor],
 ) -> None:
-    """Past max_restarts the actor is gone, its name and last error are escalated."""
+    """After max_restarts the actor is stopped; its name and last error are escalated."""
     escalated: list[tuple[str, BaseException]] = []
     system = ActorSystem("test", on_escalate=lambda name, error: escalated.append((name, error)))
     ref = await system.spawn(kind, name="a", restart=Restart(max_restarts=2, backoff_s=0))
@@ -130,17 +130,17 @@ async def test_too_many_crashes_stop_the_actor_and_tell_the_supervisor(
 
 
 @both
-async def test_message_nobody_handles_is_a_bug_that_names_both(
+async def test_unknown_message_is_a_bug_that_names_actor_and_message(
     system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
 ) -> None:
-    """An unknown message crashes with the actor's and the message's type."""
+    """It crashes the actor."""
     ref = await system.spawn(kind, name="a", restart=AT_ONCE)
     with pytest.raises(NotImplementedError, match=r"Doubler handles no float"):
         await ref.ask(1.5, timeout_s=30)
 
 
 async def test_full_mailbox_refuses_at_once(system: ActorSystem) -> None:
-    """Overload is an error with a retry hint, never a longer queue."""
+    """Overload is an error with a retry hint, not a longer queue."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     asks = [asyncio.create_task(ref.ask(number, timeout_s=30)) for number in range(1)]
@@ -156,10 +156,10 @@ async def test_full_mailbox_refuses_at_once(system: ActorSystem) -> None:
     assert await asyncio.gather(*asks) == [0, 1, 2]
 
 
-async def test_late_answer_is_a_deadline_error_and_the_actor_goes_on(
+async def test_late_answer_is_a_deadline_error_and_the_actor_continues(
     system: ActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The asker is told that the outcome is unknown; the actor finishes what it began."""
+    """The caller learns that the outcome is unknown; the actor finishes its message."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     loop = asyncio.get_running_loop()
@@ -178,8 +178,8 @@ async def test_late_answer_is_a_deadline_error_and_the_actor_goes_on(
     assert gate.seen == ["slow", "next"]
 
 
-async def test_message_whose_asker_gave_up_is_not_worked_on(system: ActorSystem) -> None:
-    """Under overload no time goes into answers nobody waits for."""
+async def test_message_of_a_caller_that_gave_up_is_not_handled(system: ActorSystem) -> None:
+    """Under overload no work goes into unread answers."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     first = asyncio.create_task(ref.ask("first", timeout_s=30))
@@ -192,10 +192,10 @@ async def test_message_whose_asker_gave_up_is_not_worked_on(system: ActorSystem)
     assert gate.seen == ["first", "last"]
 
 
-async def test_stop_lets_the_message_in_hand_finish_and_answers_the_rest(
+async def test_stop_finishes_the_current_message_and_answers_the_others(
     system: ActorSystem,
 ) -> None:
-    """Every pending ask has an answer after stop, and nothing more is handled."""
+    """Every pending ask has an answer after stop, and no other message is handled."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=30))
@@ -211,8 +211,8 @@ async def test_stop_lets_the_message_in_hand_finish_and_answers_the_rest(
     assert gate.seen == ["in hand"]
 
 
-async def test_stop_cuts_off_a_message_that_takes_too_long(system: ActorSystem) -> None:
-    """Past its time-out, stop cancels; even that asker gets an answer."""
+async def test_stop_cancels_a_message_that_takes_too_long(system: ActorSystem) -> None:
+    """After its time-out; that caller gets an answer too."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     stuck = asyncio.create_task(ref.ask("stuck", timeout_s=30))
@@ -222,8 +222,8 @@ async def test_stop_cuts_off_a_message_that_takes_too_long(system: ActorSystem) 
         await stuck
 
 
-async def test_stop_in_the_middle_of_a_start_reaches_who_spawns(system: ActorSystem) -> None:
-    """Nobody waits for an actor that will never be there."""
+async def test_stop_during_a_start_is_raised_to_the_spawner(system: ActorSystem) -> None:
+    """The spawner does not wait for an actor that will never exist."""
 
     class Slow(Doubler):
         async def started(self) -> None:
@@ -237,7 +237,7 @@ async def test_stop_in_the_middle_of_a_start_reaches_who_spawns(system: ActorSys
 
 
 async def test_stop_ends_a_back_off_at_once(system: ActorSystem) -> None:
-    """Who is asked to stop does not sit out the pause before a restart."""
+    """A stopping actor does not wait for the pause before a restart."""
     ref = await system.spawn(Doubler, name="a", restart=Restart(backoff_s=300, max_backoff_s=300))
     with pytest.raises(KeyError):
         await ref.ask(Crash(), timeout_s=30)
@@ -249,7 +249,7 @@ async def test_stop_ends_a_back_off_at_once(system: ActorSystem) -> None:
 
 
 async def test_actor_may_stop_itself(system: ActorSystem) -> None:
-    """Stop from inside receive closes the mailbox and does not wait for its own end."""
+    """Stop inside receive closes the mailbox and does not wait for its own end."""
 
     class Suicidal(Actor):
         async def receive(self, message: Any) -> Any:
@@ -262,8 +262,8 @@ async def test_actor_may_stop_itself(system: ActorSystem) -> None:
         ref.tell("more")
 
 
-async def test_cancelled_inner_task_is_a_crash_not_the_end(system: ActorSystem) -> None:
-    """A CancelledError that comes from within restarts the actor like any other bug."""
+async def test_cancelled_inner_task_is_a_crash(system: ActorSystem) -> None:
+    """A CancelledError from within restarts the actor like any other bug."""
 
     class Inner(Actor):
         async def receive(self, message: Any) -> Any:
@@ -278,8 +278,8 @@ async def test_cancelled_inner_task_is_a_crash_not_the_end(system: ActorSystem) 
 
 
 @pytest.mark.parametrize("base", [Actor, ThreadActor])
-async def test_failed_start_is_raised_to_who_spawns(system: ActorSystem, base: type[Any]) -> None:
-    """What `started` raises at first is the spawner's to handle; no restart hides it."""
+async def test_failed_start_is_raised_to_the_spawner(system: ActorSystem, base: type[Any]) -> None:
+    """The first error of `started` is the spawner's to handle; no restart hides it."""
     if base is Actor:
 
         class Loop(Actor):
@@ -300,7 +300,7 @@ async def test_failed_start_is_raised_to_who_spawns(system: ActorSystem, base: t
 
 
 async def test_failing_factory_on_restart_is_escalated() -> None:
-    """When no fresh actor can be made the supervisor is told, and no ask is left hanging."""
+    """If no new actor can be made, the supervisor is notified, and every ask is answered."""
     escalated = asyncio.Event()
     system = ActorSystem("test", on_escalate=lambda *_: escalated.set())
     made: list[Doubler] = []
@@ -320,7 +320,7 @@ async def test_failing_factory_on_restart_is_escalated() -> None:
 
 
 async def test_two_actors_cannot_have_one_name(system: ActorSystem) -> None:
-    """A name is an address; it is free again once its actor has stopped."""
+    """A name is free again once its actor has stopped."""
     first = await system.spawn(Doubler, name="a")
     with pytest.raises(FailedPrecondition, match="an actor a already"):
         await system.spawn(Doubler, name="a")
@@ -366,8 +366,8 @@ async def test_started_and_stopped_frame_every_incarnation(
     assert len(events) in (4, 6)
 
 
-async def test_system_stops_the_youngest_first(system: ActorSystem) -> None:
-    """Who was spawned later may rest on who was there before, never the other way round."""
+async def test_system_stops_the_youngest_actor_first(system: ActorSystem) -> None:
+    """A later actor may depend on an earlier one, never the other way round."""
     order: list[str] = []
 
     class Last(Actor):
@@ -384,7 +384,7 @@ async def test_system_stops_the_youngest_first(system: ActorSystem) -> None:
 
 
 async def test_tell_is_safe_from_any_thread(system: ActorSystem) -> None:
-    """Messages told by other threads are all handled, each thread's in its order."""
+    """Messages of other threads are all handled, each thread's in its order."""
     seen: list[tuple[int, int]] = []
     complete = asyncio.Event()
 

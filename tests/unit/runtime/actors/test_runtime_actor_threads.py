@@ -43,8 +43,8 @@ class Batcher(ThreadActor):
         return [NotFound(message) if message == "bad" else message for message in messages]
 
 
-async def test_waiting_messages_come_in_batches_of_at_most_batch_size(system: ActorSystem) -> None:
-    """What gathered during one batch is the next, in order, none twice and none left out."""
+async def test_waiting_messages_form_batches_of_at_most_batch_size(system: ActorSystem) -> None:
+    """Messages of one batch time form the next, in order, each once."""
     batcher = Batcher()
     ref = await system.spawn(lambda: batcher, name="batcher")
     asks = [asyncio.create_task(ref.ask(number, timeout_s=30)) for number in range(11)]
@@ -55,7 +55,7 @@ async def test_waiting_messages_come_in_batches_of_at_most_batch_size(system: Ac
     assert max(map(len, batcher.batches)) == 4
 
 
-async def test_exception_as_outcome_fails_that_ask_alone(system: ActorSystem) -> None:
+async def test_exception_as_outcome_fails_one_ask(system: ActorSystem) -> None:
     """One bad record of a group commit does not spoil the others."""
     batcher = Batcher()
     batcher.gate.set()
@@ -67,8 +67,9 @@ async def test_exception_as_outcome_fails_that_ask_alone(system: ActorSystem) ->
     assert isinstance(outcomes[1], NotFound)
 
 
-async def test_refused_batch_refuses_each_ask_and_the_actor_goes_on(system: ActorSystem) -> None:
-    """A ForgeError of the whole batch, a full disk say, answers all of it without a restart."""
+async def test_refused_batch_refuses_each_ask_and_the_actor_continues(system: ActorSystem) -> None:
+    """A ForgeError of the whole batch, for example a full disk, answers all of it without a
+    restart."""
 
     class Disk(ThreadActor):
         batch_size = 8
@@ -86,8 +87,8 @@ async def test_refused_batch_refuses_each_ask_and_the_actor_goes_on(system: Acto
     assert await ref.ask(2, timeout_s=30) == 2
 
 
-async def test_wrong_number_of_outcomes_is_a_bug_every_asker_hears_of(system: ActorSystem) -> None:
-    """Rather no answer than somebody else's."""
+async def test_wrong_number_of_outcomes_fails_every_ask(system: ActorSystem) -> None:
+    """No caller gets the answer of another."""
 
     class Short(ThreadActor):
         def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
@@ -120,8 +121,8 @@ async def test_first_message_of_a_batch_waits_for_more(system: ActorSystem) -> N
     assert list(await asyncio.gather(first, second)) == [[1, 2], [1, 2]]
 
 
-async def test_a_message_that_weighs_enough_waits_for_no_more(system: ActorSystem) -> None:
-    """One that stands for as much as a whole batch is handled at once."""
+async def test_message_with_the_weight_of_a_batch_is_handled_at_once(system: ActorSystem) -> None:
+    """It does not wait for others."""
 
     class Weighing(ThreadActor):
         batch_size = 3
@@ -142,7 +143,7 @@ async def test_a_message_that_weighs_enough_waits_for_no_more(system: ActorSyste
     assert await ref.ask(2, timeout_s=60) == await first == [1, 2]
 
 
-async def test_work_is_done_between_messages_until_there_is_none(system: ActorSystem) -> None:
+async def test_work_runs_between_messages(system: ActorSystem) -> None:
     """While work returns True it is called again, but a message comes first; then it sleeps."""
     done = asyncio.Event()
 
@@ -171,7 +172,7 @@ async def test_work_is_done_between_messages_until_there_is_none(system: ActorSy
 
 
 async def test_crash_in_work_restarts_the_actor(system: ActorSystem) -> None:
-    """Work has no asker; its failure is a crash like any other."""
+    """Work has no caller; its failure is a crash like any other."""
     incarnations: list[int] = []
 
     class Engine(ThreadActor):
@@ -193,7 +194,7 @@ async def test_crash_in_work_restarts_the_actor(system: ActorSystem) -> None:
 
 
 async def test_every_method_runs_on_the_actors_own_thread(system: ActorSystem) -> None:
-    """LMDB transactions and CUDA contexts belong to a thread; so do these actors."""
+    """LMDB transactions and CUDA contexts belong to a thread."""
     threads: set[int] = set()
 
     class Tracer(ThreadActor):
@@ -217,8 +218,9 @@ async def test_every_method_runs_on_the_actors_own_thread(system: ActorSystem) -
     assert threading.get_ident() not in threads
 
 
-async def test_stop_answers_what_waits_behind_a_busy_thread(system: ActorSystem) -> None:
-    """A thread that cannot be interrupted finishes its batch; the rest is answered at once."""
+async def test_stop_answers_messages_behind_a_busy_thread(system: ActorSystem) -> None:
+    """A thread that cannot be interrupted finishes its batch; the other messages are answered at
+    once."""
     batcher = Batcher()
     ref = await system.spawn(lambda: batcher, name="batcher")
     in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=30))

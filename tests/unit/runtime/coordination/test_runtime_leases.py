@@ -66,8 +66,8 @@ async def granted(store: FakeStore, ttl_s: float = 5.0) -> Lease:
     return await Lease.grant(store, ttl_s=ttl_s, timeout_s=1, clock=store.clock)
 
 
-async def test_lease_dies_here_before_it_dies_in_etcd() -> None:
-    """Without a renewal `alive` turns false a margin ahead of the TTL."""
+async def test_lease_ends_locally_before_it_ends_in_etcd() -> None:
+    """Without a renewal `alive` becomes false a margin before the TTL."""
     store = FakeStore(FakeTime())
     lease = await granted(store)
     store.clock.now_s += 3.9
@@ -77,15 +77,15 @@ async def test_lease_dies_here_before_it_dies_in_etcd() -> None:
     assert store.clock.now_s < store.expires_s
 
 
-async def test_deadline_counts_from_before_the_request_was_sent() -> None:
-    """A slow answer does not lengthen the lease: etcd may have begun to count at once."""
+async def test_lease_deadline_counts_from_the_send_time() -> None:
+    """A slow answer does not lengthen the lease: etcd may count from the first moment."""
     store = FakeStore(FakeTime(), answer_s=3.0)
     lease = await granted(store)
     assert lease.left_s == pytest.approx(1.0)
 
 
-async def test_renewal_moves_the_deadline_and_silence_does_not() -> None:
-    """Only an answer renews; an outage leaves the deadline where it was."""
+async def test_only_an_answered_renewal_moves_the_deadline() -> None:
+    """An outage leaves the deadline unchanged."""
     store = FakeStore(FakeTime())
     lease = await granted(store)
     store.clock.now_s += 2.0
@@ -97,16 +97,16 @@ async def test_renewal_moves_the_deadline_and_silence_does_not() -> None:
     assert lease.left_s == pytest.approx(4.0)
 
 
-async def test_lease_that_etcd_forgot_is_dead_at_once_and_for_good() -> None:
-    """No deadline helps when etcd says there is no such lease."""
+async def test_lease_unknown_to_etcd_ends_at_once() -> None:
+    """No later renewal revives it."""
     store = FakeStore(FakeTime(), gone=True)
     lease = await granted(store)
     assert not await lease.renew(timeout_s=1)
     assert not lease.alive
 
 
-async def test_leadership_that_cannot_be_kept_is_lost_whatever_the_reason() -> None:
-    """A defect in its renewal leaves nobody waiting for a loss that is never told."""
+async def test_leadership_with_a_failed_renewal_is_lost() -> None:
+    """Also after a defect in the renewal: `lost` returns."""
 
     class Broken(FakeStore):
         async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
@@ -119,8 +119,8 @@ async def test_leadership_that_cannot_be_kept_is_lost_whatever_the_reason() -> N
     assert not leadership.alive
 
 
-async def test_revoking_in_an_outage_ends_it_here_all_the_same() -> None:
-    """What cannot be revoked runs out by itself; its holder has let go already."""
+async def test_revocation_in_an_outage_ends_the_lease_locally() -> None:
+    """In etcd it expires by itself."""
     store = FakeStore(FakeTime(), up=False)
     store.up = True
     lease = await granted(store)
@@ -133,10 +133,10 @@ async def test_revoking_in_an_outage_ends_it_here_all_the_same() -> None:
     ttl_s=st.floats(2, 60),
     steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 3), st.booleans()), max_size=30),
 )
-async def test_lease_is_never_alive_here_and_expired_there(
+async def test_lease_is_never_alive_locally_and_expired_in_etcd(
     ttl_s: float, steps: list[tuple[float, float, bool]]
 ) -> None:
-    """However slow, late or lost the renewals, the holder never outlives the lease."""
+    """For slow, late and lost renewals."""
     store = FakeStore(FakeTime())
     lease = await granted(store, ttl_s)
     for wait_s, answer_s, up in steps:
@@ -162,16 +162,16 @@ def names(directory: Directory) -> list[str]:
     return [one.instance_id for one in directory.instances]
 
 
-def test_instance_that_vanishes_while_all_is_well_is_gone_at_once() -> None:
-    """A crash is seen as soon as its lease has run out."""
+def test_vanished_instance_is_removed_at_once_while_etcd_answers() -> None:
+    """A crash is visible as soon as the lease has expired."""
     directory = Directory()
     directory.put(instance("a"))
     directory.remove("a", now_s=0, in_doubt=False)
     assert names(directory) == []
 
 
-def test_instance_that_vanishes_in_doubt_is_kept_for_the_grace_and_no_longer() -> None:
-    """An outage of etcd does not empty the view; who stays away is dropped in the end."""
+def test_instance_that_vanishes_in_an_outage_is_kept_for_the_grace_time() -> None:
+    """An outage of etcd does not empty the view; an absent instance is removed in the end."""
     directory = Directory()
     directory.put(instance("a"))
     directory.remove("a", now_s=10, in_doubt=True)
@@ -181,7 +181,7 @@ def test_instance_that_vanishes_in_doubt_is_kept_for_the_grace_and_no_longer() -
     assert names(directory) == []
 
 
-def test_instance_that_comes_back_within_the_grace_never_left() -> None:
+def test_instance_that_returns_within_the_grace_time_stays() -> None:
     """A registration renewed after an outage does not flap."""
     directory = Directory()
     directory.put(instance("a", revision=1))
@@ -191,8 +191,8 @@ def test_instance_that_comes_back_within_the_grace_never_left() -> None:
     assert directory.instances[0].address == "h:2"
 
 
-def test_second_doubt_does_not_lengthen_the_grace() -> None:
-    """An etcd that comes and goes cannot keep the dead alive for ever."""
+def test_second_outage_does_not_lengthen_the_grace_time() -> None:
+    """An unstable etcd cannot keep dead instances for ever."""
     directory = Directory()
     directory.put(instance("a"))
     directory.remove("a", now_s=0, in_doubt=True)
@@ -201,24 +201,24 @@ def test_second_doubt_does_not_lengthen_the_grace() -> None:
     assert names(directory) == []
 
 
-def test_snapshot_supersedes_everything_even_by_a_lower_revision() -> None:
-    """An etcd that lost its data counts revisions anew; what it says now is what holds."""
+def test_snapshot_replaces_the_view_also_with_a_lower_revision() -> None:
+    """An etcd that lost its data restarts its revisions; its current state is valid."""
     directory = Directory()
     directory.put(instance("a", revision=90, address="old:1"))
     directory.replace({"a": instance("a", revision=3, address="new:1")}, now_s=0, in_doubt=False)
     assert directory.instances[0].address == "new:1"
 
 
-def test_late_event_does_not_undo_a_newer_one() -> None:
-    """Events of one etcd are ordered by revision, in whatever order they are applied."""
+def test_late_event_does_not_undo_a_newer_event() -> None:
+    """Events of one etcd are ordered by revision, in any order of arrival."""
     directory = Directory()
     directory.put(instance("a", revision=5, address="new:1"))
     directory.put(instance("a", revision=4, address="old:1"))
     assert directory.instances[0].address == "new:1"
 
 
-def test_contact_is_in_doubt_while_silent_and_for_the_grace_after() -> None:
-    """Doubt begins with silence and ends a grace after the first answer."""
+def test_contact_is_in_doubt_until_the_grace_time_after_silence() -> None:
+    """Doubt begins with silence and ends a grace time after the first answer."""
     contact = Contact(0)
     assert not contact.in_doubt(SILENCE_S)
     assert contact.in_doubt(SILENCE_S + 1)

@@ -42,8 +42,8 @@ print(faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-def test_what_is_kept_is_not_faulted_in_again() -> None:
-    """8 MB taken and freed over and over: a page of it is paid for once, not each time."""
+def test_kept_memory_causes_no_further_page_faults() -> None:
+    """8 MB allocated and freed repeatedly: each page faults once."""
     ended = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=240, check=True
     )
@@ -53,6 +53,7 @@ def test_what_is_kept_is_not_faulted_in_again() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_copies_of_a_prompt_cost_no_page_faults() -> None:
-    """Memory freed by one copy is there for the next: a copy of 1 MiB has 256 pages otherwise."""
+    """Memory freed by one copy is used by the next: a copy of 1 MiB would have 256 page faults
+    otherwise."""
     ran = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 100

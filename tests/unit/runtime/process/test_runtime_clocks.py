@@ -32,8 +32,8 @@ async def address() -> AsyncIterator[str]:
     await server.stop(grace_s=0)
 
 
-async def test_a_clock_is_read_whatever_the_token_is_worth(address: str) -> None:
-    """Another cluster's token does not hide it; an instance that is gone is left out."""
+async def test_clock_is_read_from_a_response_that_refuses_the_token(address: str) -> None:
+    """Another cluster's token does not hide it; an absent instance is left out."""
     channels = Channels(Security(Keyring.from_bytes(b"x" * 32), subject="stranger"))
     gone = instance("gone", "127.0.0.1:1")
     (clock,) = await read_clocks(channels, [instance("a", address), gone])
@@ -66,10 +66,10 @@ class Cluster:
         ]
 
 
-async def test_a_process_shows_its_own_offset_while_it_is_off(
+async def test_process_shows_its_own_clock_offset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against the median of all; a peer that is off is not its own fault."""
+    """Against the median of all; a peer with a wrong clock does not count against it."""
     cluster = Cluster()
     monkeypatch.setattr(clock_watch, "read_clocks", cluster.read)
     await cluster.watch.look()
@@ -88,8 +88,8 @@ class Registration:
         self.written.append(dict(metadata))
 
 
-async def test_the_offset_is_written_when_it_changes() -> None:
-    """Measurements that vary by less than a second cost etcd nothing."""
+async def test_clock_offset_is_written_when_it_changes() -> None:
+    """Measurements that vary by less than a second cause no write to etcd."""
     registration = Registration()
     nothing: Any = None
     context = ServiceContext(

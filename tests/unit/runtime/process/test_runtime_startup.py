@@ -15,7 +15,7 @@ SLOW = {"torch", "transformers", "grpc", "etcd3aio", "lmdb", "aiohttp", "numpy"}
 
 @pytest.mark.parametrize("module", sorted({*PROCESSES.values()}))
 def test_settings_are_read_before_slow_imports(module: str) -> None:
-    """`--print-config` of a service imports none of the slow packages it serves with."""
+    """`--print-config` of a service imports none of its slow packages."""
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", module, "--print-config"],
         capture_output=True,

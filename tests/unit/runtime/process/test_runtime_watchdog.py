@@ -34,8 +34,9 @@ async def system() -> AsyncIterator[ActorSystem]:
     await made.stop()
 
 
-async def test_no_beat_while_an_actor_handles_no_message(system: ActorSystem) -> None:
-    """Messages that wait longer than the limit stop the beats; the next handled one starts them."""
+async def test_watchdog_stops_while_an_actor_handles_no_message(system: ActorSystem) -> None:
+    """Messages that wait longer than the limit stop the beats; the next handled message restarts
+    them."""
     gate = Gate()
     ref = await system.spawn(lambda: gate, name="gate")
     beats = Beats()
@@ -59,8 +60,8 @@ async def test_no_beat_while_an_actor_handles_no_message(system: ActorSystem) ->
     feeding.cancel()
 
 
-async def test_an_idle_actor_is_not_stalled(system: ActorSystem) -> None:
-    """Nothing waits for it, for however long."""
+async def test_idle_actor_is_not_stalled(system: ActorSystem) -> None:
+    """Without waiting messages, for any time."""
     await system.spawn(Gate, name="gate")
     assert system.stalled(0.001) == []
 
@@ -74,8 +75,8 @@ async def test_an_idle_actor_is_not_stalled(system: ActorSystem) -> None:
         ({"WATCHDOG_USEC": "180000000", "WATCHDOG_PID": "1"}, 0.0),
     ],
 )
-def test_limit_is_that_of_the_unit_for_this_process(
+def test_watchdog_limit_applies_to_the_process_of_the_unit(
     environ: dict[str, str], expected: float
 ) -> None:
-    """A child that inherits the variables has no watchdog of its own."""
+    """A child that inherits the variables has no watchdog."""
     assert limit_s(environ) == expected

@@ -27,7 +27,7 @@ def test_chunks_are_filled_up_to_their_limits(sizes, chunks):
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 4))
 def test_chunks_hold_every_item_in_order(sizes, max_items):
-    """None is empty, and none is larger than allowed unless it is one item."""
+    """None is empty, and none is larger than allowed unless it has one item."""
     chunks = list(chunked(sizes, size_of=int, max_items=max_items, max_bytes=8))
     assert [size for chunk in chunks for size in chunk] == sizes
     for chunk in chunks:

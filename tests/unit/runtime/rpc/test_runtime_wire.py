@@ -44,7 +44,7 @@ def test_every_error_survives_the_wire(error_type: type[ForgeError]) -> None:
 
 
 def test_services_own_error_arrives_as_its_ancestor_in_the_tree() -> None:
-    """What only the sender knows is still the right kind of error to the receiver."""
+    """The receiver gets the nearest error class that it knows."""
 
     class ShardLocked(errors.StaleFence):
         def __init__(self) -> None:
@@ -56,7 +56,7 @@ def test_services_own_error_arrives_as_its_ancestor_in_the_tree() -> None:
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code.name != "OK"])
 def test_every_status_of_a_foreign_server_becomes_an_error(code: grpc.StatusCode) -> None:
-    """Without our metadata the code alone decides; nothing is left untranslated."""
+    """Without Forge's metadata the code decides."""
     metadata = grpc.aio.Metadata()
     received = from_rpc_error(grpc.aio.AioRpcError(code, metadata, metadata, "foreign"))
     assert isinstance(received, ForgeError)
@@ -68,15 +68,15 @@ def test_every_status_of_a_foreign_server_becomes_an_error(code: grpc.StatusCode
 @pytest.mark.parametrize(
     "details", ["Stream removed", "Received RST_STREAM with error code 2", "Socket closed"]
 )
-def test_peer_that_died_in_mid_call_is_unavailable(details: str) -> None:
-    """grpc words some lost connections as UNKNOWN or INTERNAL; to us they are a retry."""
+def test_peer_that_dies_during_a_call_is_unavailable(details: str) -> None:
+    """grpc reports some lost connections as UNKNOWN or INTERNAL; Forge retries them."""
     metadata = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, metadata, metadata, details)
     assert isinstance(from_rpc_error(error), Unavailable)
 
 
 def test_bug_becomes_internal_without_its_text() -> None:
-    """What is not a ForgeError may hold secrets."""
+    """An exception other than ForgeError may contain secrets."""
     code, details = to_status(KeyError("password"))
     assert code is grpc.StatusCode.INTERNAL
     assert "password" not in details
@@ -106,7 +106,7 @@ async def test_translated_works_as_a_block_and_as_a_decorator() -> None:
         max_size=4,
     )
 )
-def test_messages_in_a_row_come_out_as_they_went_in(sizes: list[int]) -> None:
+def test_split_messages_are_joined_again(sizes: list[int]) -> None:
     """Splitting and joining is the identity, for any sizes, one message after another."""
     messages = [bytes([index]) * size for index, size in enumerate(sizes)]
     joiner = Joiner()
@@ -120,8 +120,8 @@ def test_messages_in_a_row_come_out_as_they_went_in(sizes: list[int]) -> None:
     assert joiner.pending_bytes == 0
 
 
-def test_message_beyond_its_limit_is_refused_before_it_is_whole() -> None:
-    """A sender cannot make a receiver hold more than it allows."""
+def test_message_beyond_its_limit_is_refused_early() -> None:
+    """Before all of it is received."""
     joiner = Joiner(max_bytes=10)
     joiner.add(Chunk(data=b"x" * 8))
     with pytest.raises(ResourceExhausted, match="exceeds 10 bytes"):
