@@ -27,7 +27,7 @@ FORMER = {
 
 
 @pytest.mark.parametrize(("flat", "nested"), FORMER.items())
-def test_a_former_flat_setting_is_refused_with_its_key_in_a_table(flat: str, nested: str) -> None:
+def test_former_flat_setting_is_refused_with_its_key_in_a_table(flat: str, nested: str) -> None:
     """By flag and by variable, for each setting that moved into a table."""
     for argv, environ in (
         ([f"--{flat.replace('_', '-')}=1"], {}),

@@ -73,8 +73,8 @@ def end_with(sessions: Sessions, session: Session, error: BaseException) -> None
         raise error
 
 
-def test_calls_that_overlap_count_once(sessions: Sessions, session: Session, clock: Clock) -> None:
-    """Sub-agents that wait together have waited no longer than one; pauses do not count."""
+def test_overlapping_waits_count_once(sessions: Sessions, session: Session, clock: Clock) -> None:
+    """Parallel sub-agents wait no longer than one; pauses do not count."""
     with sessions.count_call(session):
         clock.now_s = 2.0
         with sessions.count_call(session):
@@ -87,7 +87,7 @@ def test_calls_that_overlap_count_once(sessions: Sessions, session: Session, clo
 
 
 @pytest.mark.parametrize("error", [Unavailable("no router"), ResourceExhausted("a full disk")])
-def test_call_that_the_cluster_failed_is_remembered(
+def test_failed_call_is_remembered_until_one_is_answered(
     sessions: Sessions, session: Session, error: ForgeError
 ) -> None:
     """Until another one is answered."""
@@ -115,24 +115,24 @@ def test_session_with_too_many_calls_leaves_room_for_others(session: Session, cl
             pass
 
 
-def test_call_that_is_not_admitted_is_remembered(sessions: Sessions, session: Session) -> None:
-    """A gateway with too much to do has not answered either."""
+def test_refused_admission_is_remembered(sessions: Sessions, session: Session) -> None:
+    """An overloaded gateway has not answered."""
     with sessions.count_call(session), sessions.count_call(session):
         end_with(sessions, session, ResourceExhausted("2 calls are in flight"))
         assert "2 calls are in flight" in session.unanswered
 
 
 def test_refused_request_counts_as_answered(sessions: Sessions, session: Session) -> None:
-    """What is wrong with a request is its agent's own."""
+    """An invalid request is the agent's own fault."""
     end_with(sessions, session, InvalidArgument("the context is too long"))
     assert session.unanswered == ""
 
 
 @pytest.mark.parametrize("left", [GeneratorExit(), asyncio.CancelledError()])
-def test_agent_that_leaves_early_is_not_unanswered(
+def test_early_disconnect_is_no_unanswered_call(
     sessions: Sessions, session: Session, clock: Clock, left: BaseException
 ) -> None:
-    """But one that has waited for long and gives up is."""
+    """A disconnect after a long wait is."""
     end_with(sessions, session, left)
     assert session.unanswered == ""
     with pytest.raises(type(left)), sessions.count_call(session):

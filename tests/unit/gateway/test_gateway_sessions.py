@@ -173,8 +173,10 @@ async def turns_of(sessions: Sessions, number: int) -> int:
         return int((await session.actor.ask(Describe(), timeout_s=TIMEOUT_S)).turns)
 
 
-async def test_pressure_drops_the_longest_unused(make: Make, shard: Shard) -> None:
-    """Beyond the bound on memory sessions leave, oldest first, and come back from the pool."""
+async def test_memory_pressure_evicts_the_least_recently_used_session(
+    make: Make, shard: Shard
+) -> None:
+    """Beyond the memory bound sessions leave, oldest first, and are rebuilt from the pool."""
     sessions = make(session_bytes=60_000)
     for number in range(8):
         await one_turn(sessions, number)
@@ -187,9 +189,8 @@ async def test_pressure_drops_the_longest_unused(make: Make, shard: Shard) -> No
     assert shard.fetched == ["t0:0:0"]
 
 
-async def test_session_in_use_is_never_dropped(make: Make) -> None:
-    """With all room taken by sessions in use a new one is refused, and room is made by their
-    end."""
+async def test_session_in_use_is_never_evicted(make: Make) -> None:
+    """If sessions in use take all memory a new one is refused, until one of them ends."""
     sessions = make(sessions=2)
     async with sessions.use_session(claims(0)):
         async with sessions.use_session(claims(1)):
@@ -198,8 +199,8 @@ async def test_session_in_use_is_never_dropped(make: Make) -> None:
         await one_turn(sessions, 2)
 
 
-async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) -> None:
-    """A turn that is not durable keeps its session, though nobody uses it."""
+async def test_session_with_undurable_turns_stays_in_memory(make: Make, shard: Shard) -> None:
+    """Also if it is unused."""
     sessions = make(sessions=1)
     shard.open.clear()
     async with sessions.use_session(claims(0)) as session:
@@ -214,8 +215,8 @@ async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) ->
     assert await turns_of(sessions, 0) == 1
 
 
-async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> None:
-    """The turn of a call that was aborted last is durable, though nobody waited for its record."""
+async def test_drain_stores_turns_of_aborted_calls(make: Make, shard: Shard) -> None:
+    """The turn of the last aborted call is durable, although no call waited for its record."""
     sessions = make()
     async with sessions.use_session(claims(0)) as session:
         with sessions.count_call(session):
@@ -227,8 +228,8 @@ async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> 
     assert [len(turns) for turns in shard.turns.values()] == [1]
 
 
-async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> None:
-    """Its actor stays dead; the writer has its turns."""
+async def test_drain_stores_turns_of_a_dead_session(make: Make, shard: Shard) -> None:
+    """Its actor is not restarted; the writer has its turns."""
     sessions = make()
     shard.open.clear()
     async with sessions.use_session(claims(0)) as session:
@@ -241,8 +242,8 @@ async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> 
     assert [len(turns) for turns in shard.turns.values()] == [1]
 
 
-async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
-    """A session whose turn the pool has refused keeps no other from the disk."""
+async def test_drain_stores_every_turn_that_the_pool_accepts(make: Make, shard: Shard) -> None:
+    """A session with a refused turn blocks no other."""
     sessions = make()
     shard.refuses = "t0:0:0"
     shard.open.clear()
@@ -259,11 +260,11 @@ async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
     assert sorted(shard.turns) == ["t1:0:0", "t2:0:0"]
 
 
-async def test_a_bug_in_reading_again_is_not_the_last_word(
+async def test_failed_rebuild_is_repeated(
     make: Make, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn whose number was taken is numbered anew, once the session can be read: until then
-    nothing of its trajectory could become durable."""
+    """A turn whose number is used gets a new one once the session is read again: until then no turn
+    of its trajectory could become durable."""
     monkeypatch.setattr(gateway_sessions, "REREAD_RETRY_S", 0.0)
     sessions = make()
     async with sessions.use_session(claims(0)) as session:
@@ -276,10 +277,8 @@ async def test_a_bug_in_reading_again_is_not_the_last_word(
     assert [turn.turn_index for turn in shard.turns["t0:0:0"]] == [0, 1]
 
 
-async def test_a_session_with_a_refused_turn_cannot_be_sealed_later(
-    make: Make, shard: Shard
-) -> None:
-    """Nor after it has left memory: the pool would seal what it has, without the turn."""
+async def test_session_with_a_refused_turn_cannot_be_sealed(make: Make, shard: Shard) -> None:
+    """Nor after its eviction: the pool would seal the trajectory without the turn."""
     sessions = make(sessions=1)
     shard.refuses = "t0:0:0"
     async with sessions.use_session(claims(0)) as session:

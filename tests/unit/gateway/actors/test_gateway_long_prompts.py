@@ -109,7 +109,7 @@ def begin(text: str) -> BeginCall:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-async def test_a_prompt_beyond_every_context_is_not_tokenized(
+async def test_prompt_beyond_the_context_is_not_tokenized(
     actors: ActorSystem, counts: bool
 ) -> None:
     """10 MiB for a model of 512 tokens are refused by their size, before the tokenizer runs."""
@@ -138,7 +138,7 @@ async def test_short_prompts_pass_while_a_long_one_is_tokenized(actors: ActorSys
     await busy
 
 
-async def test_sessions_take_turns_on_the_threads(actors: ActorSystem) -> None:
+async def test_tokenizer_threads_alternate_between_sessions(actors: ActorSystem) -> None:
     """Three long prompts of a session, then one of another: the other is second."""
     texts = Texts(context_tokens=MIB)
     first, second = [await session(actors, texts, name) for name in ("t:0:0", "t:0:1")]

@@ -143,7 +143,7 @@ async def flush(writer: ActorRef, trajectory_id: str = "t:0:0") -> asyncio.Futur
 
 
 async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: FakeShard) -> None:
-    """It is done with the last turn of its trajectory, independent of other trajectories."""
+    """It ends with the last turn of its trajectory, independent of other trajectories."""
     writer.tell(turn(0))
     writer.tell(turn(0, "other:0:0"))
     writer.tell(turn(1))
@@ -160,10 +160,10 @@ async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: Fa
     assert (await flush(writer, "never-seen:0:0")).done()
 
 
-async def test_a_pool_that_acknowledges_nothing_gets_another_stream(
+async def test_stream_without_acknowledgements_is_replaced(
     shard: FakeShard, backlog: Backlog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream that accepts turns without answers is replaced, and the turns are sent again."""
+    """The turns are sent again on a new stream."""
     monkeypatch.setattr(shard_writer, "_SILENCE_S", 0.05)
     system = ActorSystem("test")
     writer = await system.spawn(
@@ -177,8 +177,10 @@ async def test_a_pool_that_acknowledges_nothing_gets_another_stream(
     await system.stop()
 
 
-async def test_turn_waits_for_the_one_before(writer: ActorRef, shard: FakeShard) -> None:
-    """A turn is sent after its predecessor is durable; other trajectories do not wait."""
+async def test_turn_is_sent_after_its_predecessor_is_durable(
+    writer: ActorRef, shard: FakeShard
+) -> None:
+    """Other trajectories do not wait."""
     for index in range(2):
         writer.tell(turn(index))
     writer.tell(turn(0, "other:0:0"))
@@ -192,10 +194,8 @@ async def test_turn_waits_for_the_one_before(writer: ActorRef, shard: FakeShard)
     assert (await stream.turn())[1] == 1
 
 
-async def test_lost_stream_resends_what_was_not_acknowledged(
-    writer: ActorRef, shard: FakeShard
-) -> None:
-    """A new stream begins with the turns whose answers the old one took with it, in order."""
+async def test_new_stream_resends_unacknowledged_turns(writer: ActorRef, shard: FakeShard) -> None:
+    """In order."""
     for number in range(3):
         writer.tell(turn(0, f"t:{number}:0"))
     first = await shard.next_stream()
@@ -210,11 +210,11 @@ async def test_lost_stream_resends_what_was_not_acknowledged(
         await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
 
 
-async def test_contested_trajectory_waits_to_be_numbered_anew(
+async def test_contested_trajectory_waits_for_new_turn_numbers(
     writer: ActorRef, shard: FakeShard, contested: list[str]
 ) -> None:
-    """A number that is taken stops its trajectory until its session has replaced what waits; what
-    the pool still says about the old turns is ignored."""
+    """A used number stops its trajectory until its session has replaced the waiting turns; later
+    answers about the old turns are ignored."""
     for index in range(2):
         writer.tell(turn(index))
     stream = await shard.next_stream()
@@ -235,10 +235,10 @@ async def test_contested_trajectory_waits_to_be_numbered_anew(
     await asyncio.wait_for(done, WAIT_S)
 
 
-async def test_turns_gather_while_the_pool_owes_an_answer(
+async def test_turns_are_gathered_while_an_answer_is_pending(
     writer: ActorRef, shard: FakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came meanwhile goes in one message, and is answered in one; none of it is lost."""
+    """They are sent and answered in one message; none is lost."""
     monkeypatch.setattr(shard_writer, "GATHER_TURNS", 10)
     writer.tell(turn(0, "first:0:0"))
     stream = await shard.next_stream()
@@ -257,7 +257,7 @@ async def test_turns_gather_while_the_pool_owes_an_answer(
 async def test_many_turns_do_not_wait_for_an_answer(
     writer: ActorRef, shard: FakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that is slow to answer is sent more as soon as there is much."""
+    """A slow pool gets more turns as soon as there are many."""
     monkeypatch.setattr(shard_writer, "GATHER_TURNS", 4)
     writer.tell(turn(0, "first:0:0"))
     stream = await shard.next_stream()
@@ -269,7 +269,7 @@ async def test_many_turns_do_not_wait_for_an_answer(
     assert stream.messages == 2
 
 
-async def test_a_turn_larger_than_a_message_goes_in_chunks(
+async def test_turn_larger_than_a_message_is_sent_in_chunks(
     writer: ActorRef, shard: FakeShard
 ) -> None:
     """Alone, between messages that hold others."""
@@ -282,11 +282,11 @@ async def test_a_turn_larger_than_a_message_goes_in_chunks(
         await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
 
 
-async def test_full_disk_is_waited_for(
+async def test_writer_waits_for_a_full_disk(
     writer: ActorRef, shard: FakeShard, backlog: Backlog
 ) -> None:
-    """RESOURCE_EXHAUSTED refuses nothing for good: the turn is sent again on the same stream. Until
-    it is taken, whoever waits for the shard is told why."""
+    """RESOURCE_EXHAUSTED is not final: the turn is sent again on the same stream. Until it is
+    accepted, callers that wait for the shard get the reason."""
     writer.tell(turn(0))
     stream = await shard.next_stream()
     sequence, _ = await stream.turn()
@@ -299,8 +299,8 @@ async def test_full_disk_is_waited_for(
     assert backlog.where == f"pool shard {backlog.pool_shard}"
 
 
-async def test_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) -> None:
-    """A turn the pool will never take makes its session impossible to seal, and says why."""
+async def test_permanently_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) -> None:
+    """Its session cannot be sealed, and the error gives the reason."""
     writer.tell(turn(0))
     stream = await shard.next_stream()
     stream.answer((await stream.turn())[0], grpc.StatusCode.INVALID_ARGUMENT)
@@ -313,7 +313,7 @@ async def test_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) 
 async def test_crashed_writer_loses_no_turn(
     backlog: Backlog, shard: FakeShard, contested: list[str]
 ) -> None:
-    """The backlog outlives the actor: a fresh one sends what the old one had not finished."""
+    """The backlog outlives the actor: a new one sends it."""
     system = ActorSystem("test")
     first = await system.spawn(
         lambda: ShardWriter(backlog, shard.open, contested.append), name="one"
@@ -332,10 +332,10 @@ async def test_crashed_writer_loses_no_turn(
     await system.stop()
 
 
-async def test_full_backlog_refuses_calls_but_takes_turns(
+async def test_full_backlog_refuses_calls_but_accepts_turns(
     writer: ActorRef, shard: FakeShard, backlog: Backlog
 ) -> None:
-    """Admission ends when too much waits; what was sampled meanwhile is taken all the same."""
+    """New calls are refused; turns that were sampled meanwhile are accepted."""
     backlog.check_space()
     for number in range(2):
         writer.tell(turn(0, f"t:{number}:0", size_bytes=600))

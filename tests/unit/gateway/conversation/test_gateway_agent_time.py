@@ -88,11 +88,10 @@ def run(program: Sequence[Stage], delays_s: Sequence[float]) -> float:
 
 
 @given(stages, st.data())
-def test_completion_does_not_depend_on_the_engine(
+def test_completion_time_does_not_depend_on_the_engine(
     program: list[Stage], data: st.DataObject
 ) -> None:
-    """Whatever it takes for each call, in whichever order it answers: tools, and the longest of
-    the calls made together."""
+    """For any speed and order of answers: tools, and the longest of parallel calls."""
     calls = sum(len(stage.tokens) for stage in program)
     delays_s = data.draw(st.lists(st.floats(0, 1000), min_size=calls, max_size=calls))
     # What comes before the first request is not known to the session.
@@ -101,7 +100,7 @@ def test_completion_does_not_depend_on_the_engine(
     assert run(program, delays_s) == pytest.approx(expected, abs=1e-6)
 
 
-def test_without_contention_it_is_what_a_clock_shows() -> None:
+def test_completion_time_without_contention_is_elapsed_time() -> None:
     """Calls that overlap in any way, at the nominal rate: from the first request to the end."""
     session = Session()
     background = session.begin(0.0)
@@ -112,7 +111,7 @@ def test_without_contention_it_is_what_a_clock_shows() -> None:
     assert session.completion_s(20.0) == pytest.approx(20.0)
 
 
-def test_the_wait_after_a_failed_call_is_not_the_agents() -> None:
+def test_wait_after_a_failed_call_is_no_own_time() -> None:
     """Its tool took 2 s; then the cluster had no answer for 60 s."""
     session = Session()
     session.call(0.0, 1.0)
@@ -124,7 +123,7 @@ def test_the_wait_after_a_failed_call_is_not_the_agents() -> None:
     assert session.completion_s(99.0) == pytest.approx(3.0)
 
 
-def test_a_failed_call_beside_others_leaves_them_alone() -> None:
+def test_failed_call_does_not_change_the_time_of_others() -> None:
     """The turn that ended meanwhile is the latest end."""
     session = Session()
     session.call(0.0, 1.0)
@@ -135,7 +134,7 @@ def test_a_failed_call_beside_others_leaves_them_alone() -> None:
     assert [turn.timings.agent_s for turn in session.turns] == [0.0, 1.0, 4.0]
 
 
-def test_a_session_read_back_goes_by_the_wall_clock() -> None:
+def test_rebuilt_session_uses_the_wall_clock() -> None:
     """Another gateway has another monotonic clock; a clock that is behind counts as no time."""
     first = Session()
     first.call(0.0, 10.0)
@@ -146,8 +145,8 @@ def test_a_session_read_back_goes_by_the_wall_clock() -> None:
         assert begun == Begun(turns_before=1, agent_s=agent_s)
 
 
-def test_a_turn_of_another_gateway_takes_over_when_it_ended_later() -> None:
-    """And the own monotonic clock stays while the latest turn is the own one."""
+def test_later_turn_of_another_gateway_is_the_latest_end() -> None:
+    """The own monotonic clock is used while the latest turn is its own."""
     session = Session()
     session.call(0.0, 10.0)
     session.time.rebuilt(session.turns[-1])
@@ -156,8 +155,8 @@ def test_a_turn_of_another_gateway_takes_over_when_it_ended_later() -> None:
     assert session.begin(12.5).agent_s == 1.5
 
 
-def test_a_turn_without_an_end_on_record_leaves_the_next_without_a_time() -> None:
-    """Records of before: no completion time rather than a wrong one."""
+def test_turn_after_one_without_a_recorded_end_has_no_time() -> None:
+    """Records of earlier versions: no completion time rather than a wrong one."""
     session = Session(turns=[common_pb2.Turn()])
     session.time.rebuilt(session.turns[-1])
     session.call(5.0, 6.0)
@@ -166,15 +165,15 @@ def test_a_turn_without_an_end_on_record_leaves_the_next_without_a_time() -> Non
     assert session.turns[2].turns_before == 2
 
 
-def test_a_call_whose_begin_is_not_known_has_no_time() -> None:
-    """Its session crashed meanwhile; its end still counts for those after it."""
+def test_call_with_an_unknown_begin_has_no_time() -> None:
+    """Its session crashed meanwhile; its end still counts for later calls."""
     session = Session()
     session.end(None, 0.0, 4.0)
     assert not session.turns[0].HasField("turns_before")
     assert session.begin(6.0).agent_s == 2.0
 
 
-def test_a_close_that_is_tried_again_keeps_the_agents_end() -> None:
+def test_repeated_close_keeps_the_first_end_of_the_agent() -> None:
     """The first one has the end of the agent."""
     session = Session()
     assert session.time.closing_s is None

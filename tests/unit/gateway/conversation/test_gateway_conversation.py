@@ -13,7 +13,7 @@ from tests.support.gateway.conversations import LINEAR, TOOLS, Session, result, 
 
 
 @pytest.mark.parametrize("family", LINEAR)
-def test_appending_continues_the_sampled_ids(family: str) -> None:
+def test_next_prompt_continues_the_sampled_ids(family: str) -> None:
     """The next prompt is the last sequence, token for token, and then the new text."""
     session = Session(family)
     history = [Message(role="system", content="Be brief."), user("One?")]
@@ -31,7 +31,7 @@ def test_appending_continues_the_sampled_ids(family: str) -> None:
 
 
 def test_reasoning_that_the_template_drops_makes_a_branch() -> None:
-    """Qwen 3 forgets what it thought before the last question: so does the prompt."""
+    """Qwen 3 drops the reasoning before the last question: so does the prompt."""
     session = Session("qwen3")
     first = session.turn([user("One?")], "<think>\nhm\n</think>\n\nYes.")
     assert (first.reasoning, first.content) == ("hm", "Yes.")
@@ -45,7 +45,7 @@ def test_reasoning_that_the_template_drops_makes_a_branch() -> None:
 
 
 def test_reasoning_is_kept_where_the_template_keeps_it() -> None:
-    """Within one tool loop Qwen 3 remembers, though the agent sent the reasoning nowhere."""
+    """Within one tool loop Qwen 3 keeps it, although the agent did not send it back."""
     session = Session("qwen3", tools=TOOLS)
     call = (
         '<think>\nlook it up\n</think>\n\n<tool_call>\n{"name":"look","arguments":{}}\n</tool_call>'
@@ -60,7 +60,7 @@ def test_reasoning_is_kept_where_the_template_keeps_it() -> None:
 
 
 def test_end_of_turn_is_neither_doubled_nor_missing() -> None:
-    """Sampled or cut off before it, the end-of-turn token stands there exactly once."""
+    """Sampled or cut off before it, the end-of-turn token is there exactly once."""
     for ended in (True, False):
         session = Session("chatml")
         answer = session.turn([user("One?")], "Yes.", ended=ended)
@@ -69,8 +69,8 @@ def test_end_of_turn_is_neither_doubled_nor_missing() -> None:
         assert prompt.draft.how == "continued"
 
 
-def test_same_messages_again_are_the_same_prompt() -> None:
-    """A repeated request stores nothing of its prompt."""
+def test_repeated_request_has_the_same_prompt() -> None:
+    """It stores no new prompt ids."""
     session = Session("chatml")
     for text in ("a", "b", "a"):
         session.turn([user("One?")], text)
@@ -79,8 +79,8 @@ def test_same_messages_again_are_the_same_prompt() -> None:
     session.check_record()
 
 
-def test_call_ids_tell_equal_answers_apart() -> None:
-    """The ids of their calls distinguish two samples with the same call."""
+def test_call_ids_distinguish_equal_answers() -> None:
+    """Two samples with the same call have different ids."""
     session = Session("chatml", tools=TOOLS)
     call = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
     first = session.turn([user("One?")], call)
@@ -90,7 +90,7 @@ def test_call_ids_tell_equal_answers_apart() -> None:
 
 
 def test_forced_opening_is_prompt_and_not_sampled() -> None:
-    """What was put into the model's mouth precedes what it sampled, now and in later prompts."""
+    """The opening precedes the sampled tokens, now and in later prompts."""
     session = Session("chatml", tools=TOOLS)
     opening = session.model.format.opening("look")
     answer = session.turn([user("One?")], '{"at": 1}}\n</tool_call>', opening=opening)
@@ -101,16 +101,16 @@ def test_forced_opening_is_prompt_and_not_sampled() -> None:
     session.check_record()
 
 
-def test_refusing_template_is_a_bad_request() -> None:
-    """What a template raises comes back as the agent's mistake, with its words."""
+def test_template_error_is_a_bad_request() -> None:
+    """The agent gets the template's message."""
     session = Session("llama3", tools=TOOLS)
     calls = (ToolCall(name="a", arguments="{}"), ToolCall(name="b", arguments="{}"))
     with pytest.raises(InvalidArgument, match="single tool-calls"):
         session.prompt([user("One?"), Message(role="assistant", tool_calls=calls), result("1")])
 
 
-def test_turn_over_ids_stands_in_the_same_tree() -> None:
-    """A prompt given as ids shares its prefix with the chat turns, and the other way round."""
+def test_turn_with_prompt_ids_is_in_the_same_tree() -> None:
+    """It shares its prefix with the chat turns, and the other way round."""
     session = Session("chatml")
     session.turn([user("One?")], "Yes.")
     given_ids = session.sent[0] + session.sampled[0] + int32_bytes([5, 6, 7])

@@ -43,9 +43,9 @@ def moved(agent: WildAgent) -> list[Message] | None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @given(seed=seeds, moves=st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
-def test_trainer_reads_back_what_the_engine_sampled(family: str, seed: int, moves: int) -> None:
+def test_trainer_reads_the_sampled_tokens(family: str, seed: int, moves: int) -> None:
     """Composed along parents and prefixes, every turn is its prompt and its samples, with their
-    log-probs and versions; a continued prompt holds the whole sequence that it continues."""
+    log-probs and versions; a continued prompt has the whole sequence that it continues."""
     agent = wild(family, seed)
     session = agent.session
     for _ in range(moves):
@@ -70,11 +70,11 @@ def test_trainer_reads_back_what_the_engine_sampled(family: str, seed: int, move
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @given(seed=seeds, before=st.integers(1, 6), after=st.integers(1, 4))
 @settings(max_examples=15, deadline=None)
-def test_another_gateway_goes_on_as_if_nothing_had_happened(
+def test_another_gateway_continues_a_conversation_unchanged(
     family: str, seed: int, before: int, after: int
 ) -> None:
-    """Read back from its recorded turns, a conversation makes the same drafts as the lost one,
-    and records the same turns."""
+    """Rebuilt from its recorded turns, a conversation makes the same drafts as the lost one, and
+    records the same turns."""
     agent = wild(family, seed)
     session = agent.session
     for _ in range(before):
@@ -112,8 +112,8 @@ def drafted(conversation: Conversation, session: Session, request: list[Message]
 @given(seed=seeds, moves=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_prompts_given_as_ids_share_their_prefix(seed: int, moves: int) -> None:
-    """A white-box call whose ids extend an earlier turn's stores only what is new, wherever in
-    that turn it leaves it; chat goes on beside it."""
+    """A white-box call whose ids extend an earlier turn's stores only the new ones, from any place
+    in that turn; chat turns can follow."""
     agent = wild("qwen3", seed)
     session, random = agent.session, agent.random
     for _ in range(moves):

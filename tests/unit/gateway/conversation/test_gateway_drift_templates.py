@@ -99,9 +99,8 @@ class Speaker:
 @given(seed=st.integers(0, 2**32 - 1), turns=st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
 def test_prompts_are_the_templates_own_rendering(family: str, seed: int, turns: int) -> None:
-    """Continued or branched, over tool loops, forks and careless agents: the ids decode to what
-    the template renders of the messages as the model said them, and the answer is read back as
-    it was meant."""
+    """Continued or branched, over tool loops, forks and careless agents: the ids decode to the
+    template's rendering of the sampled messages, and the answer is parsed as it was meant."""
     speaker = Speaker(family, seed)
     session, random = speaker.session, speaker.random
     lines: list[tuple[list[Message], int]] = [([], -1)]

@@ -55,7 +55,7 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "numbered"])
 @given(plan=st.lists(steps, min_size=1, max_size=8))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_marks_change_nothing_but_the_cost(family: str, plan: list[Any]) -> None:
+def test_marks_do_not_change_prompts(family: str, plan: list[Any]) -> None:
     """Prompts and records are the same whether a request is recognized or read from the start."""
     model = make_model(family)
     marked, plain = Conversation(model=model), Conversation(model=model)
@@ -72,8 +72,8 @@ def test_marks_change_nothing_but_the_cost(family: str, plan: list[Any]) -> None
         histories.append([*history, back | ({"reasoning_content": thought} if sent_back else {})])
 
 
-def test_only_new_messages_are_read() -> None:
-    """The second turn of a conversation decodes what the agent added, not what it sent before."""
+def test_only_new_messages_are_decoded() -> None:
+    """The second turn of a conversation decodes the messages that the agent added."""
     conversation = Conversation(model=make_model("chatml"))
     history = [{"role": "user", "content": "One?"}]
     answered(conversation, encoded(history), Message(role="assistant", content="1"))
@@ -85,8 +85,8 @@ def test_only_new_messages_are_read() -> None:
     assert [message.content for message in request._behind[1]] == ["1", "Two?"]
 
 
-def test_call_outlives_the_conversation_it_was_drafted_in() -> None:
-    """A session read back from the pool in mid-call records that call in its new tree."""
+def test_call_is_recorded_in_a_rebuilt_conversation() -> None:
+    """A session rebuilt from the pool during a call records that call in its new tree."""
     model = make_model("chatml")
     first = Conversation(model=model)
     stored, _ = answered(first, encoded([{"role": "user", "content": "One?"}]), SAID)

@@ -54,7 +54,8 @@ async def received(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_half_open_connections_close_while_a_stream_continues() -> None:
-    """Headers that never end are closed at the deadline; a streamed answer takes longer."""
+    """A connection with unfinished headers is closed at the deadline; a streamed answer takes
+    longer."""
     turns, before = PausedTurns(), refused("header_timeout")
     limits = ConnectionSettings(header_timeout_s=1.0)
     async with served(turns, connections=limits) as url, aiohttp.ClientSession() as client:

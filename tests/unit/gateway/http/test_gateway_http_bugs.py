@@ -28,10 +28,8 @@ async def completion(turns: ScriptedTurns, **fields: Any) -> tuple[int, str]:
 @pytest.mark.parametrize("error", [KeyError("secret"), DataLoss("broken")])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choices", [1, 2])
-async def test_before_the_answer_it_has_its_status(
-    choices: int, stream: bool, error: Exception
-) -> None:
-    """500 in the protocol's shape, of one choice and of several, and nothing of a bug's cause."""
+async def test_bug_before_the_answer_is_a_500(choices: int, stream: bool, error: Exception) -> None:
+    """In the protocol's shape, for one choice and several, without the cause."""
     turns = ScriptedTurns()
     turns.script = [error]
     status, body = await completion(turns, n=choices, stream=stream)
@@ -41,8 +39,8 @@ async def test_before_the_answer_it_has_its_status(
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-async def test_in_mid_stream_it_is_an_event(choices: int) -> None:
-    """The stream stays one that clients can read, and ends."""
+async def test_bug_in_mid_stream_is_an_event(choices: int) -> None:
+    """Clients can parse the stream, and it ends."""
     turns = ScriptedTurns()
     turns.script = ["so ", "far", KeyError("secret")]
     status, body = await completion(turns, n=choices, stream=True)

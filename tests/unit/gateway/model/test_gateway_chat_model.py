@@ -15,7 +15,7 @@ from services.gateway.model.chat_model import ChatModel, template_message
 from tests.support.gateway.chat_templates import FAMILIES, make_model, save_model
 
 
-def test_torch_is_never_imported(tmp_path: Path) -> None:
+def test_gateway_never_imports_torch(tmp_path: Path) -> None:
     """A gateway host installs no torch, and one that has it does not load it."""
     save_model("qwen3", tmp_path)
     code = (
@@ -27,7 +27,7 @@ def test_torch_is_never_imported(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_directory_tells_all(tmp_path: Path) -> None:
+def test_model_directory_has_all_settings(tmp_path: Path) -> None:
     """Name, context, stop tokens and format come from the files; settings override them."""
     save_model("qwen3", tmp_path / "my-model", context_tokens=512)
     model = ChatModel.load(str(tmp_path / "my-model"))
@@ -61,9 +61,9 @@ def test_incomplete_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_templates_that_need_the_whole_history_are_known(family: str) -> None:
-    """Those that count from the start, move the tools along, or drop what came before an answer
-    because of it, cannot use the stub."""
+def test_templates_that_need_the_whole_history_are_detected(family: str) -> None:
+    """Templates that count from the start, move the tools, or drop earlier reasoning cannot be
+    rendered in part."""
     whole = {"numbered", "mistral", "kimi"}
     assert make_model(family).looks_back_one_answer == (family not in whole)
 
@@ -82,8 +82,8 @@ def test_templates_that_need_the_whole_history_are_known(family: str) -> None:
         ("numbered", "plain", ""),
     ],
 )
-def test_formats_are_found_in_templates(family: str, tool_format: str, reasoning: str) -> None:
-    """Tool calls are read as the template writes them, reasoning where it has the tags."""
+def test_formats_are_detected_in_templates(family: str, tool_format: str, reasoning: str) -> None:
+    """Tool calls are parsed as the template writes them, reasoning if it has the tags."""
     model = make_model(family)
     assert model.format.name == tool_format
     assert (model.reasoning.name if model.reasoning else "") == reasoning
@@ -97,10 +97,10 @@ def test_formats_are_found_in_templates(family: str, tool_format: str, reasoning
         ("deepseek", [Message(role="user", content="a")], False),
     ],
 )
-def test_prompt_says_whether_its_answer_starts_with_reasoning(
+def test_prompt_end_decides_whether_the_answer_starts_with_reasoning(
     family: str, messages: list[Message], inside: bool
 ) -> None:
-    """Its end is looked at, less what was put into the model's mouth."""
+    """Without a forced opening."""
     model = make_model(family)
     prompt = model.renderer(None)(messages, True)
     assert model.starts_inside(model.encode(prompt)) == inside
@@ -108,8 +108,8 @@ def test_prompt_says_whether_its_answer_starts_with_reasoning(
     assert model.starts_inside(model.encode(prompt + opening), opening=opening) == inside
 
 
-def test_template_errors_are_refusals() -> None:
-    """Whatever a template raises over an odd conversation, it is not a crash."""
+def test_template_errors_are_invalid_arguments() -> None:
+    """For any exception over an odd conversation."""
     calls = (ToolCall(name="a", arguments="{}"),) * 2
     with pytest.raises(TemplateRefused, match="single tool-calls"):
         make_model("llama3").renderer(None)([Message(role="assistant", tool_calls=calls)], True)
@@ -128,6 +128,6 @@ def test_template_errors_are_refusals() -> None:
     ],
 )
 def test_arguments_reach_the_template_as_an_object(arguments: str, seen: object) -> None:
-    """Templates expect an object; what is none is passed as the text it is."""
+    """Templates expect an object; other arguments are passed as text."""
     message = Message(role="assistant", tool_calls=(ToolCall(name="a", arguments=arguments),))
     assert template_message(message)["tool_calls"][0]["function"]["arguments"] == seen

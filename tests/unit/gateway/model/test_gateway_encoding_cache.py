@@ -5,8 +5,8 @@ from __future__ import annotations
 from services.gateway.model.encoding_cache import EncodingCache
 
 
-def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
-    """The text unused for longest goes when there is no room, and is encoded again."""
+def test_cached_text_is_encoded_once() -> None:
+    """The least recently used text is evicted, and encoded again."""
     asked: list[str] = []
 
     def encode(text: str) -> bytes:
@@ -19,8 +19,8 @@ def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
     assert [text[0] for text in asked] == ["a", "b", "c", "b"]
 
 
-def test_a_text_beyond_the_bound_takes_nobodys_place() -> None:
-    """It is encoded each time it comes, and the others are still remembered."""
+def test_text_beyond_the_cache_bound_evicts_no_other() -> None:
+    """It is encoded each time."""
     asked: list[str] = []
 
     def encode(text: str) -> bytes:

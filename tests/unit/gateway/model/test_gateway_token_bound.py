@@ -57,7 +57,7 @@ SHRINKING = st.text(alphabet="a \u0390\u03b9\u0308\u0301\U0001d7ce\u0344\u1fbe\u
 
 @pytest.mark.parametrize("tokenizer", BOUNDED)
 @given(text=st.text() | SHRINKING | st.sampled_from(["a" * 999, "\U0001d7ce" * 99]))
-def test_no_text_has_fewer_tokens_than_its_bound(tokenizer: Tokenizer, text: str) -> None:
+def test_token_bound_is_never_above_the_token_count(tokenizer: Tokenizer, text: str) -> None:
     """For tokenizers over bytes, with normal forms that shorten a text, and with a fallback."""
     longest = longest_token_bytes(tokenizer)
     assert longest
@@ -95,6 +95,6 @@ def lossy() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", lossy())
-def test_a_tokenizer_that_loses_text_has_no_bound(name: str) -> None:
-    """0: such a text is tokenized, whatever its length."""
+def test_tokenizer_that_loses_text_has_bound_0(name: str) -> None:
+    """Every text is then tokenized, at any length."""
     assert longest_token_bytes(lossy()[name]) == 0

@@ -69,8 +69,8 @@ async def begin(stream: RouterStream, *, size: int = 10) -> SampleCall:
     return call
 
 
-async def test_a_call_that_was_not_sent_is_taken_back() -> None:
-    """The router never hears of it; a cancel that came before its call would be passed over."""
+async def test_cancelled_call_is_not_sent() -> None:
+    """The router never sees it; a cancel before its call would be ignored."""
     call = Call()
     stream = RouterStream(call, router="r")
     answers = [await begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
@@ -84,8 +84,8 @@ async def test_a_call_that_was_not_sent_is_taken_back() -> None:
     await stream.close_stream()
 
 
-async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() -> None:
-    """Agents that come and go meanwhile leave nothing behind, however many they are."""
+async def test_queue_of_a_stalled_router_holds_only_live_calls() -> None:
+    """Cancelled calls leave the queue, in any number."""
     call = Call()
     stream = RouterStream(call, router="r")
     for _ in range(100):
@@ -102,7 +102,7 @@ async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() ->
 
 
 async def test_cancels_leave_a_large_request_its_room() -> None:
-    """A message holds one request of any size, and nothing that would make it too large."""
+    """A message holds one request of any size, and no cancel that would make it too large."""
     call = Call()
     stream = RouterStream(call, router="r")
     call.takes.set()
@@ -121,8 +121,8 @@ async def test_cancels_leave_a_large_request_its_room() -> None:
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED]
 )
-async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode) -> None:
-    """None of them has exhausted or forged anything: each may be made again, elsewhere."""
+async def test_end_of_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode) -> None:
+    """For any status: each call may be repeated on another router."""
     call = Call()
     stream = RouterStream(call, router="r")
     answer = await begin(stream)
@@ -137,7 +137,7 @@ async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.Sta
 
 
 async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
-    """One that all raised would keep the frames of all, and all that they hold."""
+    """One shared error would keep the frames of all calls in memory."""
     call = Call()
     stream = RouterStream(call, router="r")
     calls = [await begin(stream) for _ in range(100)]
@@ -151,7 +151,7 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     assert max(frames) < 10
 
 
-async def test_a_stream_that_is_closed_at_once_ends_its_calls() -> None:
+async def test_stream_closed_at_once_ends_its_calls() -> None:
     """Before it has sent or read anything."""
     stream = RouterStream(Call(), router="r")
     answer = await begin(stream)
@@ -181,8 +181,8 @@ class Routers:
         return instance, SimpleNamespace(SampleStream=made)
 
 
-async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a while, and while there is another: discovery shows it until its lease has run out."""
+async def test_lost_router_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while, and while there is another: discovery lists it until its lease has expired."""
     routers = Routers()
     streams = RouterStreams(cast(Any, routers))
     monkeypatch.setattr(router_stream, "AVOID_LOST_S", 3600.0)

@@ -95,7 +95,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_call_module, "FIRST_BACKOFF_S", 0.0)
 
 
-async def test_an_answer_that_breaks_off_is_sampled_again_while_the_agent_saw_nothing() -> None:
+async def test_broken_answer_is_sampled_again_before_the_agent_sees_it() -> None:
     """After a loss or an end without a finish reason, a new request id samples from the start."""
     streams = Streams([1, GONE], [2, None], [3, END, None])
     agent = Agent(streams)
@@ -104,8 +104,8 @@ async def test_an_answer_that_breaks_off_is_sampled_again_while_the_agent_saw_no
     assert len(set(streams.request_ids)) == 3
 
 
-async def test_a_streamed_answer_is_not_sampled_again() -> None:
-    """The agent has seen a part of it: another beginning would not fit."""
+async def test_partly_streamed_answer_is_not_sampled_again() -> None:
+    """The agent has a part of it: another beginning would not fit."""
     agent = Agent(Streams([1, GONE]), streamed=True)
     assert await agent.read()
     with pytest.raises(Unavailable, match="gone"):
@@ -113,19 +113,19 @@ async def test_a_streamed_answer_is_not_sampled_again() -> None:
     assert agent.ids == [1]
 
 
-async def test_a_streamed_answer_is_sampled_again_before_its_first_token() -> None:
+async def test_streamed_answer_is_sampled_again_before_its_first_token() -> None:
     """The agent has seen nothing yet."""
     agent = Agent(Streams([GONE], [1, END, None]), streamed=True)
     assert await agent.answer() == [1]
 
 
-async def test_a_router_that_dies_after_the_finish_reason_causes_no_error() -> None:
+async def test_router_lost_after_the_finish_reason_causes_no_error() -> None:
     """The answer is complete by then."""
     agent = Agent(Streams([1, END, GONE]), streamed=True)
     assert await agent.answer() == [1]
 
 
-async def test_a_cancelled_attempt_is_cancelled_at_the_router() -> None:
+async def test_cancelled_attempt_is_cancelled_at_the_router() -> None:
     """Unread tokens are dropped."""
     streams = Streams([1])
     agent = Agent(streams, streamed=True)
@@ -136,7 +136,7 @@ async def test_a_cancelled_attempt_is_cancelled_at_the_router() -> None:
     assert agent.ids == [1]
 
 
-async def test_attempts_end_with_the_time_for_them() -> None:
+async def test_attempts_end_at_the_retry_limit() -> None:
     """The last error is raised."""
     agent = Agent(Streams([GONE]), retry_for_s=0.0)
     with pytest.raises(Unavailable, match="gone"):
@@ -147,10 +147,10 @@ async def test_attempts_end_with_the_time_for_them() -> None:
     ("error", "sampled_for_s", "again"),
     [(LOST, 600.0, True), (LOST, 5.0, True), (LOST, 0.0, True), (GONE, 600.0, False)],
 )
-async def test_a_long_answer_is_sampled_again_as_well(
+async def test_long_answer_is_sampled_again(
     monkeypatch: pytest.MonkeyPatch, error: ForgeError, sampled_for_s: float, again: bool
 ) -> None:
-    """The retry time starts when the router is lost, however long it had sampled; not when the
+    """The retry time starts when the router is lost, after any time of sampling; not when the
     router itself reports that it waited long enough."""
     now_s = 0.0
     monkeypatch.setattr(sample_call_module, "time", SimpleNamespace(monotonic=lambda: now_s))
@@ -167,7 +167,7 @@ async def test_a_long_answer_is_sampled_again_as_well(
 
 
 async def test_dead_routers_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt ends as lost, too, in less time than an attempt with a router."""
+    """Each lost attempt counts, also one shorter than an attempt with a router."""
     now_s = 0.0
     monkeypatch.setattr(sample_call_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
@@ -186,7 +186,7 @@ async def test_dead_routers_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPat
     assert len(streams.request_ids) == 6
 
 
-async def test_a_reader_that_waits_gets_later_responses() -> None:
+async def test_waiting_reader_gets_later_responses() -> None:
     """A response and the end each wake it."""
     streams = Streams([])
     agent = Agent(streams)

@@ -185,8 +185,8 @@ def encoded(model: ChatModel, text: str) -> list[int]:
 @pytest.mark.parametrize("added", [False, True], ids=["plain", "tokens"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("name", CALLING)
-def test_a_required_call_satisfies_its_schema(name: str, schema: str, added: bool) -> None:
-    """For every format and kind of schema: any tool, or a named one, is called validly."""
+def test_required_call_satisfies_its_schema(name: str, schema: str, added: bool) -> None:
+    """For every format and kind of schema, with any tool or a named one."""
     tools = [tool("look", SCHEMAS[schema]), tool("take", SCHEMAS["texts"])]
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
     output = BUILT_IN[name]()
@@ -245,9 +245,9 @@ def some_arguments(name: str, random: Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", CALLING)
-def test_what_a_model_writes_and_is_read_is_allowed(name: str, strict: bool) -> None:
-    """A call as the format writes it, if it is read back as the same, is what the grammar lets be
-    sampled, token for token: a grammar takes nothing from a model that masters its format."""
+def test_grammar_allows_every_call_that_is_parsed_back(name: str, strict: bool) -> None:
+    """A call in the format's spelling is allowed token for token: the grammar does not limit a
+    model that masters its format."""
     model, output, random = model_of(name, added=strict), BUILT_IN[name](), Random(name)
     tools = [tool("look", {**OBJECT, "properties": VALUES}, strict=strict)]
     opening, allowed = output.opening("look"), 0
@@ -271,8 +271,8 @@ def test_what_a_model_writes_and_is_read_is_allowed(name: str, strict: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
-def test_tools_that_are_not_strict_are_called_by_their_arguments(name: str) -> None:
-    """Arguments are those the tool has, each once, and anything may stand there."""
+def test_arguments_of_tools_without_strict_are_free(name: str) -> None:
+    """Argument names are those of the tool, each once, with any values."""
     asked = request([tool("look", SCHEMAS["either"], strict=False)], "look")
     output = BUILT_IN[name]()
     for seed in range(5):
@@ -300,7 +300,7 @@ def many_tools(count: int, *, strict: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
 def test_tools_may_have_hundreds_of_arguments(name: str, strict: bool) -> None:
-    """What many of them may be is said once, so that engines take the grammar."""
+    """A rule that many of them share is written once, so that engines accept the grammar."""
     model, output = model_of(name, added=True), BUILT_IN[name]()
     asked = request(many_tools(30, strict=strict), "")
     grammar = turn_grammar(model, asked, opening=output.opening(None), inside=False)
@@ -310,9 +310,9 @@ def test_tools_may_have_hundreds_of_arguments(name: str, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
-def test_calls_that_no_grammar_holds_are_left_to_the_model(name: str) -> None:
-    """A call of one of too many tools is begun only, and free behind its tag beside an answer of a
-    given form; no engine is asked for what it must refuse. It is counted where a tool is strict."""
+def test_calls_of_too_many_tools_are_left_to_the_model(name: str) -> None:
+    """Only the opening is forced, and beside an answer format the call is free; no engine gets a
+    grammar that it must refuse. Strict tools are counted."""
     model, output = model_of(name, added=True), BUILT_IN[name]()
 
     def counted(strict: bool, required: str | None, **grammar: Any) -> tuple[Any, float]:
@@ -333,8 +333,8 @@ def test_calls_that_no_grammar_holds_are_left_to_the_model(name: str) -> None:
     assert len(source("lark", beside.lark)) < 10_000
 
 
-def test_a_grammar_is_made_once_for_the_same_tools() -> None:
-    """Agents send them with every call, and each argument costs the gateway some time."""
+def test_grammar_of_the_same_tools_is_built_once() -> None:
+    """Agents send them with every call, and each argument costs time."""
     model, opening = model_of("glm", added=False), BUILT_IN["glm"]().opening(None)
     made = [
         turn_grammar(model, request(many_tools(20, strict=True), ""), opening=opening, inside=False)
@@ -358,8 +358,8 @@ def test_a_grammar_is_made_once_for_the_same_tools() -> None:
         ({"$ref": "#/$defs/loop"}, "to itself"),
     ],
 )
-def test_what_texts_cannot_be_held_to_is_refused(schema: Any, words: str) -> None:
-    """A strict tool whose schema its notation cannot keep is an error that names the place."""
+def test_strict_schema_that_a_format_cannot_enforce_is_refused(schema: Any, words: str) -> None:
+    """The error names the place in the schema."""
     loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]}
     parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"loop": loop}}
     asked = request([tool("look", parameters)], None)

@@ -64,8 +64,8 @@ def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 @given(st.text("aé日🙂 \n", max_size=15), st.lists(st.integers(0, 4), max_size=6))
-def test_characters_are_never_split(text: str, sizes: list[int]) -> None:
-    """However tokens are batched, the pieces add up to the text and none has half a character."""
+def test_streamed_pieces_split_no_character(text: str, sizes: list[int]) -> None:
+    """For any batches of tokens, the pieces add up to the text and none has half a character."""
     stream = TextStream(MODEL)
     pieces = [stream.feed(ids) for ids in cut(spelt(text), sizes)]
     pieces.append(stream.finish())
@@ -74,8 +74,8 @@ def test_characters_are_never_split(text: str, sizes: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, MODEL.vocabulary_tokens - 1), max_size=60))
-def test_any_tokens_become_some_text(ids: list[int]) -> None:
-    """A policy may sample nonsense: it is text all the same, and every token is kept."""
+def test_any_sampled_tokens_become_text(ids: list[int]) -> None:
+    """Also nonsense, and every token is kept."""
     answer = parser_of()
     read(answer, [[i] for i in ids])
     assert answer.tokens().ids == int32_bytes(ids)
@@ -98,15 +98,15 @@ def test_stop_string_ends_text_and_tokens(before: str, after: str, sizes: list[i
     assert len(columns.logprobs) == len(columns.weight_versions) == len(columns.ids)
 
 
-def test_half_a_stop_string_is_text_after_all() -> None:
-    """What looked like the beginning of a stop string is given at the end."""
+def test_incomplete_stop_string_is_text() -> None:
+    """It is returned at the end."""
     answer = parser_of(stop=["STOP"])
     assert read(answer, [[*spelt("ab STO"), END]]) == "ab STO"
     assert not answer.stopped
 
 
 def test_end_token_is_kept_but_not_shown() -> None:
-    """The end-of-turn token was sampled, so it is trained on; it is no text."""
+    """The end-of-turn token was sampled, so it is trained; it is no text."""
     answer = parser_of()
     assert read(answer, [[*spelt("hi"), END]]) == "hi"
     assert int32_array(answer.tokens().ids)[-1] == END
@@ -123,8 +123,8 @@ def test_calls_get_ids_once() -> None:
     assert answer.message().call_ids == ("call-0", "call-1")
 
 
-def test_models_own_call_ids_stay_unless_they_repeat() -> None:
-    """A model that sees its ids again keeps them, but no agent gets the same id twice."""
+def test_call_ids_of_the_model_stay_unless_repeated() -> None:
+    """A model that reads its ids keeps them, but no agent gets the same id twice."""
     kimi = get_format("kimi_k2")
     text = kimi.write([CallDelta(name="a", arguments="{}", call_id="functions.a:0")] * 2)
     answer = parser_of(parser=kimi.parser())
@@ -134,14 +134,14 @@ def test_models_own_call_ids_stay_unless_they_repeat() -> None:
 
 
 def test_unequal_columns_are_refused() -> None:
-    """An engine that sends a token without its log-prob is broken, and says so at once."""
+    """A token without its log-prob is an engine error, raised at once."""
     broken = common_pb2.SampledTokens(ids=int32_bytes([5]), weight_versions=int32_bytes([1]))
     with pytest.raises(DataLoss):
         parser_of().feed(broken)
 
 
-def test_answer_tells_the_likeliest_tokens_of_what_it_keeps() -> None:
-    """Of each token up to the one that ended it, without what had no probability."""
+def test_answer_has_the_top_logprobs_of_its_tokens() -> None:
+    """Of each token up to the last one, without tokens of probability zero."""
     sent = tokens(spelt("abc"))
     shown = spelt("axbycz")
     sent.top_ids = int32_bytes(shown)
@@ -162,15 +162,15 @@ def test_answer_tells_the_likeliest_tokens_of_what_it_keeps() -> None:
         parser_of().feed(sent)
 
 
-def test_answer_names_the_stop_string_that_ended_it() -> None:
+def test_answer_names_its_stop_string() -> None:
     """Of several stop strings the one that was completed is known afterwards."""
     answer = parser_of(stop=["STOP", "HALT"])
     assert read(answer, [spelt("go on HALT STOP")]) == "go on "
     assert answer.stop_text == "HALT"
 
 
-def test_answer_without_parallel_calls_ends_with_the_first() -> None:
-    """Nothing behind the token that completed the call is kept, neither text nor ids."""
+def test_answer_without_parallel_calls_ends_after_one_call() -> None:
+    """Text and ids behind the token that completed the call are dropped."""
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     answer = parser_of(parser=HermesFormat().parser(), parallel_calls=False)
     assert read(answer, [spelt(f"Well. {call}\n{call} Done.")]) == "Well."
@@ -179,7 +179,7 @@ def test_answer_without_parallel_calls_ends_with_the_first() -> None:
     assert MODEL.decode(answer.tokens().ids) == f"Well. {call}"
 
 
-def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
+def test_answer_without_parallel_calls_returns_the_first_of_a_list() -> None:
     """Where a format completes several calls with one token, the agent gets the first."""
 
     class ListParser(PlainParser):

@@ -75,8 +75,8 @@ def tokens(count: int) -> common_pb2.SampledTokens:
 
 
 @pytest.mark.parametrize("said", [0, 3])
-async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> None:
-    """A turn of what there was, and none of nothing; the agent is told that the session closed."""
+async def test_call_ended_by_a_close_records_its_sampled_tokens(said: int) -> None:
+    """Without tokens there is no turn; the agent learns that the session closed."""
     session = Session()
     turns = Turns(
         make_model("chatml"),
@@ -123,7 +123,7 @@ class NotingSession(Session):
         self.cancelled_at_record = list(self.stream.cancelled)
 
 
-async def test_a_stopped_answer_cancels_its_sampling() -> None:
+async def test_stop_string_cancels_sampling() -> None:
     """Tokens behind a stop string are not read; the router gets a cancel before the record."""
     session = NotingSession()
     session.stream = stream = TalkativeStream(session, 3)
@@ -161,7 +161,7 @@ class NoRouter:
         raise AssertionError("waited for ever")
 
 
-async def test_a_close_does_not_wait_for_a_router() -> None:
+async def test_close_does_not_wait_for_a_router() -> None:
     """An abort ends the search for a router; no request is sent after it."""
     streams = NoRouter()
     call = SampleCall(cast(Any, streams), timeout_s=30.0, retry_for_s=30.0)

@@ -52,14 +52,16 @@ def turn_of(message: Message, **changes: Any) -> Turn:
         ),
     ],
 )
-def test_stop_reasons(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
+def test_finish_reasons_map_to_anthropic_stop_reasons(
+    changes: dict[str, Any], reason: str, sequence: str | None
+) -> None:
     """Why an answer ended, in Anthropic's words."""
     ended = ending(turn_of(Message(role="assistant", content="x"), **changes), 100)
     assert ended == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_arguments_that_are_not_strict_json_are_made_so() -> None:
-    """Every client can read them; those that are strict stay as they were spelt."""
+def test_arguments_are_written_as_strict_json() -> None:
+    """Every client can parse them; strict ones keep their spelling."""
     assert input_json('{"a":  1.0}') == '{"a":  1.0}'
     assert json.loads(input_json('{"a": [NaN, 1e999], "b": "x\\ud83d"}')) == {
         "a": [None, None],
@@ -81,8 +83,8 @@ deltas_of_answers = st.lists(
 
 @settings(deadline=None)
 @given(deltas_of_answers, st.sampled_from(Shown))
-def test_answer_sent_back_is_the_answer(deltas: list[Delta], shown: Shown) -> None:
-    """Streamed or whole, what the agent has of an answer agrees with what was recorded."""
+def test_returned_answer_agrees_with_the_recorded_one(deltas: list[Delta], shown: Shown) -> None:
+    """Streamed or whole."""
     recorded = recorded_of(deltas)
     blocks = Blocks(shown)
     events = [event for delta in deltas for event in blocks.add_delta(delta)] + [*blocks.finish()]

@@ -64,7 +64,7 @@ async def test_errors_before_the_answer_have_their_status(
     retry_after: str | None,
     stream: bool,
 ) -> None:
-    """Streamed or not, nothing is sent until there is something to say."""
+    """Streamed or not, nothing is sent before the first token."""
     turns.script = [error]
     with pytest.raises(raised) as caught:
         await sdk(url).messages.create(stream=stream, **ASK)
@@ -73,8 +73,8 @@ async def test_errors_before_the_answer_have_their_status(
     assert caught.value.request_id
 
 
-async def test_a_long_prompt_is_named_as_anthropic_names_it(url: str, turns: ScriptedTurns) -> None:
-    """Clients that compact their history look for these words."""
+async def test_prompt_beyond_the_context_has_anthropics_error_text(url: str, turns: ScriptedTurns) -> None:
+    """Clients that compact their history search for these words."""
     turns.script = [ContextTooLong.of(tokens=9, limit=9)]
     with pytest.raises(anthropic.BadRequestError) as caught:
         await sdk(url).messages.create(**ASK)
@@ -86,10 +86,8 @@ async def test_a_long_prompt_is_named_as_anthropic_names_it(url: str, turns: Scr
     assert str(turns.script[0]).startswith("prompt is too long: 9 tokens > 8 maximum")
 
 
-async def test_what_may_succeed_later_is_repeated_by_the_sdk(
-    url: str, turns: ScriptedTurns
-) -> None:
-    """503 is repeated, and an engine's broken answer is not, although it is a 500."""
+async def test_sdk_repeats_retryable_errors(url: str, turns: ScriptedTurns) -> None:
+    """503 is repeated; an engine's invalid answer is not, although it is a 500."""
     turns.script = [Unavailable("away", retry_after_s=0.001)]
     with pytest.raises(anthropic.ServiceUnavailableError):
         await sdk(url, max_retries=2).messages.create(**ASK)
@@ -101,7 +99,7 @@ async def test_what_may_succeed_later_is_repeated_by_the_sdk(
 
 
 async def test_errors_in_mid_stream_are_events(url: str, turns: ScriptedTurns) -> None:
-    """The text sent before stays; the SDK raises what the event says."""
+    """The text sent before stays; the SDK raises the error of the event."""
     turns.script = ["so ", "far", Unavailable("the router is gone")]
     said = ""
     with pytest.raises(anthropic.APIStatusError, match="the router is gone") as caught:
@@ -128,8 +126,8 @@ async def test_a_long_silence_has_pings(
     assert events.count("ping") == 3
 
 
-async def test_what_no_handler_sees_has_the_shape_too(url: str) -> None:
-    """Bodies that are too large, and paths that do not exist."""
+async def test_errors_before_any_handler_have_the_protocols_shape(url: str) -> None:
+    """Bodies that are too large, and unknown paths."""
     with pytest.raises(anthropic.ContentTooLargeError) as large:
         await sdk(url).messages.create(**(ASK | {"system": "x" * MAX_BODY_BYTES}))
     assert large.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]

@@ -61,8 +61,8 @@ def use(**fields: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": "a", "name": "look", "input": {"at": 1}} | fields
 
 
-def test_system_is_the_first_message() -> None:
-    """A string or blocks, joined as they are; nothing where there is nothing."""
+def test_system_text_is_the_first_message() -> None:
+    """A string, or joined blocks; without text there is no message."""
     system = Message(role="system", content="Be brief. Be kind.")
     one = Message(role="user", content="hi")
     assert read(USER, system="Be brief. Be kind.") == [system, one]
@@ -70,15 +70,15 @@ def test_system_is_the_first_message() -> None:
     assert read(USER, system="") == read(USER, system=[]) == read(USER, system=None) == [one]
 
 
-def test_accounting_of_claude_code_is_dropped() -> None:
-    """A line that differs with every call would make a branch of every turn."""
+def test_accounting_line_of_claude_code_is_dropped() -> None:
+    """It differs with every call and would make each turn a branch."""
     line = "x-anthropic-billing-header: cc_version=2; cch=1f;"
     blocks = read(USER, system=[text(line), text("Be brief.")])
     assert blocks == read(USER, system=f"{line}\nBe brief.") == read(USER, system="Be brief.")
 
 
-def test_accounting_does_not_make_a_request_be_read_again() -> None:
-    """With another such line before it, a request is known by its beginning, and read behind it."""
+def test_accounting_line_does_not_hide_a_recognized_prefix() -> None:
+    """With another such line before it, a request is recognized, and decoded behind its mark."""
 
     def request(number: int, *messages: Any) -> History:
         system = [text(f"x-anthropic-billing-header: cch={number};"), text("Be brief.")]
@@ -90,8 +90,8 @@ def test_accounting_does_not_make_a_request_be_read_again() -> None:
     assert later.behind(known) == read(USER, said(text("ok")), USER)[1:]
 
 
-def test_user_message_falls_apart_at_tool_results() -> None:
-    """Each result is a message of its own; text keeps its place before, between and behind."""
+def test_user_message_is_split_at_tool_results() -> None:
+    """Each result is a message; text keeps its place before, between and after."""
     blocks = (text("so"), text(": "), result("1"), result([text("2"), text("3")]), text("and?"))
     assert read(heard(*blocks)) == [
         Message(role="user", content="so: "),
@@ -112,8 +112,8 @@ def test_user_message_falls_apart_at_tool_results() -> None:
         ([], "Error"),
     ],
 )
-def test_failed_tool_says_error(content: Any, becomes: str) -> None:
-    """Templates have no place for `is_error`, so the text says it, once."""
+def test_failed_tool_result_begins_with_error(content: Any, becomes: str) -> None:
+    """Templates have no place for `is_error`, so the text has it, once."""
     (message,) = read(heard(result(content, is_error=True)))
     assert message.content == becomes
 
@@ -164,14 +164,14 @@ def test_numbers_in_arguments_are_not_rounded() -> None:
     ],
 )
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_what_cannot_be_is_refused_by_name(messages: Any, says: str, system: str | None) -> None:
+def test_invalid_blocks_are_refused_by_name(messages: Any, says: str, system: str | None) -> None:
     """The error names the block, by the agent's numbering, and the problem."""
     with pytest.raises(InvalidArgument, match=says):
         read(*messages, system=system)
 
 
-def test_errors_behind_a_recognized_beginning_are_named_alike() -> None:
-    """Messages are counted from the start of the request, however little of it is read."""
+def test_errors_behind_a_recognized_prefix_have_the_same_names() -> None:
+    """Messages are counted from the start of the request."""
     before = [heard(result("1"), result("2")), said(text("ok"))]
     known = messages_of(asked(messages=[*before, USER], system="Be brief.")).mark()
     later = messages_of(
@@ -186,9 +186,9 @@ def test_errors_behind_a_recognized_beginning_are_named_alike() -> None:
         later.behind(mark)
 
 
-def test_recognized_beginning_has_the_same_messages() -> None:
-    """What is read behind a mark is what is read of the whole, and another system prompt is
-    another beginning."""
+def test_recognized_prefix_gives_the_same_messages() -> None:
+    """Decoding behind a mark equals decoding the whole, and another system prompt is another
+    prefix."""
     before = [heard(result("1"), result("2")), said(text("ok")), USER]
     after = [said(use()), heard(result("3"), text("and?"))]
     known = messages_of(asked(messages=before, system="Be brief.")).mark()
@@ -226,14 +226,14 @@ def test_recognized_beginning_has_the_same_messages() -> None:
         ({"messages": 7}, "messages must be an array"),
     ],
 )
-def test_fields_without_effect_are_refused(fields: dict[str, Any], says: str) -> None:
-    """What cannot be had, or is out of range, is refused by its name."""
+def test_unsupported_fields_are_refused(fields: dict[str, Any], says: str) -> None:
+    """Also values out of range; the error names the field."""
     with pytest.raises(InvalidArgument, match=says):
         everything(asked(**fields))
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
-    """Hints to Anthropic's own service are no reason to refuse an agent."""
+    """Hints to Anthropic's own service."""
     request = asked(
         metadata={"user_id": "me"},
         service_tier="auto",
@@ -264,7 +264,9 @@ def test_fields_that_change_nothing_are_accepted() -> None:
         ({"type": "none"}, None, False, True),
     ],
 )
-def test_tool_choice(choice: Any, required: str | None, calls: bool, parallel: bool) -> None:
+def test_tool_choice_is_mapped(
+    choice: Any, required: str | None, calls: bool, parallel: bool
+) -> None:
     """Each choice asks the turn for what it says."""
     request = asked(tools=[LOOK], tool_choice=choice)
     tools = schema.tools_of(request)
@@ -275,8 +277,8 @@ def test_tool_choice(choice: Any, required: str | None, calls: bool, parallel: b
     assert schema.parallel_calls(request) is parallel
 
 
-async def test_form_of_the_answer_and_strict_tools() -> None:
-    """A schema becomes the grammar that the answer is held to; a strict tool says so."""
+async def test_answer_schema_and_strict_tools_become_grammars() -> None:
+    """A schema becomes the grammar of the answer; a strict tool is marked."""
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {}}}
     grammar = common_pb2.Grammar(json_schema=json.dumps(form["schema"]))
     assert await schema.grammar_of(asked(output_config={"format": form})) == grammar
@@ -299,15 +301,15 @@ async def test_form_of_the_answer_and_strict_tools() -> None:
         ({"type": "adaptive", "display": "omitted"}, Shown.BLOCKS),
     ],
 )
-def test_thinking_is_shown_to_who_asks(thinking: Any, shown: Shown) -> None:
-    """Agents that did not ask would take the first block for the text."""
+def test_thinking_is_returned_on_request(thinking: Any, shown: Shown) -> None:
+    """Other agents would take the first block for the text."""
     assert schema.shown_of(asked(thinking=thinking)) is shown
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_body_is_understood_or_refused(data: st.DataObject) -> None:
-    """Whatever comes, either there is a prompt for it or a `ForgeError` says why not."""
+    """Every body gives a prompt or a `ForgeError`."""
 
     def loosely(*likely: Any) -> Any:
         return data.draw(st.sampled_from(likely) | json_values)

@@ -96,7 +96,7 @@ def understand(body: bytes) -> None:
 
 @given(bodies)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
+def test_any_json_is_accepted_or_refused_with_a_forge_error(body: dict[str, Any]) -> None:
     """No body of any shape raises anything but an error of our own."""
     try:
         understand(json.dumps(body).encode())
@@ -105,15 +105,15 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_refused(body: bytes) -> None:
-    """What is no JSON object is refused as such."""
+def test_bytes_that_are_no_json_object_are_refused(body: bytes) -> None:
+    """With that error."""
     with pytest.raises(InvalidArgument, match="not valid"):
         request_body.decode(body, chat_schema.ChatCompletionRequest)
 
 
 @pytest.mark.parametrize("depth", [500, 900, 2000, 100_000])
-def test_deep_nesting_is_refused(depth: int) -> None:
-    """Tools nested beyond reason end in an error, at whatever layer notices first."""
+def test_deeply_nested_tools_are_refused(depth: int) -> None:
+    """By whichever layer finds it first."""
     deep = '{"a":' * depth + "1" + "}" * depth
     body = (
         '{"model": "policy", "messages": [{"role": "user", "content": "hi"}], "tools": '
@@ -123,8 +123,8 @@ def test_deep_nesting_is_refused(depth: int) -> None:
         understand(body.encode())
 
 
-def test_everything_a_client_may_send_is_taken() -> None:
-    """A full request comes out as it was meant."""
+def test_request_with_every_field_is_accepted() -> None:
+    """Each field has its meaning."""
     request = request_body.decode(
         json.dumps(
             {
@@ -176,7 +176,7 @@ def test_everything_a_client_may_send_is_taken() -> None:
         ({"type": "function", "function": {"name": "look"}}, "look"),
     ],
 )
-def test_tool_choice(choice: Any, required: str | None) -> None:
+def test_tool_choice_is_mapped(choice: Any, required: str | None) -> None:
     """A single tool that is required is as good as named."""
     body = {
         "model": "policy",
@@ -191,8 +191,8 @@ def test_tool_choice(choice: Any, required: str | None) -> None:
             chat_schema.required_tool(request, make_model("smollm2").format)
 
 
-def test_what_sdks_send_of_themselves_changes_nothing() -> None:
-    """Nulls, bookkeeping and hints come with every SDK: the request is the same without them."""
+def test_default_fields_of_sdks_change_nothing() -> None:
+    """Nulls, bookkeeping and hints come with every SDK."""
     answer: dict[str, Any] = {
         "role": "assistant",
         "content": "hm",
@@ -230,8 +230,8 @@ def test_what_sdks_send_of_themselves_changes_nothing() -> None:
     assert [chat_schema.choices_of(request) for request in read] == [1, 1]
 
 
-def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
-    """Some clients parse a call's arguments and send them back parsed."""
+def test_parsed_arguments_equal_their_text() -> None:
+    """Some clients parse a call's arguments and send them back as an object."""
     spelled = [
         request_body.decode(
             json.dumps(
@@ -262,10 +262,8 @@ def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
         ({"messages": [{"role": "assistant", "function_call": {"name": "look"}}]}, "tool_calls"),
     ],
 )
-def test_what_would_change_the_form_of_the_answer_is_refused(
-    asked: dict[str, Any], says: str
-) -> None:
-    """A program that relies on it is told, and not left with an answer it cannot read."""
+def test_unsupported_answer_forms_are_refused(asked: dict[str, Any], says: str) -> None:
+    """A program that depends on the form gets an error, not an answer that it cannot parse."""
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]} | asked
     request = request_body.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
     with pytest.raises(InvalidArgument, match=says):

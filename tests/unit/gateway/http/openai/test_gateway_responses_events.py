@@ -49,7 +49,7 @@ def names(events: list[Event]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-def test_a_whole_answer_has_every_event_in_its_place() -> None:
+def test_complete_answer_has_every_event_in_order() -> None:
     """Reasoning, text and a call: each is announced, filled and closed before the next."""
     deltas: list[Delta] = [
         ReasoningDelta(text="h"),
@@ -90,8 +90,8 @@ def test_a_whole_answer_has_every_event_in_its_place() -> None:
     assert (response.temperature, response.metadata) == (0.5, {"a": "b"})
 
 
-def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    """The last event and the item that was cut off say so, with the reason."""
+def test_truncated_answer_is_incomplete() -> None:
+    """The last event and the truncated item say so, with the reason."""
     events = run([TextDelta(text="I lo")], status="incomplete")
     check(events)
     assert names(events)[-1] == "incomplete"
@@ -100,16 +100,16 @@ def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     assert [item["status"] for item in response["output"]] == ["incomplete"]
 
 
-def test_an_empty_answer_has_an_empty_message() -> None:
-    """Agents look for a message: one that says nothing is there, too."""
+def test_empty_answer_has_an_empty_message() -> None:
+    """Agents look for a message."""
     for deltas in ([], [ReasoningDelta(text="hm")]):
         events = run(list(deltas))
         check(events)
         assert events[-1]["response"]["output"][-1]["content"][0]["text"] == ""
 
 
-def test_a_failure_in_the_middle_ends_the_stream_with_its_reason() -> None:
-    """What was open is closed, and the last event has the error."""
+def test_failure_in_mid_stream_ends_the_stream_with_its_reason() -> None:
+    """Open items are closed, and the last event has the error."""
     events = Events(HEAD)
     seen = [*events.start(), *events.add_deltas([TextDelta(text="I lo")])]
     seen += events.fail("server_error", "the router is gone")
@@ -142,8 +142,8 @@ deltas_of_an_answer = st.tuples(
 
 
 @given(deltas_of_an_answer, st.booleans())
-def test_echoed_items_are_the_message_that_was_sampled(deltas: list[Delta], ids: bool) -> None:
-    """An agent that sends back the output of a stream sends the answer itself, ids or no ids."""
+def test_echoed_items_match_the_sampled_message(deltas: list[Delta], ids: bool) -> None:
+    """With ids or without."""
     said = collect(deltas, "")
     calls = tuple(
         ToolCall(name=call.name, arguments=call.arguments, call_id=call.call_id)
@@ -162,7 +162,7 @@ def test_echoed_items_are_the_message_that_was_sampled(deltas: list[Delta], ids:
 
 
 @pytest.mark.parametrize("given_id", ["", "resp_", "resp_1", f"msg_{KEY}", f"resp_{KEY}x", KEY])
-def test_what_is_no_response_id_has_no_key(given_id: str) -> None:
-    """Only ids that were made here can name a response."""
+def test_invalid_response_id_has_no_key(given_id: str) -> None:
+    """Only ids of a gateway can name a response."""
     assert response_key(given_id) == ""
     assert response_key(HEAD.response_id) == KEY

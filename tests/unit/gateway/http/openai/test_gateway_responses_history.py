@@ -65,8 +65,8 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
 @pytest.mark.parametrize("instructions", [None, "Be brief."])
 @given(plan=st.lists(steps, min_size=1, max_size=7))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_marks_change_nothing_but_the_cost(instructions: str | None, plan: list[Any]) -> None:
-    """Whatever items belong together, also over the end of an earlier request."""
+def test_marks_do_not_change_prompts(instructions: str | None, plan: list[Any]) -> None:
+    """For any items of one message, also across the end of an earlier request."""
     model = make_model("chatml")
     marked, plain = Conversation(model=model), Conversation(model=model)
     before = [Message(role="system", content=instructions)] if instructions else []
@@ -114,10 +114,10 @@ USER = {"role": "user", "content": "Well?"}
         ([USER, call(0, "a" * 32), result(0)], [call(1, "a" * 32), result(1)]),
     ],
 )
-def test_an_answer_that_grows_over_a_mark_is_one_message(
+def test_answer_that_continues_over_a_mark_is_one_message(
     first: list[dict[str, Any]], more: list[dict[str, Any]]
 ) -> None:
-    """Then the mark is not used: the request is read as it is without one."""
+    """The mark is then not used: the request is decoded from the start."""
     marked, plain = (Conversation(model=make_model("chatml")) for _ in range(2))
     said = Message(role="assistant", content="1")
     for items in (first, [*first, *more]):
@@ -125,8 +125,8 @@ def test_an_answer_that_grows_over_a_mark_is_one_message(
         assert answered(marked, request, said) == answered(plain, messages_of(items), said)
 
 
-def test_only_new_items_are_read() -> None:
-    """The second turn of a conversation decodes what the agent added, not what it sent before."""
+def test_only_new_items_are_decoded() -> None:
+    """The second turn of a conversation decodes the items that the agent added."""
     conversation = Conversation(model=make_model("chatml"))
     items: list[dict[str, Any]] = [{"role": "user", "content": "One?"}]
     answer = Message(role="assistant", content="1")
@@ -142,7 +142,7 @@ def test_only_new_items_are_read() -> None:
 
 
 def test_new_item_nested_too_deeply_is_refused() -> None:
-    """Behind a recognized prefix, too, deep nesting is an error of the input."""
+    """Also behind a recognized prefix."""
     conversation = Conversation(model=make_model("chatml"))
     first = b'[{"role":"user","content":"One?"}'
     answered(conversation, history_of(first + b"]", None), Message(role="assistant", content="1"))
@@ -154,8 +154,8 @@ def test_new_item_nested_too_deeply_is_refused() -> None:
 
 @pytest.mark.parametrize("given_input", [b"null", b"[]", b"3", b"[3]", b'{"a": 1}'])
 @pytest.mark.parametrize("instructions", [None, "Brief."])
-def test_what_is_no_input_is_refused(given_input: bytes, instructions: str | None) -> None:
-    """With instructions or without, in words that name the field."""
+def test_missing_or_invalid_input_is_refused(given_input: bytes, instructions: str | None) -> None:
+    """With instructions or without; the error names the field."""
     conversation = Conversation(model=make_model("chatml"))
     with pytest.raises(InvalidArgument, match="input"):
         conversation.draft(history_of(given_input, instructions), ())

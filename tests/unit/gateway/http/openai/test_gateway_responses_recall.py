@@ -60,8 +60,8 @@ class World:
         return recalled
 
 
-def test_a_named_turn_is_recalled_as_it_was() -> None:
-    """Messages, tools, tokens and facts: from memory as well as from the record."""
+def test_named_turn_is_recalled_whole() -> None:
+    """Messages, tools, tokens and facts: from memory and from the record."""
     world = World()
     world.turn([HI], ["yes"], "a")
     for place in (world, world.read_back()):
@@ -74,16 +74,16 @@ def test_a_named_turn_is_recalled_as_it_was() -> None:
         assert recalled.prompt_tokens == len(world.turns[0].prompt_ids) // 4
 
 
-def test_names_that_were_not_given_are_unknown() -> None:
-    """No other name finds a turn, and an unnamed turn has none."""
+def test_unknown_response_ids_find_no_turn() -> None:
+    """And a turn without an id is not found."""
     world = World()
     world.turn([HI], ["yes"], None)
     assert world.conversation.recall("") is None
     assert world.conversation.recall("a") is None
 
 
-def test_a_recalled_answer_is_told_from_another_that_said_the_same() -> None:
-    """Of parallel answers with one text, the one that was named goes on as it was sampled."""
+def test_recalled_answer_is_distinguished_from_an_equal_text() -> None:
+    """Of parallel answers with one text, the named one is continued with its sampled tokens."""
     world = World()
     spellings = {"a": ["the"], "b": ["t", "h", "e"], "c": ["the"]}
     for name, pieces in spellings.items():
@@ -115,8 +115,8 @@ class Unread(NamedPrefix):
     )
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_who_names_a_turn_goes_on_from_its_tokens(plan: list[Any]) -> None:
-    """From no other's, whatever was said and asked alike, and what was there is not looked at."""
+def test_request_that_names_a_turn_continues_its_tokens(plan: list[Any]) -> None:
+    """Not another's with the same text, and its earlier messages are not decoded."""
     world = World()
     world.turn([HI], ["yes"], "0")
     for number, (which, said, pieces, again) in enumerate(plan, 1):
@@ -131,8 +131,8 @@ def test_who_names_a_turn_goes_on_from_its_tokens(plan: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "numbered"])
-def test_a_named_turn_and_its_messages_make_the_same_prompt(family: str) -> None:
-    """Also where a template rewrites history, for which all of it has to be read."""
+def test_named_turn_and_sent_messages_give_the_same_prompt(family: str) -> None:
+    """Also if a template rewrites history, and all of it must be decoded."""
     conversation = Conversation(model=make_model(family))
     World(conversation=conversation).turn([HI], ["<think>hm</think>", "yes"], "a")
     recalled = conversation.recall("a")
@@ -144,8 +144,8 @@ def test_a_named_turn_and_its_messages_make_the_same_prompt(family: str) -> None
     assert (named.how, named.ids, named.text) == (whole.how, whole.ids, whole.text)
 
 
-def test_a_session_that_was_read_back_in_between_knows_the_turn() -> None:
-    """The name led to the tree of before: in the new one the turn is found by what was said."""
+def test_rebuilt_session_finds_a_named_turn() -> None:
+    """Its name pointed into the old tree: in the new one the turn is found by its messages."""
     world = World()
     world.turn([HI], ["yes"], "a")
     before = NamedPrefix(world.recall("a").node, [HI])

@@ -123,8 +123,8 @@ HISTORIES: dict[str, tuple[Any, list[Message]]] = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_items_become_the_messages_they_came_from(name: str) -> None:
-    """However an answer was split into items, and whatever ids a client kept, it is one message."""
+def test_items_become_their_original_messages(name: str) -> None:
+    """An answer split into any items, with any ids, is one message."""
     items, messages = HISTORIES[name]
     assert messages_of(items) == messages
 
@@ -142,8 +142,8 @@ def test_items_become_the_messages_they_came_from(name: str) -> None:
         ({"type": "function_call", "name": "look"}, "call_id"),
     ],
 )
-def test_items_that_cannot_be_had_are_named(item: dict[str, Any], says: str) -> None:
-    """The error says which item it was and what of it is not understood."""
+def test_unsupported_items_are_named(item: dict[str, Any], says: str) -> None:
+    """The error gives the item and the unknown part."""
     with pytest.raises(InvalidArgument, match=says) as caught:
         messages_of([{"role": "user", "content": "hi"}, item])
     assert str(caught.value).startswith("input[1]: ")
@@ -163,8 +163,8 @@ def test_items_that_cannot_be_had_are_named(item: dict[str, Any], says: str) -> 
         ("metadata", {"k": "v" * 513}, "'k'"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(field: str, value: Any, says: str) -> None:
-    """A field without its effect would mislead an agent: it is refused."""
+def test_unsupported_fields_of_responses_are_refused(field: str, value: Any, says: str) -> None:
+    """A field without effect would mislead an agent."""
     body = {"model": "policy", "input": "hi", field: value}
     asked = request_body.decode(json.dumps(body).encode(), ResponsesRequest)
     with pytest.raises(InvalidArgument, match=says):
@@ -181,14 +181,14 @@ def test_what_cannot_be_had_is_refused_by_name(field: str, value: Any, says: str
         {"background": False, "store": False, "top_logprobs": 0, "metadata": {"a": "b"}},
     ],
 )
-def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
-    """Fields that clients send by habit, and that ask for nothing, are no errors."""
+def test_fields_without_effect_are_accepted(body: dict[str, Any]) -> None:
+    """Fields that clients send by default."""
     body = {"model": "policy", "input": "hi", **body}
     responses_schema.check(request_body.decode(json.dumps(body).encode(), ResponsesRequest))
 
 
-async def test_the_form_of_an_answer_is_a_grammar() -> None:
-    """A schema holds the answer to it; text needs none; what is no form is refused."""
+async def test_answer_format_becomes_a_grammar() -> None:
+    """A schema binds the answer; text needs no grammar; an unknown format is refused."""
     schema_given = {"type": "object", "properties": {"at": {"type": "string"}}}
     form = {"type": "json_schema", "name": "place", "schema": schema_given, "strict": True}
     asked = ResponsesRequest(model="policy", text={"format": form, "verbosity": "low"})
@@ -204,8 +204,8 @@ async def test_the_form_of_an_answer_is_a_grammar() -> None:
             await responses_schema.answer_grammar_of(asked)
 
 
-def test_a_schema_is_not_kept_with_every_turn() -> None:
-    """What is large and comes again with each request is repeated at once, not later."""
+def test_large_request_fields_are_echoed_but_not_stored() -> None:
+    """They come again with each request."""
     form = {"type": "json_schema", "name": "place", "schema": {"type": "object"}}
     echoed: dict[str, Any] = {"text": {"format": form}, "metadata": {"a": "b"}}
     kept = responses_schema.remembered(echoed)
@@ -213,8 +213,8 @@ def test_a_schema_is_not_kept_with_every_turn() -> None:
     assert echoed["text"]["format"] == form
 
 
-def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
-    """Both protocols give the model the same prompt; the response repeats what was sent."""
+def test_tools_are_translated_to_chat_completions_and_back() -> None:
+    """Both protocols give the model the same prompt; the response repeats the sent tools."""
     sent = {
         "type": "function",
         "name": "look",
@@ -247,7 +247,7 @@ def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
         ({"type": "custom", "name": "patch"}, "patch"),
     ],
 )
-def test_tool_choice(choice: Any, wanted: str | None) -> None:
+def test_tool_choice_is_mapped(choice: Any, wanted: str | None) -> None:
     """All that a client may choose, in our words."""
     asked = ResponsesRequest(model="policy", tool_choice=choice)
     assert responses_schema.wanted_tool(asked) == wanted
@@ -262,8 +262,8 @@ def test_tool_choice(choice: Any, wanted: str | None) -> None:
         ({"type": "function"}, "a function or a custom tool with a name"),
     ],
 )
-def test_tool_choices_that_cannot_be_had_are_named(choice: Any, says: str) -> None:
-    """What was chosen is repeated in the error."""
+def test_unsupported_tool_choices_are_named(choice: Any, says: str) -> None:
+    """The error repeats the choice."""
     with pytest.raises(InvalidArgument, match=says):
         responses_schema.wanted_tool(ResponsesRequest(model="policy", tool_choice=choice))
 
@@ -327,7 +327,7 @@ bodies = st.fixed_dictionaries(
 
 @given(bodies)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
+def test_any_json_is_accepted_or_refused_with_a_forge_error(body: dict[str, Any]) -> None:
     """No body of any shape raises anything but an error of our own."""
     try:
         asked = request_body.decode(json.dumps(body).encode(), ResponsesRequest)
