@@ -58,7 +58,7 @@ async def failures(episode: Episode, function: Mapping[str, str]) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_flawless_teacher_earns_every_reward(name: str) -> None:
-    """Doing what pays does pay: each task can be solved, with the real tools."""
+    """Each task can be solved with the real tools."""
     for seed in range(EPISODES):
         shown = demonstration(name, seed, flawless=True)
         assert await outcome_of(name, seed, shown) == 1.0, (seed, shown)
@@ -66,7 +66,7 @@ async def test_flawless_teacher_earns_every_reward(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_imperfect_teacher_leaves_room_to_learn(name: str) -> None:
-    """Shown habits succeed now and then: neither never nor always."""
+    """Its habits succeed sometimes: neither never nor always."""
     outcomes = [
         await outcome_of(name, seed, demonstration(name, seed, flawless=False))
         for seed in range(4 * EPISODES)
@@ -74,8 +74,8 @@ async def test_imperfect_teacher_leaves_room_to_learn(name: str) -> None:
     assert 0.05 < sum(outcomes) / len(outcomes) < 0.8
 
 
-async def test_teacher_reads_what_the_sandbox_answers() -> None:
-    """Demonstrated programs run without a sandbox, with the same results and errors."""
+async def test_teacher_demonstrates_programs_without_a_sandbox() -> None:
+    """With the same results and errors as in the sandbox."""
     for seed in range(4 * EPISODES):
         episode = get_domain("code").episode(payload("code", seed))
         (context,) = demonstration("code", seed, flawless=False).contexts
@@ -107,14 +107,14 @@ async def test_unknown_tool_is_a_tool_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_broken_payload_is_named(name: str) -> None:
-    """A payload without its keys is the submitter's mistake, and says which key."""
+def test_payload_without_its_keys_is_refused(name: str) -> None:
+    """The error names the missing key."""
     with pytest.raises(InvalidArgument, match="payload"):
         get_domain(name).episode({})
 
 
-def test_order_ships_once_and_half_right_earns_a_quarter() -> None:
-    """The general desk has state: what was shipped stays shipped."""
+def test_order_ships_once_and_half_a_solution_earns_a_quarter() -> None:
+    """The general desk has state: a shipped order stays shipped."""
     task = payload("general", 3)
     episode = get_domain("general").episode(task)
     shelf = task["shelves"][task["item"]]
@@ -129,7 +129,7 @@ def test_order_ships_once_and_half_right_earns_a_quarter() -> None:
     }
 
 
-def test_unknown_domain_names_those_there_are() -> None:
+def test_unknown_domain_lists_the_known_domains() -> None:
     """A typo in a task's domain is answered with the list."""
     with pytest.raises(NotFound, match="reasoning"):
         get_domain("reasonin")

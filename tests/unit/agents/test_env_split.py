@@ -38,20 +38,20 @@ class OneTask(ReasoningDomain):
         return ReasoningEpisode(payload)
 
 
-def test_the_side_of_a_prompt_never_changes() -> None:
-    """A release that moved prompts would train a resumed run on what it measures."""
+def test_prompt_stays_training_or_held_out() -> None:
+    """A release that moved prompts would train a resumed run on held-out tasks."""
     sides = [is_held_out(f"prompt {number}") for number in range(12)]
     assert sides == [number in (1, 2, 10) for number in range(12)]
 
 
-def test_what_is_not_shown_does_not_move_a_task() -> None:
-    """Two payloads with the same messages are the same task, however they differ elsewhere."""
+def test_payload_fields_without_a_message_do_not_move_a_task() -> None:
+    """Two payloads with the same messages are the same task."""
     domain = ReasoningDomain()
     assert prompt_key(domain, SUM) == prompt_key(domain, SUM | {"note": "hidden"})
 
 
 @given(seed=st.integers(0, 2**63), name=st.sampled_from(["reasoning", "qa", "code", "general"]))
-def test_each_generator_keeps_to_its_side(seed: int, name: str) -> None:
+def test_generators_produce_only_training_or_held_out_tasks(seed: int, name: str) -> None:
     """For any seed: a training payload is never held out, a held-out one always is."""
     domain = DOMAINS[name]
     assert not is_held_out(prompt_key(domain, training_payload(domain, Random(seed))))
@@ -65,8 +65,8 @@ def test_about_one_prompt_in_four_is_held_out() -> None:
     assert abs(share - 1 / HELD_OUT_ONE_IN) < 0.03
 
 
-def test_a_domain_without_a_task_on_a_side_is_no_endless_search() -> None:
-    """No training task is an error with the domain's name; no held-out task is an empty set."""
+def test_domain_without_training_tasks_is_an_error() -> None:
+    """The error names the domain; a domain without held-out tasks has an empty set."""
     tasks = [OneTask(start=start, changes=[1, 1]) for start in range(8)]
     sides = [is_held_out(prompt_key(one, one.payload)) for one in tasks]
     held, trained = tasks[sides.index(True)], tasks[sides.index(False)]

@@ -34,7 +34,7 @@ def test_a_task_is_a_function_of_its_seed(domain: GymDomain) -> None:
 
 @every_domain
 def test_examples_are_right_and_phrased_like_the_tasks(domain: GymDomain) -> None:
-    """The package's own verifier accepts each example's answer, and no task repeats one."""
+    """The package's verifier accepts each example's answer, and no task repeats one."""
     dataset = reasoning_gym.create_dataset(domain.name, seed=0, size=1, **domain.options)
     shown = {question for question, _ in domain.examples}
     for question, answer in domain.examples:
@@ -72,7 +72,7 @@ def test_all_prompts_share_the_examples(domain: GymDomain) -> None:
 
 @every_domain
 def test_only_the_exact_answer_counts(domain: GymDomain) -> None:
-    """Space around it, a full stop and later lines are forgiven; nothing else is."""
+    """White space around it, a full stop and later lines are allowed."""
     payload = domain.generate(Random(3))
     right = payload["answer"]
     for answer in (right, f" {right}\n", f"{right}.", f"{right}\nbecause"):
@@ -81,13 +81,13 @@ def test_only_the_exact_answer_counts(domain: GymDomain) -> None:
         assert outcome(domain, payload, answer) == 0.0
 
 
-def test_a_payload_without_a_question_is_refused() -> None:
+def test_payload_without_a_question_is_refused() -> None:
     """The missing key is named."""
     with pytest.raises(InvalidArgument, match="'question'"):
         get_domain("gcd").episode({"answer": "1"})
 
 
-def test_the_registry_loads_nothing_heavy() -> None:
+def test_registry_imports_no_slow_package() -> None:
     """reasoning-gym is imported with the first task, not with the list of domains."""
     program = (
         "import sys, forge.agents.environments as e; e.get_domain('gcd');"
@@ -96,7 +96,7 @@ def test_the_registry_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_missing_package_is_one_line_that_names_the_extra(
+def test_missing_package_is_one_line_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is not in the extra `agents`: a package below it needs a C compiler to install."""

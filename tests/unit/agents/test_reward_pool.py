@@ -77,7 +77,7 @@ async def own_pool() -> AsyncIterator[RewardPool]:
     await made.close()
 
 
-async def test_a_number_alone_is_the_outcome(pool: RewardPool) -> None:
+async def test_number_from_a_reward_function_is_the_outcome(pool: RewardPool) -> None:
     """The shortest reward function is a comparison; its name is the reward's."""
     (reward,) = await score(pool, "right", expected="four")
     assert reward == Reward(name="right", kind="outcome", value=1.0)
@@ -100,7 +100,7 @@ async def test_no_secret_of_the_runner_reaches_a_function(monkeypatch: pytest.Mo
         await own_pool.close()
 
 
-async def test_components_cross_as_they_are(pool: RewardPool) -> None:
+async def test_reward_components_arrive_unchanged(pool: RewardPool) -> None:
     """Name, kind, value and turn arrive; an `async def` is awaited."""
     assert await score(pool, "detailed", sum=4) == [
         Reward(name="own", kind="outcome", value=0.5),
@@ -109,7 +109,7 @@ async def test_components_cross_as_they_are(pool: RewardPool) -> None:
     assert await value(pool, "waiting") == 0.5
 
 
-async def test_arguments_cross_as_they_are(pool: RewardPool) -> None:
+async def test_reward_function_gets_the_submitted_arguments(pool: RewardPool) -> None:
     """Numbers of any size, any text, nested lists: the function gets the submitted values."""
     told = await failure(pool, "arguments", big=2**80, text="é\udcff")
     assert f"{{'big': {2**80}, 'text': 'é\\udcff'}}" in told
@@ -135,12 +135,12 @@ async def test_arguments_cross_as_they_are(pool: RewardPool) -> None:
         ("[Reward(name='a', kind='process', value=1, turn_index=1.5)]", "turn_index 1.5; must"),
     ],
 )
-async def test_what_is_no_reward_is_refused(pool: RewardPool, returns: str, told: str) -> None:
-    """The error has the function and the returned value."""
+async def test_invalid_reward_is_refused(pool: RewardPool, returns: str, told: str) -> None:
+    """The error names the function and the returned value."""
     assert told in await failure(pool, "evaluated", returns=returns)
 
 
-async def test_a_function_that_fails_says_where(pool: RewardPool) -> None:
+async def test_failed_reward_function_reports_its_line(pool: RewardPool) -> None:
     """Type, text, file and line; the process serves further calls, even after sys.exit."""
     before = await value(pool, "own_pid")
     told = await failure(pool, "fails")
@@ -149,14 +149,14 @@ async def test_a_function_that_fails_says_where(pool: RewardPool) -> None:
     assert await value(pool, "own_pid") == before
 
 
-async def test_what_a_function_prints_disturbs_nobody(pool: RewardPool) -> None:
-    """Its output goes to the log at most; there is nothing for it to read."""
+async def test_output_of_a_reward_function_goes_to_the_log(pool: RewardPool) -> None:
+    """At most; its standard input is empty."""
     assert await value(pool, "talks") == 0.0
     assert await value(pool, "waiting") == 0.5
 
 
-async def test_processes_are_used_again_and_bounded() -> None:
-    """Any number of calls shares so many processes; limits are set in each."""
+async def test_reward_processes_are_reused_and_bounded() -> None:
+    """Any number of calls shares them; limits are set in each."""
     pool = make_pool(workers=2)
     pids = {await value(pool, "own_pid")}
     assert await value(pool, "own_pid") in pids
@@ -167,7 +167,7 @@ async def test_processes_are_used_again_and_bounded() -> None:
     wait_for_death([int(pid) for pid in pids])
 
 
-async def test_a_function_that_takes_too_long_is_killed() -> None:
+async def test_slow_reward_function_is_killed() -> None:
     """Also if it ignores signals: its process has ended before the error."""
     pool = make_pool(call_s=0.2)
     before = set(psutil.Process().children())
@@ -178,7 +178,7 @@ async def test_a_function_that_takes_too_long_is_killed() -> None:
     await pool.close()
 
 
-async def test_all_that_a_function_started_is_killed_with_it(
+async def test_children_of_a_reward_function_are_killed_with_it(
     pool: RewardPool, tmp_path: Path
 ) -> None:
     """A cancelled call leaves no process behind."""
@@ -193,22 +193,22 @@ async def test_all_that_a_function_started_is_killed_with_it(
     await asyncio.to_thread(wait_for_death, [worker, child])
 
 
-async def test_a_crash_is_told_with_its_last_words(own_pool: RewardPool) -> None:
+async def test_crash_is_reported_with_the_last_output(own_pool: RewardPool) -> None:
     """A dead process is one line: the signal and the last output."""
     told = await failure(own_pool, "crashes")
     assert told == "its process was killed by SIGSEGV; it printed: about to fall"
 
 
-async def test_a_process_that_its_host_kills_is_no_failure_of_the_function(
+async def test_reward_process_killed_by_the_host_is_an_infrastructure_failure(
     own_pool: RewardPool,
 ) -> None:
-    """The kernel kills something where memory runs out; the function has limits of its own."""
+    """The kernel kills a process if memory runs out; the function has limits of its own."""
     with pytest.raises(ResourceExhausted, match="killed: its process was killed by SIGKILL"):
         await score(own_pool, "killed")
 
 
-async def test_a_process_spoiled_by_another_call_is_replaced(own_pool: RewardPool) -> None:
-    """What an earlier call left behind is not held against the one that dies of it."""
+async def test_process_damaged_by_an_earlier_call_is_replaced(own_pool: RewardPool) -> None:
+    """The later call is repeated, not failed."""
     assert await value(own_pool, "spoils") == 1.0
     assert await value(own_pool, "fragile") == 0.75
 
@@ -220,13 +220,13 @@ async def test_memory_is_limited(own_pool: RewardPool) -> None:
     assert await value(own_pool, "greedy", bytes=1 << 19) == 1 << 19
 
 
-async def test_who_meddles_with_the_pipe_fails_alone(own_pool: RewardPool) -> None:
-    """Bytes that are no answer end that process; nothing of them becomes a reward."""
+async def test_function_that_writes_to_the_pipe_fails_alone(own_pool: RewardPool) -> None:
+    """Invalid bytes end the process; they never become a reward."""
     assert "sent an invalid answer" in await failure(own_pool, "meddles")
     assert await value(own_pool, "right", expected="four") == 1.0
 
 
-async def test_a_trajectory_that_is_not_plain_data_is_refused(pool: RewardPool) -> None:
+async def test_trajectory_with_objects_is_refused(pool: RewardPool) -> None:
     """The error says that the messages contain objects."""
     odd = Transcript(answer="", turns=1, messages=({"role": "user", "content": object()},))
     with pytest.raises(RewardError, match="the trajectory is not plain data"):
@@ -242,8 +242,8 @@ async def test_a_trajectory_that_is_not_plain_data_is_refused(pool: RewardPool) 
         (f"{MODULE}:NUMBER", "is not a function: 7"),
     ],
 )
-async def test_a_wrong_reference_is_told_before_any_task(reference: str, told: str) -> None:
-    """Loading is tried at the start; a setting's error names setting and reference."""
+async def test_wrong_function_reference_is_refused_at_start(reference: str, told: str) -> None:
+    """The error names setting and reference."""
     pool = RewardPool(
         {"a": reference}, limits=RewardLimits(call_s=1.0, memory_bytes=0, processes=0), workers=1
     )

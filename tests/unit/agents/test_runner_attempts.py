@@ -113,10 +113,10 @@ async def test_lease_of_an_earlier_scheduler_costs_no_attempt_of_the_task(bench:
     assert bench.session().state == "abandoned"
 
 
-async def test_the_time_of_scoring_is_told_apart(
+async def test_scoring_time_is_reported_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The close says how long ago the agent ended: scoring is no part of its completion time."""
+    """The close has the time since the agent's end: scoring is no part of the completion time."""
     clock: Any = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
     monkeypatch.setattr(attempts, "time", clock)
 
@@ -133,7 +133,7 @@ async def test_the_time_of_scoring_is_told_apart(
     assert bench.session().after_agent_s == 40.0
 
 
-async def test_tools_side_by_side_count_once_for_a_reward_function(
+async def test_parallel_tools_count_once_for_a_reward_function(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transcript has the time of the tools that the scaffold ran."""
@@ -170,7 +170,7 @@ async def test_tools_side_by_side_count_once_for_a_reward_function(
         ({"payload": {"sum": 4, "max_tokens": 0}}, "'max_tokens'"),
     ],
 )
-async def test_what_no_attempt_can_mend_is_permanent(
+async def test_invalid_task_is_a_permanent_failure(
     bench: Bench, task: dict[str, Any], said: str
 ) -> None:
     """A wrong task fails permanently; the report names the problem."""
@@ -179,7 +179,7 @@ async def test_what_no_attempt_can_mend_is_permanent(
     assert said in outcome.error
 
 
-async def test_a_payload_that_is_no_json_is_permanent(bench: Bench) -> None:
+async def test_payload_that_is_no_json_is_a_permanent_failure(bench: Bench) -> None:
     """An invalid payload ends its task, not the runner."""
     claim = lease()
     claim.task.payload_json = "{"
@@ -188,8 +188,8 @@ async def test_a_payload_that_is_no_json_is_permanent(bench: Bench) -> None:
     assert "payload_json is not JSON" in outcome.error
 
 
-async def test_an_agent_that_hangs_is_abandoned(bench: Bench) -> None:
-    """The time limit ends it; the trajectory is on record as not to be trained on."""
+async def test_hung_agent_is_abandoned(bench: Bench) -> None:
+    """At its time limit; the trajectory is never trained."""
 
     async def hang(token: str, messages: list[Message]) -> Message:
         await asyncio.Event().wait()
@@ -202,8 +202,8 @@ async def test_an_agent_that_hangs_is_abandoned(bench: Bench) -> None:
     assert (bench.session().state, bench.session().reason) == ("abandoned", outcome.error)
 
 
-async def test_an_agent_that_crashes_is_abandoned(bench: Bench) -> None:
-    """Whatever foreign code raises ends one rollout, to be tried again."""
+async def test_crashed_agent_is_abandoned(bench: Bench) -> None:
+    """Any exception of foreign code ends one rollout, which is attempted again."""
 
     class Broken(SumDomain):
         def episode(self, payload: Any) -> Any:
@@ -214,8 +214,8 @@ async def test_an_agent_that_crashes_is_abandoned(bench: Bench) -> None:
     assert bench.session().state == "abandoned"
 
 
-async def test_the_episode_is_closed_however_it_ends(bench: Bench) -> None:
-    """What an environment holds is freed after success and after failure."""
+async def test_episode_is_closed_after_success_and_failure(bench: Bench) -> None:
+    """Its environment is freed."""
     episodes: list[Any] = []
 
     class Watched(SumDomain):
@@ -232,8 +232,8 @@ async def test_the_episode_is_closed_however_it_ends(bench: Bench) -> None:
     assert [episode.closed for episode in episodes] == [True, True]
 
 
-async def test_a_stopped_rollout_is_abandoned_first(bench: Bench) -> None:
-    """A cancel, as after a lost lease, first stores the abandon."""
+async def test_stopped_rollout_stores_its_abandon_first(bench: Bench) -> None:
+    """After a cancel, for example for a lost lease."""
     began = asyncio.Event()
 
     async def hang(token: str, messages: list[Message]) -> Message:
@@ -250,7 +250,7 @@ async def test_a_stopped_rollout_is_abandoned_first(bench: Bench) -> None:
     assert bench.session().state == "abandoned"
 
 
-async def test_lost_turns_are_never_sealed(bench: Bench) -> None:
+async def test_rollout_with_lost_turns_is_not_sealed(bench: Bench) -> None:
     """A gateway that forgot a turn it had answered refuses the seal: the rollout is repeated."""
 
     async def forgetful(token: str, messages: list[Message]) -> Message:
@@ -263,7 +263,7 @@ async def test_lost_turns_are_never_sealed(bench: Bench) -> None:
     assert bench.session().state == "abandoned"
 
 
-async def test_a_reward_function_adds_and_may_replace_the_outcome(bench: Bench) -> None:
+async def test_reward_function_adds_components_and_may_replace_the_outcome(bench: Bench) -> None:
     """Its outcome takes the place of the domain's; everything else is added."""
     outcome = await bench.run(lease(), reward="detailed")
     assert outcome.error == ""
@@ -271,8 +271,8 @@ async def test_a_reward_function_adds_and_may_replace_the_outcome(bench: Bench) 
     assert "right" not in {event.name for event in bench.session().rewards.values()}
 
 
-async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None:
-    """A name no registry knows is enough, where a function says what an answer is worth."""
+async def test_reward_function_defines_a_domain_of_prompts(bench: Bench) -> None:
+    """A domain without an environment needs a reward function only."""
     claim = lease(domain="mine", payload={"prompt": "Say 4.", "expected": "4"})
     outcome = await bench.run(claim, reward="right")
     assert outcome.error == ""
@@ -289,10 +289,10 @@ async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None
         ([Reward(name=n, kind="outcome", value=1.0) for n in "ab"], "2 outcome rewards"),
     ],
 )
-async def test_a_score_that_cannot_be_is_refused(
+async def test_invalid_score_is_refused_by_the_runner(
     bench: Bench, rewards: list[Reward], said: str
 ) -> None:
-    """No outcome or two, no number, an unknown turn: the runner refuses them before the trainer."""
+    """No outcome or two, no number, or an unknown turn."""
 
     class Scoring(SumEpisode):
         def score(self, transcript: Any) -> list[Reward]:
@@ -307,8 +307,8 @@ async def test_a_score_that_cannot_be_is_refused(
     assert bench.session().state == "abandoned"
 
 
-async def test_a_reward_function_that_fails_costs_its_attempt(bench: Bench) -> None:
-    """The trajectory is abandoned with the reason, and the attempt may be made again."""
+async def test_failed_reward_function_costs_an_attempt(bench: Bench) -> None:
+    """The trajectory is abandoned with the reason."""
     outcome = await bench.run(lease(), reward="hangs", reward_s=0.1)
     assert outcome.error.endswith("reward_functions:hangs: took over 0.1 s")
     assert not outcome.permanent

@@ -37,15 +37,17 @@ class Crashing(SumDomain):
         raise ZeroDivisionError("division by zero")
 
 
-async def test_agent_that_crashes_is_its_own_failure(bench: Bench) -> None:
-    """Its calls were answered: another attempt counts."""
+async def test_crashed_agent_is_a_failure_of_the_task(bench: Bench) -> None:
+    """Its calls were answered: the attempt counts."""
     outcome = await bench.run(lease(), domain=Crashing())
     assert outcome.kind == TASK
     assert kind_of_abandoned(bench.session().reason) is FailureKind.TASK
 
 
-async def test_agent_that_crashes_without_an_answer_is_the_clusters_failure(bench: Bench) -> None:
-    """A program that ends as its model call failed has done nothing wrong."""
+async def test_agent_that_crashes_after_a_failed_call_is_an_infrastructure_failure(
+    bench: Bench,
+) -> None:
+    """The program ended because its model call failed."""
     bench.gateway.unanswered = "no router is there"
     outcome = await bench.run(lease(), domain=Crashing())
     assert outcome.kind == INFRASTRUCTURE
@@ -53,20 +55,20 @@ async def test_agent_that_crashes_without_an_answer_is_the_clusters_failure(benc
     assert kind_of_abandoned(bench.session().reason) is FailureKind.INFRASTRUCTURE
 
 
-async def test_agent_that_crashes_as_its_gateway_is_gone_is_the_clusters_failure(
+async def test_agent_that_crashes_with_its_gateway_gone_is_an_infrastructure_failure(
     bench: Bench,
 ) -> None:
-    """Nobody can say that its calls were answered."""
+    """It is unknown whether its calls were answered."""
     bench.gateway.failures = [(grpc.StatusCode.UNAVAILABLE, "gone")]
     outcome = await bench.run(lease(), domain=Crashing())
     assert outcome.kind == INFRASTRUCTURE
 
 
 @pytest.mark.parametrize("error", [Unavailable("no router"), ResourceExhausted("the disk is full")])
-async def test_model_call_that_fails_is_the_clusters_failure(
+async def test_failed_model_call_is_an_infrastructure_failure(
     bench: Bench, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the agent makes of it."""
+    """However the agent handles it."""
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.0)
 
     async def refuse(token: str, messages: list[Message]) -> Message:
@@ -77,8 +79,8 @@ async def test_model_call_that_fails_is_the_clusters_failure(
     assert (await bench.run(lease())).kind == INFRASTRUCTURE
 
 
-async def test_turns_lost_with_a_gateway_are_the_clusters_failure(bench: Bench) -> None:
-    """The agent had them all answered."""
+async def test_turns_lost_with_a_gateway_are_an_infrastructure_failure(bench: Bench) -> None:
+    """The agent had got an answer to each."""
 
     async def forgetful(token: str, messages: list[Message]) -> Message:
         bench.session().requests.clear()
@@ -88,7 +90,7 @@ async def test_turns_lost_with_a_gateway_are_the_clusters_failure(bench: Bench) 
     assert (await bench.run(lease())).kind == INFRASTRUCTURE
 
 
-async def test_stopped_rollout_is_abandoned_as_the_clusters_failure(bench: Bench) -> None:
+async def test_stopped_rollout_is_abandoned_as_an_infrastructure_failure(bench: Bench) -> None:
     """The next leader does not count it either."""
     began = asyncio.Event()
 
@@ -105,14 +107,14 @@ async def test_stopped_rollout_is_abandoned_as_the_clusters_failure(bench: Bench
     assert kind_of_abandoned(bench.session().reason) is FailureKind.INFRASTRUCTURE
 
 
-async def test_reward_function_that_fails_is_the_tasks_failure(bench: Bench) -> None:
-    """What it cannot score, it cannot score the next time either."""
+async def test_failed_reward_function_is_a_failure_of_the_task(bench: Bench) -> None:
+    """It would fail again."""
     outcome = await bench.run(lease(), reward="hangs", reward_s=0.1)
     assert outcome.kind == TASK
 
 
-async def test_process_that_its_host_kills_is_the_hosts_failure(bench: Bench) -> None:
-    """A host without memory has not judged the task."""
+async def test_process_killed_by_the_host_is_an_infrastructure_failure(bench: Bench) -> None:
+    """A host without memory says nothing about the task."""
     outcome = await bench.run(lease(), reward="killed")
     assert outcome.kind == INFRASTRUCTURE
     assert "killed by SIGKILL" in outcome.error
@@ -152,24 +154,24 @@ class Time:
         return self.now_s
 
 
-async def test_time_waiting_for_the_model_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_time_excludes_waits_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 300 s of waiting the limit is 300 s later."""
     time = Time(monkeypatch)
     ended_s = await time.limit(waited_s=lambda: min(300.0, time.now_s * 0.9))
     assert 400.0 <= ended_s <= 406.0
 
 
-async def test_time_on_a_crowded_host_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_time_counts_less_on_an_overloaded_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With eight programs for each core, an agent gets eight times as long."""
     ended_s = await Time(monkeypatch).limit(crowding=8.0, waited_s=lambda: 0.0)
     assert 800.0 <= ended_s <= 806.0
 
 
-async def test_time_in_which_the_runner_could_not_run_does_not_count(
+async def test_own_time_excludes_pauses_of_the_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its host stopped it, or another agent held its event loop, 300 s at a time: 20 looks of 5 s
-    are needed, of 6 s where the first second of each delay counts."""
+    """Its host stopped it, or another agent blocked its event loop, for 300 s at a time: 20 looks
+    of 5 s are needed, of 6 s where the first second of each delay counts."""
     time = Time(monkeypatch)
     time.held_up_s = 300.0
     assert await time.limit(waited_s=lambda: 0.0) >= 100.0 / 6 * 300.0
@@ -183,18 +185,18 @@ async def test_time_in_which_the_runner_could_not_run_does_not_count(
         ("0.00 0.00 0.00 1/151 27542\n", 0.0),
     ],
 )
-def test_load_that_has_just_begun_counts(loadavg: str, expected: float) -> None:
-    """The average of a minute comes too late for a limit of seconds."""
+def test_own_time_follows_a_new_load_at_once(loadavg: str, expected: float) -> None:
+    """The average of a minute is too late for a limit of seconds."""
     assert most_to_run(loadavg) == expected
 
 
-async def test_time_alone_on_a_host_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_time_on_an_idle_host_is_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit is a limit."""
     assert await Time(monkeypatch).limit(waited_s=lambda: 0.0) == 100.0
 
 
-async def test_result_and_error_come_through() -> None:
-    """Whatever the work gives, `within` gives."""
+async def test_limited_work_returns_its_result_or_error() -> None:
+    """Through `within`."""
 
     async def good() -> int:
         return 4
@@ -207,8 +209,8 @@ async def test_result_and_error_come_through() -> None:
         await within(60.0, bad())
 
 
-async def test_what_is_limited_is_cancelled_with_its_caller() -> None:
-    """The work has ended when the caller continues."""
+async def test_limited_work_is_cancelled_with_its_caller() -> None:
+    """It has ended when the caller continues."""
     ended = asyncio.Event()
     began = asyncio.Event()
 

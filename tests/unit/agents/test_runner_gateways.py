@@ -48,27 +48,29 @@ def gateways(clock: Clock) -> Gateways:
     return Gateways(found, channels, wait_s=1.0, clock=clock)  # type: ignore[arg-type]
 
 
-async def test_rollouts_spread_evenly(gateways: Gateways) -> None:
-    """Each new rollout goes where the fewest are."""
+async def test_rollouts_are_spread_evenly_over_gateways(gateways: Gateways) -> None:
+    """Each new rollout goes to the gateway with the fewest."""
     chosen = Counter([(await gateways.acquire(f"t{i}:0:0")).instance_id for i in range(30)])
     assert set(chosen.values()) == {10}
 
 
-async def test_an_ended_rollout_makes_room(gateways: Gateways) -> None:
+async def test_gateway_of_an_ended_rollout_is_chosen_next(gateways: Gateways) -> None:
     """The gateway that was released is the next to be chosen."""
     held = [await gateways.acquire(f"t{i}:0:0") for i in range(3)]
     gateways.release(held[1])
     assert (await gateways.acquire("t9:0:0")).instance_id == held[1].instance_id
 
 
-def test_idle_runners_do_not_all_choose_the_same() -> None:
-    """Among equals the trajectory decides, so runners with one rollout each still spread."""
+def test_idle_runners_choose_different_gateways() -> None:
+    """The trajectory decides among equals, so runners with one rollout each are spread."""
     chosen = Counter(least_loaded(instances(4), {}, f"t{i}:0:0").instance_id for i in range(400))
     assert len(chosen) == 4
     assert min(chosen.values()) > 50
 
 
-async def test_one_that_failed_is_avoided_for_a_while(gateways: Gateways, clock: Clock) -> None:
+async def test_failed_gateway_is_avoided_until_its_lease_would_expire(
+    gateways: Gateways, clock: Clock
+) -> None:
     """No new rollout goes there until its lease would have run out."""
     failed = await gateways.acquire("t0:0:0")
     gateways.avoid(failed)
@@ -78,8 +80,8 @@ async def test_one_that_failed_is_avoided_for_a_while(gateways: Gateways, clock:
     assert (await gateways.acquire("t9:0:0")).instance_id == failed.instance_id
 
 
-async def test_one_that_restarted_elsewhere_is_trusted_again(clock: Clock) -> None:
-    """The same name at a new address is a new process: nothing speaks against it."""
+async def test_gateway_restarted_at_another_address_is_used_again(clock: Clock) -> None:
+    """The same name at a new address is a new process."""
     found = Instances(*instances(1))
     channels = Channels(Security(Keyring.from_bytes(b"k" * 32)))
     gateways = Gateways(found, channels, wait_s=1.0, clock=clock)  # type: ignore[arg-type]
@@ -89,8 +91,8 @@ async def test_one_that_restarted_elsewhere_is_trusted_again(clock: Clock) -> No
     assert (await gateways.acquire("t1:0:0")).grpc_address == "127.0.0.1:9999"
 
 
-async def test_when_all_failed_one_is_tried_anyway(gateways: Gateways) -> None:
-    """Avoiding is a preference: with nothing else left, a doubtful gateway is better than none."""
+async def test_failed_gateway_is_tried_if_no_other_is_left(gateways: Gateways) -> None:
+    """Avoiding is a preference."""
     for number in range(3):
         gateways.avoid(await gateways.acquire(f"t{number}:0:0"))
     assert (await gateways.acquire("t9:0:0")).http_url.startswith("http://127.0.0.1:80")

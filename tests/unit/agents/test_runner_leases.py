@@ -144,8 +144,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_renewal, "PAUSE_S", 0.0)
 
 
-async def test_no_more_rollouts_run_than_allowed() -> None:
-    """It asks for as many as it has room for, and for more only as rollouts end."""
+async def test_runner_leases_no_more_rollouts_than_allowed() -> None:
+    """It requests as many as it has room for, and more only as rollouts end."""
     scheduler, work = StandIn(*(lease(i) for i in range(7))), Work()
     async with working(scheduler, work, concurrency=3):
         for _ in range(3):
@@ -158,16 +158,16 @@ async def test_no_more_rollouts_run_than_allowed() -> None:
     assert not any(outcome.error for outcome in scheduler.outcomes.values())
 
 
-async def test_what_runs_is_renewed() -> None:
-    """Every lease is renewed well before it expires."""
+async def test_leases_of_running_rollouts_are_renewed() -> None:
+    """Well before they expire."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     async with working(scheduler, work):
         assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
         assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
 
 
-async def test_a_new_leader_hears_at_once_what_runs() -> None:
-    """Long before it is time, and again until it was heard."""
+async def test_new_leader_gets_renewals_at_once() -> None:
+    """Long before they are due, and again until one is answered."""
     scheduler, work = StandIn(lease(0, lease_s=3600.0)), Work()
     scheduler.refusals["RenewRollouts"] = [Unavailable("stands by"), Unavailable("stands by")]
     async with working(scheduler, work) as runner:
@@ -178,16 +178,16 @@ async def test_a_new_leader_hears_at_once_what_runs() -> None:
 
 
 async def test_claims_are_renewed_while_an_agent_blocks_the_event_loop() -> None:
-    """An agent that computes, or waits without yielding, loses no lease, its own or another."""
+    """An agent that computes, or waits without yielding, loses no lease of any rollout."""
     scheduler = StandIn(lease(0, lease_s=0.03))
     async with working(scheduler, blocking(lambda: scheduler.renewals >= 3)):
         await scheduler.until_reported(1)
     assert scheduler.outcomes["lease-0"].error == ""
 
 
-async def test_event_loop_that_stays_blocked_loses_its_claims() -> None:
-    """A runner that hangs for good must not hold its rollouts for as long as the scheduler lets it;
-    once it runs again, it renews again."""
+async def test_claims_expire_if_the_event_loop_stays_blocked() -> None:
+    """A hung runner must not keep its rollouts as long as the scheduler allows; once it runs again,
+    it renews again."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     with capture_logs() as logged:
 
@@ -206,7 +206,7 @@ async def test_event_loop_that_stays_blocked_loses_its_claims() -> None:
     assert given_up()
 
 
-async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
+async def test_lost_claim_stops_only_its_own_rollout() -> None:
     """The scheduler has leased it to another runner: this one reports nothing."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     scheduler.lost = ["lease-0"]
@@ -220,8 +220,8 @@ async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
     assert set(scheduler.outcomes) == {"lease-1"}
 
 
-async def test_a_scheduler_that_is_away_loses_no_outcome() -> None:
-    """Reports are repeated until they arrive; the rollout keeps its place until then."""
+async def test_scheduler_outage_loses_no_rollout_result() -> None:
+    """Reports are repeated until they are answered; the rollout keeps its place until then."""
     scheduler, work = StandIn(lease(0), lease(1)), Work()
     scheduler.refusals["FinishRollouts"] = [Unavailable("no leader")] * 3
     work.go.set()
@@ -230,7 +230,7 @@ async def test_a_scheduler_that_is_away_loses_no_outcome() -> None:
     assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
 
 
-async def test_asking_for_work_outlives_the_scheduler() -> None:
+async def test_failed_lease_request_is_repeated() -> None:
     """A request that fails is made again."""
     scheduler, work = StandIn(lease(0)), Work()
     scheduler.refusals["LeaseRollouts"] = [Unavailable("no leader")] * 3
@@ -239,7 +239,7 @@ async def test_asking_for_work_outlives_the_scheduler() -> None:
         await scheduler.until_reported(1)
 
 
-async def test_a_wrong_key_ends_the_runner() -> None:
+async def test_runner_with_a_wrong_key_ends() -> None:
     """A runner that may not lease ends with the error."""
     scheduler = StandIn()
     scheduler.refusals["LeaseRollouts"] = [Unauthenticated("not signed by this cluster's key")]
@@ -249,8 +249,8 @@ async def test_a_wrong_key_ends_the_runner() -> None:
     assert caught.group_contains(Unauthenticated)
 
 
-async def test_draining_lets_rollouts_end() -> None:
-    """A stopped runner leases nothing more and finishes its rollouts."""
+async def test_drain_finishes_running_rollouts() -> None:
+    """A stopped runner leases no more."""
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
@@ -264,8 +264,8 @@ async def test_draining_lets_rollouts_end() -> None:
     assert scheduler.outcomes["lease-0"].error == ""
 
 
-async def test_what_was_given_as_the_runner_left_is_run() -> None:
-    """The response to a waiting call may be on its way: its lease is not lost."""
+async def test_rollout_leased_during_the_stop_is_run() -> None:
+    """The response to a waiting call may be under way: its lease is not lost."""
     scheduler, work = StandIn(), Work()
     work.go.set()
     runner = a_runner(scheduler, work)
@@ -278,7 +278,7 @@ async def test_what_was_given_as_the_runner_left_is_run() -> None:
     assert scheduler.outcomes["lease-0"].error == ""
 
 
-async def test_runner_leaves_without_a_scheduler() -> None:
+async def test_runner_stops_without_a_scheduler() -> None:
     """An unreachable scheduler does not prevent the stop."""
     scheduler, work = StandIn(), Work()
     runner = a_runner(scheduler, work)
@@ -290,8 +290,8 @@ async def test_runner_leaves_without_a_scheduler() -> None:
     assert scheduler.outcomes == {}
 
 
-async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
-    """Another runner can attempt its task at once, not after the expiry of the lease."""
+async def test_rollout_longer_than_the_drain_is_stopped_and_reported() -> None:
+    """Another runner can attempt it at once, not after the expiry of the lease."""
     scheduler, work = StandIn(lease(0)), Work()
     async with working(scheduler, work):
         await work.began.get()
@@ -301,7 +301,7 @@ async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
     assert not scheduler.outcomes["lease-0"].permanent
 
 
-async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
+async def test_rollout_stopped_before_its_first_step_is_reported() -> None:
     """Even an immediate stop leaves no lease behind."""
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
@@ -312,7 +312,7 @@ async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
     assert scheduler.outcomes["lease-0"].error == "the runner was stopped"
 
 
-async def test_the_same_lease_twice_is_one_rollout() -> None:
+async def test_repeated_lease_starts_one_rollout() -> None:
     """A scheduler that repeats itself starts nothing twice."""
     scheduler, work = StandIn(lease(0), lease(0), lease(1)), Work()
     async with working(scheduler, work):

@@ -58,7 +58,7 @@ def sandbox() -> Sandbox:
     return sandbox
 
 
-async def test_host_without_bubblewrap_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one line that names the package, unless the setting allows programs there."""
     monkeypatch.setattr(bubblewrap, "executable", lambda: "/bin/false")
     sandbox = Sandbox()
@@ -68,7 +68,7 @@ async def test_host_without_bubblewrap_refuses(monkeypatch: pytest.MonkeyPatch) 
     assert (await sandbox.run("print(4)")).output == "4\n"
 
 
-async def test_output_comes_back(sandbox: Sandbox) -> None:
+async def test_output_of_a_program_is_its_result(sandbox: Sandbox) -> None:
     """What a program prints is its result."""
     outcome = await sandbox.run("v = [3, 4]; print(max(v) - min(v))")
     assert (outcome.output.strip(), outcome.error) == ("1", "")
@@ -86,15 +86,17 @@ async def test_output_comes_back(sandbox: Sandbox) -> None:
         ("import os; os._exit(3)", ""),
     ],
 )
-async def test_misdeed_is_refused_and_named(sandbox: Sandbox, program: str, complaint: str) -> None:
-    """Whatever a calculation does not need ends the program with its name."""
+async def test_forbidden_action_is_refused_by_name(
+    sandbox: Sandbox, program: str, complaint: str
+) -> None:
+    """Any action that a calculation does not need ends the program with its name."""
     outcome = await sandbox.run(program)
     assert outcome.error
     assert complaint in outcome.error
 
 
 async def test_endless_program_is_ended() -> None:
-    """A loop without end costs its CPU time, and no process stays behind."""
+    """An endless loop uses up its CPU time, and no process stays behind."""
     before = set(psutil.Process().children(recursive=True))
     outcome = await Sandbox(Limits(cpu_s=1)).run("while True: pass")
     assert outcome.error == "TimeoutError: more than 1 s of CPU time"
@@ -105,15 +107,15 @@ async def test_endless_program_is_ended() -> None:
     "program",
     ["sum(iter(int, 1))", "while True:\n try:\n  while True: pass\n except BaseException: pass"],
 )
-async def test_program_that_its_error_does_not_end_is_killed(program: str) -> None:
-    """It hears of no error, or catches it; the kernel's limit cannot be caught."""
+async def test_program_that_survives_its_cpu_limit_is_killed(program: str) -> None:
+    """It ignores or catches the signal; the kernel's second limit cannot be caught."""
     outcome = await Sandbox(Limits(cpu_s=1)).run(program)
     assert outcome.error
 
 
 @pytest.mark.parametrize("program", ENDLESS_WAITS)
-async def test_program_that_waits_is_ended(program: str) -> None:
-    """It uses no CPU time: sleeps are added up, and other waits end by the deadline."""
+async def test_waiting_program_is_ended(program: str) -> None:
+    """It uses no CPU time: sleeps are added up, and other waits end at the deadline."""
     outcome = await Sandbox(Limits(wall_s=1.0)).run(program)
     assert outcome.error.startswith("TimeoutError: ")
 
@@ -131,7 +133,7 @@ def handles_the_signal(process: psutil.Process) -> bool:
     return bool(handled >> (signal.SIGUSR1 - 1) & 1)
 
 
-async def test_program_that_its_host_holds_up_gets_its_reward(
+async def test_program_delayed_by_its_host_gets_its_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A loaded host runs a correct program late, here by SIGSTOP for seconds: it has not failed."""
@@ -163,7 +165,7 @@ async def test_program_that_its_host_holds_up_gets_its_reward(
 
 
 async def test_program_ends_with_its_runner() -> None:
-    """Even a runner that gets SIGKILL leaves no program behind that waits for ever."""
+    """Also a waiting program of a runner that gets SIGKILL."""
     if problem := await Sandbox().problem():
         pytest.skip(problem)
     command = [sys.executable, "-c", RUN_IN_A_PROCESS, ENDLESS_WAITS[-1]]
@@ -177,13 +179,13 @@ async def test_program_ends_with_its_runner() -> None:
     assert not alive
 
 
-async def test_flood_of_output_is_cut_off(sandbox: Sandbox) -> None:
-    """Output beyond the limit ends the program instead of filling memory."""
+async def test_output_beyond_the_limit_ends_the_program(sandbox: Sandbox) -> None:
+    """Instead of filling memory."""
     outcome = await sandbox.run("while True: print('x' * 4096)")
     assert outcome.error
 
 
-async def test_many_programs_run_side_by_side(sandbox: Sandbox) -> None:
-    """Each gets its own output, however many wait for a slot."""
+async def test_many_programs_run_in_parallel(sandbox: Sandbox) -> None:
+    """Each gets its own output, for any number of waiting programs."""
     outcomes = await asyncio.gather(*(sandbox.run(f"print({n} * 2)") for n in range(24)))
     assert [outcome.output.strip() for outcome in outcomes] == [str(2 * n) for n in range(24)]

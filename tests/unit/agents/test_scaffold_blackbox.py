@@ -24,8 +24,8 @@ async def scaffold() -> AsyncIterator[BlackBox]:
     await running.close()
 
 
-async def test_it_calls_tools_until_the_model_answers(scaffold: BlackBox) -> None:
-    """Each answer and each tool result is sent back, in order, under the session's key."""
+async def test_black_box_calls_tools_until_the_model_answers(scaffold: BlackBox) -> None:
+    """Each answer and each tool result is sent in order, under the session's token."""
     script = replay(calls(("add", '{"a": 1, "b": 3}')), text("4"))
     async with ScriptedGateway(script) as gateway:
         transcript = await scaffold.run(rollout(gateway), SumEpisode(4))
@@ -43,7 +43,7 @@ async def test_it_calls_tools_until_the_model_answers(scaffold: BlackBox) -> Non
 
 
 async def test_parallel_calls_run_at_the_same_time(scaffold: BlackBox) -> None:
-    """Two calls of one answer that wait for each other both come to an end."""
+    """Two calls of one answer that wait for each other both end."""
     script = replay(calls(("meet", "{}"), ("meet", "{}")), text("4"))
     async with ScriptedGateway(script) as gateway:
         transcript = await scaffold.run(rollout(gateway), SumEpisode(4))
@@ -58,7 +58,7 @@ async def test_parallel_calls_run_at_the_same_time(scaffold: BlackBox) -> None:
         ("subtract", "{}", "unknown tool subtract"),
     ],
 )
-async def test_a_bad_call_comes_back_as_text(
+async def test_failed_tool_call_is_returned_as_text(
     scaffold: BlackBox, name: str, arguments: str, said: str
 ) -> None:
     """The model gets the error and may try again; the turn is recorded as failed."""
@@ -69,16 +69,16 @@ async def test_a_bad_call_comes_back_as_text(
     assert transcript.failed_calls == (0,)
 
 
-async def test_it_stops_at_the_turn_limit(scaffold: BlackBox) -> None:
-    """A model that never stops calling tools is stopped, its last calls carried out."""
+async def test_black_box_stops_at_the_turn_limit(scaffold: BlackBox) -> None:
+    """After the tools of its last turn."""
     script = replay(calls(("add", '{"a": 1, "b": 3}')))
     async with ScriptedGateway(script) as gateway:
         transcript = await scaffold.run(rollout(gateway, max_turns=3), SumEpisode(4))
     assert (transcript.turns, transcript.tool_calls) == (3, 3)
 
 
-async def test_a_history_that_outgrew_the_model_ends_the_rollout(scaffold: BlackBox) -> None:
-    """What was done until then is scored as it is: a longer attempt is no broken one."""
+async def test_history_beyond_the_context_ends_the_rollout(scaffold: BlackBox) -> None:
+    """Its work so far is scored: a longer attempt is not a broken one."""
 
     async def script(token: str, messages: list[Message]) -> Message:
         if len(messages) > 3:
@@ -90,8 +90,8 @@ async def test_a_history_that_outgrew_the_model_ends_the_rollout(scaffold: Black
     assert (transcript.turns, transcript.answer) == (1, "")
 
 
-async def test_a_task_the_gateway_refuses_is_permanent(scaffold: BlackBox) -> None:
-    """A first call that is refused would be refused again."""
+async def test_refused_first_call_is_a_permanent_failure(scaffold: BlackBox) -> None:
+    """It would be refused again."""
 
     async def script(token: str, messages: list[Message]) -> Message:
         raise InvalidArgument("600 tokens do not fit into 512")
@@ -101,7 +101,7 @@ async def test_a_task_the_gateway_refuses_is_permanent(scaffold: BlackBox) -> No
             await scaffold.run(rollout(gateway), SumEpisode(4))
 
 
-async def test_a_gateway_that_is_gone_is_unavailable(scaffold: BlackBox) -> None:
+async def test_lost_gateway_is_unavailable(scaffold: BlackBox) -> None:
     """This failure has its own error, because another gateway can serve the retry."""
     async with ScriptedGateway(replay(text("4"))) as gateway:
         gone = rollout(gateway)
@@ -109,7 +109,7 @@ async def test_a_gateway_that_is_gone_is_unavailable(scaffold: BlackBox) -> None
         await scaffold.run(gone, SumEpisode(4))
 
 
-async def test_a_gateway_is_verified_by_our_own_authority(tmp_path: Path) -> None:
+async def test_gateway_certificate_is_verified_by_the_clusters_authority(tmp_path: Path) -> None:
     """HTTPS works with certificates that no public authority has signed."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
@@ -125,8 +125,8 @@ async def test_a_gateway_is_verified_by_our_own_authority(tmp_path: Path) -> Non
     assert transcript.answer == "4"
 
 
-async def test_the_model_is_asked_for_once(scaffold: BlackBox) -> None:
-    """The name of the model is looked up per gateway, not per rollout."""
+async def test_model_name_is_looked_up_once(scaffold: BlackBox) -> None:
+    """Per gateway, not per rollout."""
     async with ScriptedGateway(replay(text("4"))) as gateway:
         await scaffold.run(rollout(gateway, token="a"), SumEpisode(4))
         await scaffold.run(rollout(gateway, token="b"), SumEpisode(4))

@@ -45,8 +45,8 @@ async def answer_of(command: str, *, limits: Limits = NO_LIMITS, sum_is: int = 4
     return transcript.answer
 
 
-async def test_an_unmodified_program_finds_the_model() -> None:
-    """An OpenAI program needs the environment alone; its last line is the answer."""
+async def test_unmodified_openai_program_reaches_the_model() -> None:
+    """It needs only the environment; its last line is the answer."""
     async with ScriptedGateway(replay(text("4"))) as gateway:
         command = Command(python(AGENT.strip().replace("'", '"'), "{prompt}"), limits=NO_LIMITS)
         transcript = await command.run(rollout(gateway), SumEpisode(4))
@@ -55,13 +55,13 @@ async def test_an_unmodified_program_finds_the_model() -> None:
 
 
 @pytest.mark.parametrize("printed", ["one\u2028two\x85three", "10 %\rone\u2028two\x85three\r\n"])
-async def test_the_last_line_is_whole(printed: str) -> None:
-    """Only line feeds and carriage returns end a line."""
+async def test_last_line_ends_only_at_line_breaks(printed: str) -> None:
+    """Line feeds and carriage returns."""
     program = f"import sys; sys.stdout.buffer.write({printed!r}.encode())"
     assert await answer_of(python(program)) == "one\u2028two\x85three"
 
 
-async def test_a_prompt_is_one_word_whatever_is_in_it() -> None:
+async def test_prompt_is_one_argument_of_the_command() -> None:
     """Shell syntax in a prompt stays text."""
     program = "import sys; print(len(sys.argv) - 1, sys.argv[1])"
 
@@ -76,8 +76,8 @@ async def test_a_prompt_is_one_word_whatever_is_in_it() -> None:
     assert transcript.answer == "1 '; touch /tmp/x; echo \"$HOME {task_id}"
 
 
-async def test_the_task_is_told_without_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FORGE_TASK_JSON holds prompt and inputs; neither the payload nor our settings leak."""
+async def test_task_variable_holds_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORGE_TASK_JSON has prompt and inputs, neither the payload nor settings."""
     monkeypatch.setenv("FORGE_KEY_FILE", "/secret")
     program = (
         "import json, os\n"
@@ -109,8 +109,8 @@ async def test_no_secret_of_the_runner_reaches_the_program(
     assert {"HOME", "TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY"} <= set(variables)
 
 
-async def test_an_answer_that_is_a_link_is_ignored(tmp_path: Path) -> None:
-    """It could lead to a file that only the runner may read."""
+async def test_answer_file_that_is_a_link_is_ignored(tmp_path: Path) -> None:
+    """It could point to a file that only the runner may read."""
     (tmp_path / "key").write_text("the key")
     program = (
         f"import os; os.symlink({str(tmp_path / 'key')!r}, os.environ['FORGE_ANSWER']); print(4)"
@@ -121,7 +121,7 @@ async def test_an_answer_that_is_a_link_is_ignored(tmp_path: Path) -> None:
     assert transcript.answer == "4"
 
 
-async def test_an_anthropic_program_has_one_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_anthropic_program_has_one_credential(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session token, for any environment of the runner; the base URL has no /v1."""
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "its-own")
     program = (
@@ -137,34 +137,34 @@ async def test_an_anthropic_program_has_one_credential(monkeypatch: pytest.Monke
     assert "ANTHROPIC_AUTH_TOKEN" not in found
 
 
-async def test_an_answer_file_beats_the_output() -> None:
-    """A program that prints a lot writes its answer to the file it is given."""
+async def test_answer_file_takes_precedence_over_output() -> None:
+    """A program with long output writes its answer to the file of its environment."""
     program = "import os; open(os.environ['FORGE_ANSWER'], 'w').write(' 4\\n'); print('done')"
     assert await answer_of(python(program)) == "4"
 
 
-async def test_the_output_kept_is_bounded() -> None:
+async def test_kept_output_is_bounded() -> None:
     """The end of endless output is kept."""
     program = f"print('x' * {3 * OUTPUT_BYTES}); print('last')"
     assert await answer_of(python(program)) == "last"
 
 
-async def test_a_program_that_fails_says_why() -> None:
+async def test_failed_program_reports_exit_code_and_last_line() -> None:
     """The exit code and the last line of standard error make the error."""
     program = "import sys; print('4'); sys.exit('out of ideas')"
     with pytest.raises(RuntimeError, match="ended with 1: out of ideas"):
         await answer_of(python(program))
 
 
-async def test_a_program_that_its_host_kills_has_not_failed() -> None:
-    """The kernel kills something where memory runs out; the program has limits of its own."""
+async def test_program_killed_by_the_host_is_an_infrastructure_failure() -> None:
+    """The kernel kills a process if memory runs out; the program has limits of its own."""
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(ResourceExhausted, match="was killed by SIGKILL"):
         await answer_of(python(program))
 
 
-async def test_a_failing_program_is_told_beyond_its_last_line() -> None:
-    """Runtimes that end with a line about themselves hide nothing; the log has more, bounded."""
+async def test_failed_program_logs_more_than_its_last_line() -> None:
+    """Some runtimes end with a line about themselves; the log has more, bounded."""
     program = (
         "import sys\n"
         "print('asking the model')\n"
@@ -184,7 +184,7 @@ async def test_a_failing_program_is_told_beyond_its_last_line() -> None:
     assert sum(map(len, event["stderr"])) <= LOGGED_CHARS
 
 
-async def test_a_task_too_long_for_a_command_line_is_refused() -> None:
+async def test_task_longer_than_a_command_line_is_a_permanent_failure() -> None:
     """What the kernel refuses to pass on, no attempt can mend."""
 
     class Long(SumEpisode):
@@ -205,7 +205,7 @@ async def test_memory_is_limited() -> None:
         await answer_of(python(program), limits=Limits(memory_bytes=256 << 20, processes=0))
 
 
-async def test_what_it_leaves_running_is_ended() -> None:
+async def test_children_of_a_program_are_ended() -> None:
     """A child that outlives the program, and holds its output open, delays nothing."""
     program = (
         "import subprocess, sys\n"
@@ -248,7 +248,7 @@ async def test_cancellation_ends_the_program(tmp_path: Path) -> None:
         ("no-such-program-here", "no program 'no-such-program-here'"),
     ],
 )
-def test_a_command_that_cannot_run_is_refused_at_the_start(command: str, said: str) -> None:
+def test_command_that_cannot_run_is_refused_at_start(command: str, said: str) -> None:
     """A wrong setting is an error before any lease."""
     with pytest.raises(ConfigError, match=said):
         Command(command, limits=NO_LIMITS)
