@@ -13,7 +13,7 @@ from benchmarks.support.tree_workloads import make_workloads
 from benchmarks.support.trl_peer import HAS_TRL
 
 
-def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_times_every_way_to_train_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged, one by one, padded, packed, by trajectory, by TRL: one gradient between them."""
     monkeypatch.setattr(prefix_tree, "has_prefix_grouper", lambda: False)
     bench, workload = Bench(hidden=64, layers=1), make_workloads(16)[0]
@@ -27,9 +27,9 @@ def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
-def test_a_merged_step_peaks_no_higher_than_a_packed_one(index: int) -> None:
-    """Per token computed, though more of a tree's tokens were sampled and so have logits: neither
-    these nor masks of attention are held beside what the backbone's backward needs."""
+def test_merged_step_peaks_no_higher_than_a_packed_step(index: int) -> None:
+    """Per computed token, although more of a tree's tokens were sampled and have logits: neither
+    these nor attention masks are held beside the backbone's activations."""
     bench, samples = Bench(hidden=128, layers=2), make_workloads(4)[index].samples
     bench.tree(make_workloads(16)[0].samples)  # first calls allocate
     merged, packed = prefix_tree.step_bytes_per_token(bench, samples, bench.learner.plan(samples))
@@ -37,9 +37,9 @@ def test_a_merged_step_peaks_no_higher_than_a_packed_one(index: int) -> None:
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_ways_to_credit_turns_are_compared(process: bool) -> None:
-    """Relative to the whole return at every turn, which like a return-to-go is unbiased; a
-    discount is not, where only the last turn is paid."""
+def test_benchmark_compares_ways_to_credit_turns(process: bool) -> None:
+    """Relative to the whole return at every turn, which is unbiased like a return-to-go; a discount
+    is not, if only the last turn is rewarded."""
     world = credit.make_world(8, process=process, noise=1.0)
     found = credit.measure(world, credit.roll_out(world, 512))
     assert set(found) == {f"{way}.{key}" for way in credit.WAYS for key in credit.KEYS}

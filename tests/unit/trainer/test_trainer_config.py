@@ -26,8 +26,8 @@ def configured(*argv: str) -> TrainerConfig:
     return load(TrainerConfig, service="trainer", argv=argv, environ={})
 
 
-def test_the_defaults_are_cispo_with_the_group_mean() -> None:
-    """Nothing set is the published algorithm, uncorrected."""
+def test_default_algorithm_is_cispo_with_the_group_mean() -> None:
+    """The published algorithm, uncorrected."""
     config = configured()
     assert (config.objective, config.correction) == (ObjectiveConfig(), Correction())
     assert config.credit_rules().advantages == AdvantageRules()
@@ -35,7 +35,7 @@ def test_the_defaults_are_cispo_with_the_group_mean() -> None:
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
-def test_an_algorithm_brings_its_own_baseline_and_bounds(algorithm: str) -> None:
+def test_algorithm_sets_its_baseline_and_bounds(algorithm: str) -> None:
     """`auto` and 0 stand for the preset's values."""
     config, own = configured("--objective.algorithm", algorithm), PRESETS[algorithm]
     objective = Objective(config.objective, config.correction)
@@ -45,7 +45,7 @@ def test_an_algorithm_brings_its_own_baseline_and_bounds(algorithm: str) -> None
     assert (rules.baseline, rules.spread) == (own.baseline, own.spread)
 
 
-def test_what_is_set_is_stronger_than_the_algorithm() -> None:
+def test_settings_override_the_algorithm() -> None:
     """Baseline, spread, bounds and normalization can each be chosen."""
     config = configured(
         *("--objective.algorithm=grpo", "--objective.clip-high=0.28"),
@@ -65,8 +65,8 @@ def test_what_is_set_is_stronger_than_the_algorithm() -> None:
     assert config.correction.mask_ratio_high == 4.0
 
 
-def test_a_loss_of_ones_own_is_found_at_start() -> None:
-    """With the options it takes, and only with those."""
+def test_custom_loss_is_loaded_at_start() -> None:
+    """With its options, and only with those."""
     custom = "--objective.algorithm=examples.custom_loss:sapo"
     config = configured(custom, "--objective.loss-options=positive=2")
     assert config.objective.loss_options == {"positive": 2.0}
@@ -94,7 +94,7 @@ PPO = "--objective.algorithm=ppo"
         ("--evaluation.at-start", "evaluation.at_start = True .*without evaluation.tasks"),
     ],
 )
-def test_a_wrong_setting_is_one_line_with_name_and_value(argv: str, message: str) -> None:
+def test_wrong_setting_is_one_line_with_name_and_value(argv: str, message: str) -> None:
     """Before anything is loaded or waited for."""
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*argv.split())
@@ -126,8 +126,8 @@ def test_setting_that_was_once_flat_names_its_table(name: str, key: str, tmp_pat
             load(TrainerConfig, service="trainer", argv=argv, environ=environ)
 
 
-def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
-    """The learner's balance loss is there, scales with the coefficient, and is told."""
+def test_expert_balance_loss_follows_its_setting(tmp_path: Path) -> None:
+    """The loss scales with the coefficient, and is reported."""
     tiny_model("qwen3_moe", torch.float32).save_pretrained(tmp_path / "model")
     samples = [make_sample([1, 2, 3, n], (3, 4), rng=Random(n)) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
@@ -144,15 +144,15 @@ def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
     assert losses["0.2"] == pytest.approx(2 * losses["0.1"]) and losses["0.1"] > 0
 
 
-def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
-    """The setting and the type of the model are named."""
+def test_expert_balance_of_a_dense_model_is_refused(tmp_path: Path) -> None:
+    """The error names the setting and the type of the model."""
     tiny_model("qwen3", torch.float32).save_pretrained(tmp_path)
     config = configured("--model-path", str(tmp_path), "--balance-coef=0.1")
     with pytest.raises(InvalidArgument, match=r"balance_coef = 0\.1 .*'qwen3' has no experts"):
         LearnerActor(config, CheckpointStore(tmp_path / "checkpoints")).started()
 
 
-def test_printed_settings_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_printed_settings_are_read_back(tmp_path) -> None:
     """`--print-config` of an algorithm is a file that gives the same."""
     config = configured("--objective.algorithm=gspo", "--advantages.domain-weights=code=2")
     file = tmp_path / "trainer.toml"

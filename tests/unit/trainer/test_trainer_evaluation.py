@@ -17,9 +17,9 @@ from tests.support.runtime.waiting import settle, until
 from tests.support.trainer.evaluations import Run, System, held_out
 
 
-async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: System) -> None:
-    """Their tasks are of evaluation and named by run and step; each domain has its means, and the
-    versions are those that sampled."""
+async def test_held_out_tasks_are_evaluated_at_the_interval(run: Run, system: System) -> None:
+    """Their tasks are evaluations, named by run and step; each domain has its means, with the
+    weight versions that sampled."""
     run.step()
     await settle()
     assert not system.tasks
@@ -49,10 +49,10 @@ async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: S
     assert not any("task_outcomes" in name for name in scalar_names)
 
 
-async def test_nothing_is_submitted_before_every_worker_serves_the_weights(
+async def test_evaluation_waits_until_every_worker_serves_the_weights(
     run: Run, system: System
 ) -> None:
-    """So no rollout is sampled from weights older than those it is about."""
+    """So no rollout is sampled from older weights."""
     system.served = 2
     run.steps(2)
     await settle()
@@ -61,10 +61,10 @@ async def test_nothing_is_submitted_before_every_worker_serves_the_weights(
     await until(lambda: len(system.tasks) == 2)
 
 
-async def test_one_that_falls_due_while_another_is_in_flight_is_skipped_and_counted(
+async def test_evaluation_due_during_another_is_skipped_and_counted(
     run: Run, system: System
 ) -> None:
-    """Training waits for none; the one in flight says how many were left out."""
+    """Training waits for none; the running evaluation reports how many were skipped."""
     with structlog.testing.capture_logs() as logged:
         run.steps(7)
         await until(lambda: len(system.tasks) == 2)
@@ -77,8 +77,8 @@ async def test_one_that_falls_due_while_another_is_in_flight_is_skipped_and_coun
     assert (await run.until_told(2, 8)).skipped == 0
 
 
-async def test_weights_that_are_not_published_are_not_evaluated(run: Run, system: System) -> None:
-    """What would be measured are those before."""
+async def test_unpublished_weights_are_not_evaluated(run: Run, system: System) -> None:
+    """The evaluation would measure the earlier ones."""
     run.step()
     run.step(published=False)
     await settle()
@@ -89,8 +89,8 @@ async def test_weights_that_are_not_published_are_not_evaluated(run: Run, system
     assert (await run.until_told(4)).skipped == 1
 
 
-async def test_the_last_one_waits_for_the_one_in_flight(run: Run, system: System) -> None:
-    """No newer weights come, so it is worth it; being told twice of the end changes nothing."""
+async def test_last_evaluation_waits_for_the_running_one(run: Run, system: System) -> None:
+    """No newer weights will come; a repeated end changes nothing."""
     run.steps(10)
     run.evaluator.reached(10)
     await until(lambda: len(system.tasks) == 2)
@@ -104,16 +104,16 @@ async def test_the_last_one_waits_for_the_one_in_flight(run: Run, system: System
     assert len(system.tasks) == 4
 
 
-async def test_starting_weights_are_evaluated_where_asked_for(system: System) -> None:
-    """Under step 0, before any step is taken."""
+async def test_starting_weights_are_evaluated_on_request(system: System) -> None:
+    """Under step 0, before any step."""
     run = Run(system, tasks=held_out("code"), at_start=True)
     await until(lambda: run.submitted() == ["0-r0"])
     system.end(0.0, 1.0)
     assert (await run.until_told(0)).weight_version == 1
 
 
-async def test_a_scheduler_that_is_away_is_waited_for(run: Run, system: System) -> None:
-    """At whatever moment; one line says so, and nothing is lost or asked for twice."""
+async def test_evaluation_waits_for_an_unreachable_scheduler(run: Run, system: System) -> None:
+    """At any moment; one line says so, and no task is lost or submitted twice."""
     system.faults = [Unavailable("no leader")] * 5
     with structlog.testing.capture_logs() as logged:
         run.steps(2)
@@ -126,10 +126,8 @@ async def test_a_scheduler_that_is_away_is_waited_for(run: Run, system: System) 
     assert len(system.tasks) == 2
 
 
-async def test_one_that_the_scheduler_refuses_is_told_and_the_next_is_tried(
-    run: Run, system: System
-) -> None:
-    """Waiting would not mend it: a group larger than the scheduler allows, say."""
+async def test_refused_evaluation_is_logged_and_the_next_is_tried(run: Run, system: System) -> None:
+    """Waiting would not help: for example a group larger than the scheduler allows."""
     system.faults = [InvalidArgument("tasks[0]: group_size 99 must be 1 to 64")]
     with structlog.testing.capture_logs() as logged:
         run.steps(2)
@@ -141,8 +139,8 @@ async def test_one_that_the_scheduler_refuses_is_told_and_the_next_is_tried(
     await until(lambda: run.submitted() == ["4-r0", "4-r1"])
 
 
-async def test_rollouts_that_all_failed_are_told_as_failed(run: Run, system: System) -> None:
-    """Not as a model that scores 0: no version is named."""
+async def test_evaluation_with_only_failed_rollouts_is_failed(run: Run, system: System) -> None:
+    """Not a score of 0: no version is named."""
     run.steps(2)
     await until(lambda: len(system.tasks) == 2)
     assert run.record.status().evaluating
@@ -154,8 +152,8 @@ async def test_rollouts_that_all_failed_are_told_as_failed(run: Run, system: Sys
     assert not run.record.status().evaluating
 
 
-async def test_a_stop_leaves_it_to_the_next_start(run: Run, system: System) -> None:
-    """One line names its tag; a step that ends meanwhile begins nothing."""
+async def test_stopped_evaluation_is_left_to_the_next_start(run: Run, system: System) -> None:
+    """One line names its tag; a step that ends meanwhile begins none."""
     run.steps(2)
     await until(lambda: len(system.tasks) == 2)
     with structlog.testing.capture_logs() as logged:
@@ -168,8 +166,8 @@ async def test_a_stop_leaves_it_to_the_next_start(run: Run, system: System) -> N
     await run.evaluator.stop()
 
 
-async def test_another_run_and_another_file_have_names_of_their_own(system: System) -> None:
-    """Their results are never taken for each other's, in one cluster."""
+async def test_evaluations_of_other_runs_and_files_have_other_names(system: System) -> None:
+    """Their results are never mixed in one cluster."""
     tags = set()
     for run_id, domains in (("a", ("code",)), ("b", ("code",)), ("a", ("code", "qa"))):
         evaluator = Evaluator(
@@ -184,8 +182,8 @@ async def test_another_run_and_another_file_have_names_of_their_own(system: Syst
     assert len(tags) == 3
 
 
-def test_a_run_keeps_its_name_with_its_checkpoints(tmp_path: Path) -> None:
-    """Given once; where it cannot be kept, the error names the file."""
+def test_run_name_is_kept_with_the_checkpoints(tmp_path: Path) -> None:
+    """If it cannot be stored, the error names the file."""
     name = run_id_in(tmp_path / "a")
     assert name and run_id_in(tmp_path / "a") == name
     assert run_id_in(tmp_path / "b") != name

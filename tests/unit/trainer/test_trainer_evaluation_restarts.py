@@ -8,11 +8,9 @@ from tests.support.runtime.waiting import settle, until
 from tests.support.trainer.evaluations import Run, System, held_out
 
 
-async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
-    run: Run, system: System
-) -> None:
-    """The checkpoint is of a later step, and another fell due since; each is told once, under the
-    version its step had."""
+async def test_restart_follows_a_begun_evaluation(run: Run, system: System) -> None:
+    """The checkpoint is of a later step, and another evaluation became due since; each is reported
+    once, under the version of its step."""
     run.steps(3)
     await until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
@@ -30,7 +28,7 @@ async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
     await run.until_told(2)
 
 
-async def test_what_a_kill_left_half_submitted_is_completed(run: Run, system: System) -> None:
+async def test_half_submitted_evaluation_is_completed(run: Run, system: System) -> None:
     """It was begun, so it is followed to its end."""
     run.steps(2)
     await until(lambda: len(system.tasks) == 2)
@@ -41,8 +39,8 @@ async def test_what_a_kill_left_half_submitted_is_completed(run: Run, system: Sy
     await until(lambda: run.submitted() == ["2-r0", "2-r1"])
 
 
-async def test_a_restart_begins_none_whose_weights_are_gone(run: Run, system: System) -> None:
-    """Skipped before the kill: newer weights would be told under its name."""
+async def test_restart_begins_no_evaluation_of_lost_weights(run: Run, system: System) -> None:
+    """Skipped before the kill: newer weights would be reported under its name."""
     run.steps(5)
     await until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
@@ -55,10 +53,10 @@ async def test_a_restart_begins_none_whose_weights_are_gone(run: Run, system: Sy
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("killed", [False, True])
-async def test_steps_taken_again_are_evaluated_again(
+async def test_repeated_steps_are_evaluated_again(
     run: Run, system: System, told: bool, killed: bool
 ) -> None:
-    """What was begun, or told, of the first time was about weights that no longer exist."""
+    """The earlier evaluation was of weights that no longer exist."""
     run.step()
     history = run.history()
     run.step()
@@ -82,10 +80,8 @@ async def test_steps_taken_again_are_evaluated_again(
     assert len(run.record.evaluations) == 1 and not run.record.status().evaluating
 
 
-async def test_one_that_ends_while_its_step_is_taken_back_is_told_to_nobody(
-    run: Run, system: System
-) -> None:
-    """Training is being restored: the record has gone back, the weights are not out yet."""
+async def test_evaluation_that_ends_during_a_rewind_is_dropped(run: Run, system: System) -> None:
+    """The record has gone back, the weights are not published yet."""
     run.step()
     history = run.history()
     run.step()
@@ -96,8 +92,8 @@ async def test_one_that_ends_while_its_step_is_taken_back_is_told_to_nobody(
     assert not run.record.evaluations
 
 
-async def test_a_restore_goes_on_with_what_is_of_steps_that_stay(run: Run, system: System) -> None:
-    """It is followed on, and says what was left out since, but for steps that are taken back."""
+async def test_restore_continues_evaluations_of_surviving_steps(run: Run, system: System) -> None:
+    """And reports the skipped ones, except of undone steps."""
     run.steps(4)
     history = run.history()
     await until(lambda: len(system.tasks) == 2)
@@ -110,10 +106,10 @@ async def test_a_restore_goes_on_with_what_is_of_steps_that_stay(run: Run, syste
     assert (await run.until_told(2)).skipped == 1
 
 
-async def test_the_beginning_is_evaluated_once_however_often_it_is_gone_back_to(
+async def test_starting_weights_are_evaluated_once(
     system: System,
 ) -> None:
-    """Its weights are the same each time."""
+    """For any number of rewinds to them."""
     run = Run(system, tasks=held_out("code"), at_start=True)
     await until(lambda: run.submitted() == ["0-r0"])
     await run.evaluator.stop()

@@ -23,7 +23,7 @@ def publisher(register: FakeRegister, *, source: str = "host:1", floor: int = 0)
     return Publisher(register, source=source, floor=floor)
 
 
-async def test_the_manifest_describes_the_snapshot() -> None:
+async def test_manifest_describes_the_snapshot() -> None:
     """Numbers are JSON numbers; the digest is over the data."""
     register = FakeRegister()
     assert await publisher(register).publish(snapshot(7)) == 1
@@ -37,8 +37,8 @@ async def test_the_manifest_describes_the_snapshot() -> None:
     }
 
 
-async def test_a_restarted_trainer_goes_on_counting() -> None:
-    """Above what is announced, and above what its checkpoint knew, if etcd was lost."""
+async def test_restarted_trainer_continues_the_weight_versions() -> None:
+    """Above the announced version, and above its checkpoint's if etcd was lost."""
     register = FakeRegister()
     for step in range(3):
         await publisher(register).publish(snapshot(step))
@@ -46,8 +46,8 @@ async def test_a_restarted_trainer_goes_on_counting() -> None:
     assert await publisher(FakeRegister(), floor=9).publish(snapshot(0)) == 10
 
 
-async def test_a_version_of_unknown_fate_is_never_used_again() -> None:
-    """When the answer is lost, the next publication takes a higher number."""
+async def test_version_with_an_unknown_outcome_is_never_used_again() -> None:
+    """If the answer is lost, the next publication takes a higher number."""
     register = FakeRegister()
     own = publisher(register)
     register.lose_answer = True
@@ -62,7 +62,7 @@ async def test_a_version_of_unknown_fate_is_never_used_again() -> None:
     assert await own.publish(snapshot(4)) == 3
 
 
-async def test_an_older_trainer_gives_way() -> None:
+async def test_older_trainer_cannot_announce_over_a_newer_one() -> None:
     """It may not announce over what a newer one announced."""
     register = FakeRegister()
     older, newer = publisher(register, source="host:1"), publisher(register, source="host:2")
@@ -73,8 +73,8 @@ async def test_an_older_trainer_gives_way() -> None:
     assert register.manifest["source"] == "host:2"
 
 
-async def test_the_last_two_versions_can_be_fetched() -> None:
-    """A worker in the middle of a fetch is not cut off by the next version."""
+async def test_last_two_versions_can_be_fetched() -> None:
+    """A worker in a fetch is not cut off by the next version."""
     own = publisher(FakeRegister())
     with pytest.raises(NotFound, match="no weights"):
         await fetch(own, 1)

@@ -92,13 +92,13 @@ async def four_steps(world: World, folder: Path) -> float:
         return seconds(run)
 
 
-async def test_capturing_a_checkpoint_counts(world: World, tmp_path: Path) -> None:
-    """Training stands still while it is copied; loading at the very beginning is before the run."""
+async def test_copying_a_checkpoint_counts_as_lost_time(world: World, tmp_path: Path) -> None:
+    """Training stops while it is copied; loading before the first step does not count."""
     assert await four_steps(world, tmp_path) == pytest.approx(4 * STEP_S + TAKES_S["capture"])
 
 
-async def test_a_crash_costs_what_it_lost(world: World, tmp_path: Path) -> None:
-    """J falls by exactly the step that was taken again, the time away and the resuming."""
+async def test_crash_costs_its_lost_steps(world: World, tmp_path: Path) -> None:
+    """J falls by exactly the repeated step, the time without a process and the resume."""
     (tmp_path / "clean").mkdir()
     clean_s = await four_steps(
         World(now_s=0.0, takes_s=dict(TAKES_S), disk=world.disk), tmp_path / "clean"
@@ -119,10 +119,8 @@ async def test_a_crash_costs_what_it_lost(world: World, tmp_path: Path) -> None:
     assert (fourth.lost_s, third.checkpoint_s) == (0.0, 0.0)
 
 
-async def test_every_crash_counts_also_before_the_first_checkpoint(
-    world: World, tmp_path: Path
-) -> None:
-    """Twice one step is taken and lost, with nothing to show for it but the time."""
+async def test_crashes_before_the_first_checkpoint_count(world: World, tmp_path: Path) -> None:
+    """One step is taken and lost twice."""
     for _ in range(2):
         async with process(world, tmp_path) as (run, _):
             await run.advance(2)
@@ -135,9 +133,8 @@ async def test_every_crash_counts_also_before_the_first_checkpoint(
         assert seconds(run) == pytest.approx(lost_s + 2 * STEP_S)
 
 
-async def test_a_stop_on_purpose_costs_the_resuming_alone(world: World, tmp_path: Path) -> None:
-    """A run that was stopped over a weekend has lost nothing by it; a crash after it counts from
-    then on."""
+async def test_stop_on_purpose_costs_only_the_resume(world: World, tmp_path: Path) -> None:
+    """A run stopped over a weekend lost no time by it; a crash after it counts from then on."""
     async with process(world, tmp_path) as (run, clock):
         await run.advance(3)
         clock.stop()
@@ -167,11 +164,11 @@ def skip(world: World) -> None:
 @pytest.mark.parametrize(
     ("trouble", "resumed_s"), [(discard, 7.5), (skip, 0.0)], ids=["discarded", "skipped"]
 )
-async def test_a_step_that_came_to_nothing_counts(
+async def test_discarded_step_counts_as_lost_time(
     world: World, tmp_path: Path, trouble: Callable[[World], None], resumed_s: float
 ) -> None:
-    """Also where no process ended: a batch whose step was discarded, with the resuming it takes, or
-    that gave no usable gradient."""
+    """Also without a crash: a batch whose step was discarded, with its resume, or without a usable
+    gradient."""
     async with process(world, tmp_path) as (run, _):
         await run.advance(2)
         trouble(world)
@@ -188,8 +185,8 @@ async def test_a_step_that_came_to_nothing_counts(
         assert second.step == 2
 
 
-async def test_an_outage_while_resuming_counts(world: World, tmp_path: Path) -> None:
-    """Each attempt to resume takes its time."""
+async def test_outage_during_a_resume_counts(world: World, tmp_path: Path) -> None:
+    """Each attempt to resume takes time."""
     async with process(world, tmp_path) as (run, _):
         await run.advance(2)
     async with process(world, tmp_path) as (run, _):

@@ -58,7 +58,7 @@ def sent(actor: LearnerActor) -> dict[str, Received]:
     }
 
 
-def test_heads_are_sent_after_the_model_and_saved_beside_it(
+def test_draft_heads_are_sent_after_the_model_and_saved_beside_it(
     model_path: Path, tmp_path: Path
 ) -> None:
     """The same bytes both ways; the checkpoint still loads as the plain model."""
@@ -75,8 +75,8 @@ def test_heads_are_sent_after_the_model_and_saved_beside_it(
     assert not report["unexpected_keys"] and not report["missing_keys"]
 
 
-def test_the_embedded_engine_leaves_heads_aside(model_path: Path, tmp_path: Path) -> None:
-    """It stages weights with heads as it does those without, and still refuses other strangers."""
+def test_embedded_engine_ignores_draft_heads(model_path: Path, tmp_path: Path) -> None:
+    """It stages weights with and without heads, and still refuses other unknown tensors."""
     weights = sent(learner(model_path, tmp_path))
     policy = Policy.build(str(model_path), dtype="float32", device="cpu", context_tokens=64)
     plain = {name: one for name, one in weights.items() if not name.startswith("mtp.")}
@@ -85,9 +85,9 @@ def test_the_embedded_engine_leaves_heads_aside(model_path: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_run_goes_on_with_its_heads(model_path: Path, tmp_path: Path, twice: bool) -> None:
-    """After a restore the next step is the one that would have come, heads and all; also from a
-    checkpoint of before, which has them in the learner's file, too."""
+def test_run_continues_with_its_draft_heads(model_path: Path, tmp_path: Path, twice: bool) -> None:
+    """After a restore the next step is the same, with heads; also from a checkpoint of an earlier
+    version, which has them in the learner's file too."""
     first = learner(model_path, tmp_path)
     step(first)
     path = save(first, tmp_path)
@@ -108,8 +108,10 @@ def test_a_run_goes_on_with_its_heads(model_path: Path, tmp_path: Path, twice: b
     }
 
 
-def test_a_new_run_begins_with_the_heads_beside_its_model(model_path: Path, tmp_path: Path) -> None:
-    """A checkpoint given as `model_path` brings them along; of another number they do not fit."""
+def test_new_run_starts_with_the_draft_heads_beside_its_model(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """A checkpoint as `model_path` has them; another number of heads is refused."""
     old = learner(model_path, tmp_path / "old")
     step(old)
     path = save(old, tmp_path / "old")
@@ -120,7 +122,7 @@ def test_a_new_run_begins_with_the_heads_beside_its_model(model_path: Path, tmp_
         learner(path, tmp_path / "other", mtp=MtpConfig(heads=1))
 
 
-def test_loss_and_acceptance_are_told(model_path: Path, tmp_path: Path) -> None:
+def test_draft_head_loss_and_acceptance_are_reported(model_path: Path, tmp_path: Path) -> None:
     """In the step's metrics, by head, also for the sinks."""
     batch = BatchSamples(
         samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,

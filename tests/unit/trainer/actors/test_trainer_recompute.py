@@ -48,8 +48,10 @@ def after_a_step(
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
-def test_a_step_is_the_same(lora: dict[str, Any], model_path: Path, tmp_path: Path) -> None:
-    """Relayed trees, all weights or adapters alone; layers are computed a second time."""
+def test_recomputed_layers_give_the_same_step(
+    lora: dict[str, Any], model_path: Path, tmp_path: Path
+) -> None:
+    """Relayed trees, all weights or adapters only."""
     kept, once = after_a_step(model_path, tmp_path / "kept", **lora)
     again, twice = after_a_step(model_path, tmp_path / "again", recompute_activations=True, **lora)
     assert twice > once  # what runs without a gradient does not
@@ -58,7 +60,7 @@ def test_a_step_is_the_same(lora: dict[str, Any], model_path: Path, tmp_path: Pa
         torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_that_cannot_is_told(
+def test_model_without_recompute_support_is_refused(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line with the setting."""

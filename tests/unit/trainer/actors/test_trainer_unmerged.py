@@ -35,14 +35,16 @@ def step(actor: LearnerActor) -> StepResult:
     return result
 
 
-def test_its_reference_is_not_merged_either(soft_capped: Path, tmp_path: Path) -> None:
-    """As the same weights they are as far apart as nothing."""
+def test_reference_of_an_unmerged_model_is_not_merged(soft_capped: Path, tmp_path: Path) -> None:
+    """With the same weights their distance is 0."""
     actor = started_learner(soft_capped, tmp_path, objective=ObjectiveConfig(kl_coef=0.1))
     assert step(actor).stats.reference_kl == pytest.approx(0.0, abs=1e-6)
 
 
-def test_nor_is_it_once_training_has_started_over(soft_capped: Path, tmp_path: Path) -> None:
-    """Without a checkpoint to go back to: the first step again is the first step."""
+def test_reference_stays_unmerged_after_a_restart_without_checkpoint(
+    soft_capped: Path, tmp_path: Path
+) -> None:
+    """The first step again is the first step."""
     actor = started_learner(soft_capped, tmp_path)
     first = step(actor)
     assert actor.receive(Restore()) is None

@@ -35,9 +35,9 @@ def lines(checkpoint: Path) -> int:
     return len((checkpoint / "history.jsonl").read_text().splitlines())
 
 
-def test_a_checkpoint_writes_what_was_told_since_the_last(tmp_path: Path) -> None:
-    """They share a file; each knows what of it is its own. What is told while it is written, of
-    steps that it does not cover, is not."""
+def test_checkpoint_writes_the_history_since_the_last_one(tmp_path: Path) -> None:
+    """They share a file; each knows its own part. Entries added during the write, of steps that it
+    does not cover, are not included."""
     store, history = CheckpointStore(tmp_path), History([taken(1), pb.Evaluation(step=1)])
     first = save(store, history, 1)
     for entry in (taken(2), pb.Evaluation(step=2), taken(3)):
@@ -48,8 +48,8 @@ def test_a_checkpoint_writes_what_was_told_since_the_last(tmp_path: Path) -> Non
     assert len(history.until(2)) == 4
 
 
-def test_a_checkpoint_copied_elsewhere_is_whole(tmp_path: Path) -> None:
-    """However much was added to the history since, and whatever became of where it was."""
+def test_copied_checkpoint_has_its_whole_history(tmp_path: Path) -> None:
+    """For any later additions, and if its source is deleted."""
     store, history = CheckpointStore(tmp_path / "here"), History([taken(1)])
     first = save(store, history, 1)
     history.add(taken(2))
@@ -59,10 +59,10 @@ def test_a_checkpoint_copied_elsewhere_is_whole(tmp_path: Path) -> None:
     assert histories(tmp_path / "there") == {1: [taken(1)]}
 
 
-def test_an_attempt_that_failed_leaves_nothing_in_the_next(
+def test_failed_save_leaves_nothing_in_the_next_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had added is cut off, and added again."""
+    """Its additions are cut off, and added again."""
     store, history = CheckpointStore(tmp_path), History([taken(1)])
     save(store, history, 1)
     history.add(taken(2))
@@ -74,10 +74,10 @@ def test_an_attempt_that_failed_leaves_nothing_in_the_next(
     assert histories(tmp_path) == {1: history.until(1), 3: history.until(3)}
 
 
-def test_one_that_is_there_keeps_its_history_whatever_fails_after(
+def test_complete_checkpoint_keeps_its_history_after_later_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link `latest` could not be moved to it, and the next attempt meets a full disk."""
+    """The link `latest` could not be moved to it, and the next save meets a full disk."""
     store, history = CheckpointStore(tmp_path), History([taken(1)])
     first = save(store, history, 1)
     size = (first / "history.jsonl").stat().st_size
@@ -95,8 +95,8 @@ def refuse(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_steps_taken_again_are_not_added_to_those_they_replace(tmp_path: Path) -> None:
-    """What goes on from a checkpoint has a file of its own: nobody else's is touched."""
+def test_repeated_steps_are_not_added_to_the_replaced_ones(tmp_path: Path) -> None:
+    """A run from a checkpoint has its own file: no other's is changed."""
     record = TrainingRecord(max_steps=9, metrics_file="")
     store = CheckpointStore(tmp_path)
     record.append(taken(1))
@@ -112,7 +112,7 @@ def test_steps_taken_again_are_not_added_to_those_they_replace(tmp_path: Path) -
     assert lines(tmp_path / "step-00000002.damaged") == 2
 
 
-def test_without_hard_links_it_is_written_whole(
+def test_history_is_written_whole_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every file system has them."""
@@ -125,9 +125,8 @@ def test_without_hard_links_it_is_written_whole(
     assert histories(tmp_path) == {1: history.until(1), 2: history.until(2)}
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It had the history in its state. One of a later version may have measured what this one
-    does not know."""
+def test_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has the history in its state. One of a later version may have unknown metrics."""
     record = TrainingRecord(max_steps=9, metrics_file="")
     path = save(CheckpointStore(tmp_path), record.history, 1)
     (path / "history.jsonl").unlink()

@@ -79,7 +79,7 @@ def kept(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("settings", WAYS)
-async def test_the_kept_model_is_the_published_one(
+async def test_kept_model_equals_the_published_one(
     model_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Before a resume, by the resume, and after a further step."""
@@ -104,8 +104,8 @@ async def test_the_kept_model_is_the_published_one(
 async def test_transformers_loads_the_published_weights(
     model_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """From the checkpoint's folder alone, in the type published, whatever the starting model's
-    configuration says."""
+    """From the checkpoint's folder alone, in the published type, for any type in the starting
+    model's configuration."""
     actor = learner(model_path, tmp_path, settings)
     take_step(actor)
     path = saved(actor, tmp_path, step=1)
@@ -135,10 +135,10 @@ def as_before(path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", WAYS)
-async def test_a_checkpoint_of_before_still_opens(
+async def test_checkpoint_without_a_kept_model_opens(
     model_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """It is published as it was, and the next step is the one that would have come."""
+    """It is published as it was, and the next step is the same."""
     actor = learner(model_path, tmp_path, settings)
     take_step(actor)
     published = await received(actor)
@@ -151,10 +151,10 @@ async def test_a_checkpoint_of_before_still_opens(
     assert await received(resumed) == await received(actor)
 
 
-async def test_a_run_that_publishes_in_another_type_does_so_from_the_start(
+async def test_changed_publish_dtype_holds_from_the_resume(
     model_path: Path, tmp_path: Path
 ) -> None:
-    """The resumed run's own setting holds, computed from the master weights."""
+    """The resumed run's setting applies, computed from the master weights."""
     actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
     take_step(actor)
     path = saved(actor, tmp_path, step=1)
@@ -165,9 +165,7 @@ async def test_a_run_that_publishes_in_another_type_does_so_from_the_start(
             assert dtype == "float32" and file.get_tensor(name).numpy().tobytes() == data
 
 
-async def test_a_kept_model_with_one_bit_changed_is_damaged(
-    model_path: Path, tmp_path: Path
-) -> None:
+async def test_kept_model_with_one_flipped_bit_is_damaged(model_path: Path, tmp_path: Path) -> None:
     """The checkpoint is set aside, and the older one restored."""
     actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
     for step in (1, 2):
@@ -183,7 +181,7 @@ async def test_a_kept_model_with_one_bit_changed_is_damaged(
         resumed.receive(TakeSnapshot(step=2, checkpoint=path.with_name(path.name + ".damaged")))
 
 
-async def test_the_last_publication_is_read_from_the_kept_model(
+async def test_last_publication_is_read_from_the_kept_model(
     model_path: Path, tmp_path: Path
 ) -> None:
     """The files' tensors are sent, not those in memory."""
@@ -196,11 +194,11 @@ async def test_the_last_publication_is_read_from_the_kept_model(
 
 
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-async def test_a_step_trains_the_weights_published(
+async def test_step_trains_with_the_published_weights(
     model_path: Path, tmp_path: Path, autocast: str
 ) -> None:
-    """A second run that starts from the kept model computes the same loss, to the bit: the master
-    weights behind it are nobody's policy."""
+    """A second run from the kept model computes the same loss, to the bit: the master weights
+    behind it are no policy."""
     settings = {"publish_dtype": "bfloat16", "autocast": autocast}
     actor = learner(model_path, tmp_path / "a", settings)
     take_step(actor)

@@ -50,16 +50,18 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
         ({"lora": LoraSettings(rank=2)}, r"has no adapter_model.safe.*: .* all weights trained"),
     ],
 )
-def test_other_settings_are_told(
+def test_checkpoint_of_other_settings_is_refused(
     model_path: Path, checkpoints: Path, settings: dict[str, Any], told: str
 ) -> None:
-    """What can be done about it is in the line too, and the checkpoint stays."""
+    """The line has the remedy, and the checkpoint stays."""
     with pytest.raises(ConfigError, match=rf"step-00000001.*{told}.*\. Give the run"):
         started_learner(model_path, checkpoints, **settings)
     assert started_learner(model_path, checkpoints).receive(Restore()).step == 1
 
 
-def test_another_model_is_told(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_checkpoint_of_another_model_is_refused(
+    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """One tensor is named with both shapes."""
     path = tmp_path_factory.mktemp("other")
     tiny_model("llama", torch.float32).save_pretrained(path)
@@ -69,8 +71,8 @@ def test_another_model_is_told(checkpoints: Path, tmp_path_factory: pytest.TempP
         started_learner(path, checkpoints)
 
 
-def test_another_format_is_not_passed_over(model_path: Path, checkpoints: Path) -> None:
-    """To begin anew beside what a newer trainer wrote would be no resume."""
+def test_checkpoint_of_a_newer_format_is_refused(model_path: Path, checkpoints: Path) -> None:
+    """A fresh start beside a newer trainer's checkpoint would be no resume."""
     file = checkpoints / "step-00000001" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
     with pytest.raises(
@@ -79,8 +81,8 @@ def test_another_format_is_not_passed_over(model_path: Path, checkpoints: Path) 
         started_learner(model_path, checkpoints)
 
 
-def test_a_damaged_one_is_passed_over_for_an_older(model_path: Path, checkpoints: Path) -> None:
-    """What the check cannot read the restore sets aside, as before."""
+def test_unreadable_checkpoint_is_left_to_the_restore(model_path: Path, checkpoints: Path) -> None:
+    """The restore sets it aside and uses the older one."""
     actor = started_learner(model_path, checkpoints)
     actor.receive(Restore())
     path = CheckpointStore(checkpoints).save(

@@ -41,7 +41,7 @@ def built(allowed: list[float], **settings: Any) -> BatchSamples:
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.5, "top_k": 0}, {"top_p": 1.0, "top_k": 3}])
-def test_a_cut_whose_share_is_on_record_is_corrected(cut: dict[str, Any]) -> None:
+def test_sampling_cut_with_a_recorded_share_is_corrected(cut: dict[str, Any]) -> None:
     """Behavior log-probs are those of the whole distribution, and advantages weigh the share."""
     batch = built([-0.25, 0.0], **cut)
     assert dict(batch.cuts) == {"corrected": 2}
@@ -52,27 +52,27 @@ def test_a_cut_whose_share_is_on_record_is_corrected(cut: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("allowed", [[], [-0.25]])
-def test_a_cut_whose_share_is_missing_is_left_out_and_counted(allowed: list[float]) -> None:
-    """An engine that does not say it, or only for some of the tokens, costs the turn and neither
-    the trajectory nor its rewards."""
+def test_turn_with_a_cut_without_its_share_is_left_out(allowed: list[float]) -> None:
+    """And counted. An engine that does not send it, or only for some tokens, costs the turn and
+    neither the trajectory nor its rewards."""
     batch = built(allowed, top_p=0.5, top_k=0)
     assert batch.samples == () and dict(batch.cuts) == {"share_missing": 2}
     assert (batch.excluded, batch.trajectories, batch.sampled_tokens) == (0, 2, 4)
 
 
-def test_a_turn_without_a_cut_is_as_it_was() -> None:
-    """Settings that keep everything change nothing."""
+def test_turn_without_a_cut_is_unchanged() -> None:
+    """Settings that keep every token change nothing."""
     batch = built([], top_p=1.0, top_k=0)
     assert dict(batch.cuts) == {"none": 2}
     assert float32_array(batch.samples[0].behavior_logprobs).tolist() == [-0.5, -1.0]
 
 
-def test_a_turn_of_before_is_trained_on_and_counted() -> None:
-    """Whether it was cut is not on record."""
+def test_turn_without_recorded_cuts_is_trained_and_counted() -> None:
+    """Earlier versions did not record cuts."""
     batch = built([])
     assert dict(batch.cuts) == {"unknown": 2} and len(batch.samples) == 2
 
 
 def test_greedy_turns_are_not_counted() -> None:
-    """They are no part of training, whatever the cut."""
+    """They are no part of training, with any cut."""
     assert dict(built([], temperature=0.0, top_p=0.5).cuts) == {}

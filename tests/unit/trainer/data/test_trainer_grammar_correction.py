@@ -23,9 +23,9 @@ def held(logprobs: list[float], allowed: list[float]) -> pb.SampledTokens:
     )
 
 
-def test_samples_compare_like_with_like() -> None:
+def test_samples_with_grammars_are_corrected_by_the_masked_share() -> None:
     """Behavior log-probs are those without the mask, advantages weigh the share it left; a turn
-    without a grammar is as it was, and columns that do not fit exclude the trajectory."""
+    without a grammar is unchanged, and wrong columns exclude the trajectory."""
     rules = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
     turns = [held([-0.5, -1.0], [-0.25, 0.0]), held([-0.5, -1.0], []), held([-0.5], [0.0, 0.0])]
     group = [
@@ -58,9 +58,9 @@ def test_samples_compare_like_with_like() -> None:
     assert len(set(float32_array(free.advantages))) == 1
 
 
-def test_the_gradient_is_the_masked_policy_s() -> None:
+def test_corrected_gradient_is_that_of_the_masked_policy() -> None:
     """At one state and equal weights, the expected gradient of the weighted surrogate is Z times
-    the exact policy gradient of the masked policy, when advantages are zero in the mean."""
+    the exact policy gradient of the masked policy, if advantages have mean zero."""
     torch.manual_seed(0)
     logits_V = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=True)
     may_V = torch.tensor([True, False, True, True, False, False, True])

@@ -60,7 +60,7 @@ def one_turn(value: float, **settings: str) -> pb.Trajectory:
 
 
 def test_each_turn_is_a_sample_of_its_whole_sequence() -> None:
-    """Contexts are put together again; loss falls on sampled tokens, each exactly once."""
+    """Contexts are rebuilt; the loss is on sampled tokens, each exactly once."""
     turns = [turn(0, [1, 2], [3, 4]), turn(1, [5], [6], parent=0, prefix=4)]
     samples = build_samples([[trajectory(turns, [outcome(1)])]], RULES).samples
     assert [int32_array(one.ids).tolist() for one in samples] == [
@@ -73,14 +73,14 @@ def test_each_turn_is_a_sample_of_its_whole_sequence() -> None:
     assert samples[0].temperature == pytest.approx(0.7)
 
 
-def test_a_rewritten_history_keeps_what_was_sampled_before_it() -> None:
-    """A branch trains its own tokens; the tokens it dropped are trained where they were."""
+def test_branch_trains_its_own_sampled_tokens() -> None:
+    """The tokens it dropped are trained in their own sample."""
     turns = [turn(0, [1, 2], [3, 4]), turn(1, [9], [8], parent=0, prefix=2)]
     samples = build_samples([[trajectory(turns, [outcome(1)])]], RULES).samples
     assert [int32_array(one.ids).tolist() for one in samples] == [[1, 2, 3, 4], [1, 2, 9, 8]]
 
 
-def test_advantages_are_returns_to_go_less_the_group_mean() -> None:
+def test_advantages_are_returns_to_go_minus_the_group_mean() -> None:
     """Two turns: process -1 on the first, outcome 1; the other rollout fails.
 
     G = (-.5 + 1, 1) and (0); the totals' mean is .25.
@@ -94,8 +94,8 @@ def test_advantages_are_returns_to_go_less_the_group_mean() -> None:
     assert [float32_array(one.advantages).tolist() for one in samples] == [[0.25], [0.75], [-0.25]]
 
 
-def test_reports_of_the_agent_are_not_counted_by_default() -> None:
-    """Equal outcomes stay a flat group, whatever the agents say; a weight makes them differ."""
+def test_agent_rewards_do_not_count_by_default() -> None:
+    """Equal outcomes stay a flat group for any agent rewards; a weight makes them differ."""
     boast = reward(pb.REWARD_KIND_AGENT, 1.0)
     group = [trajectory([turn(0, [1], [2])], [outcome(1), boast]), one_turn(1)]
     batch = build_samples([group], RULES)
@@ -105,8 +105,8 @@ def test_reports_of_the_agent_are_not_counted_by_default() -> None:
     assert [float32_array(one.advantages)[0] for one in samples] == [0.25, -0.25]
 
 
-def test_a_critic_gets_returns_and_the_factors_of_its_advantages() -> None:
-    """Each turn's return-to-go on its tokens; the domain's weight where advantages were."""
+def test_critic_gets_returns_and_advantage_factors() -> None:
+    """Each turn's return-to-go on its tokens; the domain's weight in place of advantages."""
     first = trajectory(
         [turn(0, [1], [2, 3]), turn(1, [4], [5], parent=0, prefix=3)],
         [reward(pb.REWARD_KIND_PROCESS, -1.0, 0), outcome(1)],
@@ -138,7 +138,7 @@ def test_groups_do_not_share_a_baseline() -> None:
 
 
 def test_flat_groups_can_be_left_out_of_the_loss() -> None:
-    """They give no samples, and are told about as before."""
+    """They give no samples, and are reported as before."""
     groups = [[one_turn(1), one_turn(1)], [one_turn(1), one_turn(0)]]
     batch = build_samples(groups, replace(RULES, drop_flat_groups=True))
     assert [float32_array(one.advantages)[0] for one in batch.samples] == [0.5, -0.5]
@@ -154,7 +154,7 @@ def test_domains_have_weights_and_the_batch_a_spread() -> None:
 
 
 def test_aborted_and_greedy_turns_are_not_trained() -> None:
-    """Nobody saw the one; the other has no distribution."""
+    """The agent did not see the first; the second has no distribution."""
     aborted, greedy = turn(0, [1], [2]), turn(1, [1], [2])
     aborted.finish_reason = pb.FINISH_REASON_ABORTED
     greedy.temperature = 0.0
@@ -174,7 +174,7 @@ def test_aborted_and_greedy_turns_are_not_trained() -> None:
         trajectory([], [outcome(1)]),
     ],
 )
-def test_a_trajectory_that_does_not_add_up_is_left_out(bad: pb.Trajectory) -> None:
+def test_inconsistent_trajectory_is_left_out(bad: pb.Trajectory) -> None:
     """It is counted, it shifts no baseline, and the rest of the batch is trained."""
     batch = build_samples([[bad, one_turn(1), one_turn(0)]], RULES)
     assert (batch.excluded, batch.trajectories) == (1, 2)

@@ -67,8 +67,8 @@ def advantages(batch: BatchSamples) -> Sequence[float]:
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
-def test_50_us_of_tool_time_are_no_advantage(algorithm: str) -> None:
-    """Four equally correct rollouts whose tools differ by 50 us are a flat group, without any."""
+def test_tool_time_differences_of_50_us_are_no_advantage(algorithm: str) -> None:
+    """Four equally correct rollouts whose tools differ by 50 us are a flat group."""
     group = [told(1, 1.0 + 50e-6 * late) for late in range(4)]
     batch = build_samples([group], rules_of(algorithm))
     assert advantages(batch) == pytest.approx([0.0] * 4, abs=1e-9)
@@ -76,15 +76,15 @@ def test_50_us_of_tool_time_are_no_advantage(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["cispo", "grpo", "dr_grpo", "dapo", "gspo", "rloo"])
-def test_a_group_that_differs_in_speed_alone_is_flat(algorithm: str) -> None:
-    """With drop_flat_groups nothing of it is trained."""
+def test_group_that_differs_only_in_speed_is_flat(algorithm: str) -> None:
+    """With drop_flat_groups it is not trained."""
     group = [told(1, seconds) for seconds in (1.0, 2.0, 4.0, 9.0)]
     batch = build_samples([group], rules_of(algorithm, "--advantages.drop-flat-groups"))
     assert (batch.flat_groups, batch.samples) == (1, ())
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
-def test_speed_adds_the_same_whatever_the_spread_of_outcomes(algorithm: str) -> None:
+def test_speed_reward_does_not_depend_on_the_spread_of_outcomes(algorithm: str) -> None:
     """At 2 s and 6 s of 2 s speeds are 1/2 and 1/4, a group mean of 3/8: beta times an eighth, in
     steps of 0.05, is 0.01 more for the fast one and 0.01 less for the slow one."""
     rules = rules_of(algorithm)
@@ -97,8 +97,8 @@ def test_speed_adds_the_same_whatever_the_spread_of_outcomes(algorithm: str) -> 
         assert gained == pytest.approx([0.01, -0.01], abs=1e-6)
 
 
-def test_speed_is_credited_as_the_last_turns_is() -> None:
-    """Discounted towards the first turn; a rollout without turns takes no part."""
+def test_speed_reward_is_credited_to_the_last_turn() -> None:
+    """Discounted towards the first turn; a rollout without turns has none."""
     rules = rules_of("cispo", "--rewards.gamma=0.5", "--rewards.beta=1")
     fast = trajectory(
         [turn(0, [1], [2]), turn(1, [3], [4], parent=0, prefix=2)],
@@ -109,15 +109,15 @@ def test_speed_is_credited_as_the_last_turns_is() -> None:
     assert found == pytest.approx([0.05, 0.1, -0.1])
 
 
-def test_a_critic_is_taught_speed_with_the_return() -> None:
-    """Its target is the return-to-go and what speed adds."""
+def test_critic_target_includes_the_speed_reward() -> None:
+    """Its target is the return-to-go plus the speed reward."""
     batch = build_samples([[told(1, 2.0), told(1, 6.0)]], rules_of("ppo"))
     returns = [float(float32_array(sample.returns)[0]) for sample in batch.samples]
     assert returns == pytest.approx([1.01, 0.99])
 
 
-def test_tool_time_is_completion_time() -> None:
-    """Agents of any kind: tools of 4 s and 12 s, and nothing else, have speeds 1/2 and 1/4."""
+def test_tool_time_counts_as_completion_time() -> None:
+    """For any agent: tools of 4 s and 12 s alone have speeds 1/2 and 1/4."""
     batch = credit(timed([4.0], tokens=0), timed([12.0], tokens=0))
     assert batch.completions_s == {"code": [4.0, 12.0]}
     # No token was sampled, so nothing is trained.
@@ -126,7 +126,7 @@ def test_tool_time_is_completion_time() -> None:
     assert found == pytest.approx([0.12, -0.12])
 
 
-def test_long_answers_take_time() -> None:
+def test_long_answers_count_as_completion_time() -> None:
     """40 tokens at 10 a second are 4 s, as 4 s of tools are."""
     batch = credit(timed([0.0], tokens=40), timed([3.9], tokens=1), timed([0.0], tokens=120))
     assert batch.completions_s == {"code": [4.0, 4.0, 12.0]}
@@ -134,14 +134,14 @@ def test_long_answers_take_time() -> None:
     assert found[0] == found[1] > 0 > found[2]
 
 
-def test_the_agents_end_is_completion_time() -> None:
+def test_time_after_the_last_answer_counts_as_completion_time() -> None:
     """What it does after its last answer."""
     batch = credit(timed([1.0], tokens=10), timed([1.0], tokens=10, closing_s=4.0))
     assert batch.completions_s == {"code": [2.0, 6.0]}
 
 
 def test_records_without_times_have_no_speed() -> None:
-    """They are counted, and compared with nobody; nor is a domain without a baseline."""
+    """They are counted, and not compared; also in a domain without a baseline."""
     old, unclosed = timed([1.0]), timed([1.0])
     old.turns[0].ClearField("turns_before")
     unclosed.ClearField("closing_agent_s")
@@ -152,16 +152,16 @@ def test_records_without_times_have_no_speed() -> None:
     assert advantages(build_samples([[timed([1.0]), timed([9.0])]], rules)) == [0.0, 0.0]
 
 
-def test_times_that_cannot_be_are_none() -> None:
-    """A turn that follows one which came after it: no speed, and the rollout is trained."""
+def test_impossible_times_give_no_speed() -> None:
+    """A turn before its predecessor: no speed, and the rollout is trained."""
     odd = timed([1.0])
     odd.turns[0].turns_before = 3
     batch = credit(odd, timed([1.0]))
     assert (batch.untimed, batch.trajectories, batch.excluded) == (1, 2, 0)
 
 
-def test_the_tasks_own_speed_counts_instead_of_the_measured_one() -> None:
-    """For the whole group, as there is one yardstick; earlier runners' own formula does not."""
+def test_speed_of_the_task_replaces_the_measured_speed() -> None:
+    """For the whole group; the formula of earlier runners does not."""
     own, other = timed([99.0]), timed([1.0])
     own.rewards.append(reward(pb.REWARD_KIND_SPEED, 0.9))
     assert advantages(credit(own, other, timed([3.0]))) == [0.0] * 3
@@ -182,8 +182,8 @@ def step(number: int = 0, **domains: tuple[int, float]) -> trainer_pb2.StepMetri
     return metrics
 
 
-def test_a_restart_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:
-    """Those of the steps up to it; a checkpoint of before this measure has none."""
+def test_restart_has_the_speed_baselines_of_its_checkpoint(tmp_path: Path) -> None:
+    """Of the steps up to it; a checkpoint of an earlier version has none."""
     steps = [step(number, code=(8, float(number))) for number in range(1, 6)]
     before = trainer_pb2.StepMetrics(step=1)
     before.domains["code"].mean_reward = 1.0
@@ -197,7 +197,7 @@ def test_a_restart_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:
         assert speed_baselines(record.steps) == expected
 
 
-def test_a_baseline_is_measured_in_the_steps_before() -> None:
+def test_speed_baseline_is_measured_in_earlier_steps() -> None:
     """Per domain, over the last steps, once two groups of eight are known."""
     assert speed_baselines([step(code=(15, 3.0))]) == {}
     steps = [step(code=(8, 3.0), qa=(8, 1.0)), step(code=(8, 5.0)), step(qa=(0, 0.0))]

@@ -67,8 +67,8 @@ def weights(actor: LearnerActor) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_model_that_ranks_cannot_share_is_told(tmp_path: Path) -> None:
-    """The setting, the model and the reason are in the line, and no process is left."""
+def test_model_without_rank_support_is_refused(tmp_path: Path) -> None:
+    """The line has the setting, the model and the reason, and no process is left."""
     tiny_model("mamba", torch.float32).save_pretrained(tmp_path / "model")
     config = TrainerConfig(model_path=str(tmp_path / "model"), torch_threads=1, ranks=2)
     actor = LearnerActor(config, CheckpointStore(tmp_path / "checkpoints"))
@@ -83,10 +83,10 @@ def ends(*_: object) -> None:
     os._exit(3)
 
 
-def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
+def test_rank_that_ends_at_start_fails_the_start(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start fails with the rank and its exit code, and can be tried again."""
+    """With the rank and its exit code, and the start can be repeated."""
     config = TrainerConfig(model_path=str(model_path), torch_threads=1, ranks=2)
     with monkeypatch.context() as patch:
         patch.setattr(rank_processes, "_follow", ends)
@@ -95,8 +95,8 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
     rank_processes.Ranks(config).close()
 
 
-def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
-    """Not the closed connection that the others find: that is told as a consequence."""
+def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
+    """Not the closed connection that the others find: that is reported as a consequence."""
     log = tmp_path / "log"
     failing = ObjectiveConfig(algorithm="tests.support.trainer.failing_loss:on_rank_1")
     actor = learner(model_path, tmp_path, ranks=3, objective=failing, log_file=str(log))
@@ -112,10 +112,10 @@ def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path
     assert told[2]["event"] == "rank_ended" and told[2]["because"] == said
 
 
-def test_memory_that_ends_on_one_rank_cuts_the_batch_on_both(
+def test_out_of_memory_on_one_rank_cuts_the_batch_on_both(
     pair: LearnerActor, model_path: Path, tmp_path: Path
 ) -> None:
-    """The step is taken in smaller trees, and so is the next one; nobody waits for anybody."""
+    """The step is taken in smaller trees, and so is the next one; no rank waits for ever."""
     alone = learner(model_path, tmp_path)
     with memory_for(pair._replica._learner, 11, backward=True):
         one, two = step(alone, 5), step(pair, 5)
@@ -129,7 +129,7 @@ def test_memory_that_ends_on_one_rank_cuts_the_batch_on_both(
     pair.receive(Restore())
 
 
-def test_two_ranks_train_what_one_trains(
+def test_two_ranks_train_as_one_rank_does(
     pair: LearnerActor, model_path: Path, tmp_path: Path
 ) -> None:
     """Losses and weights over some steps, a checkpoint in between and a restore from it."""
@@ -152,8 +152,8 @@ def test_two_ranks_train_what_one_trains(
     assert all(torch.allclose(found[n], expected[n], atol=1e-5) for n in expected)
 
 
-def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -> None:
-    """The actor crashes rather than wait; started again, as after any crash, it has new ranks."""
+def test_lost_rank_ends_the_step_not_the_run(pair: LearnerActor) -> None:
+    """The actor crashes instead of waiting; its restart starts new ranks."""
     assert pair._ranks is not None
     (process,) = pair._ranks._processes
     assert process.pid is not None

@@ -27,8 +27,8 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", ["phi", "opt"])
-def test_a_model_with_dropout_computes_what_the_engine_does(family: str, tmp_path: Path) -> None:
-    """Log-probs of a step are those of the model as it samples, whoever asks and how often."""
+def test_model_with_dropout_is_trained_without_it(family: str, tmp_path: Path) -> None:
+    """Log-probs of a step equal those of sampling, in every call."""
     if family == "phi":
         shape = PhiConfig(**SHAPE, intermediate_size=32, resid_pdrop=0.1, embd_pdrop=0.1)
         saved: Any = PhiForCausalLM(shape)

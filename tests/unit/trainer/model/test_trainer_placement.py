@@ -13,14 +13,14 @@ from tests.support.trainer.learners import started_learner
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])
-def test_a_device_that_is_not_there_is_told(device: str, model_path: Path, tmp_path: Path) -> None:
-    """One line with the setting, not a traceback of torch's; nothing is trained elsewhere."""
+def test_missing_device_is_one_line(device: str, model_path: Path, tmp_path: Path) -> None:
+    """With the setting; another device is not used."""
     with pytest.raises(ConfigError, match=rf"device = '{device}' is not available on rank 0: "):
         started_learner(model_path, tmp_path, device=device)
 
 
-def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`cuda` is that of the rank's number; a device by number is what it says."""
+def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` is the device of the rank's number; a numbered device is that one."""
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     assert device_of("cuda", rank=3) == torch.device("cuda:3")
     assert device_of("cuda:1", rank=3) == torch.device("cuda:1")

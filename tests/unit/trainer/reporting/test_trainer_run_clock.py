@@ -32,7 +32,7 @@ def now() -> Time:
     return Time()
 
 
-def test_a_run_goes_on_in_the_next_process(now: Time, tmp_path: Path) -> None:
+def test_run_time_continues_in_the_next_process(now: Time, tmp_path: Path) -> None:
     """The time between a crash and the next start counts, and a second `begin` does not."""
     file = tmp_path / "checkpoints" / "run-clock.json"
     first = now.clock(file)
@@ -50,7 +50,7 @@ def test_a_run_goes_on_in_the_next_process(now: Time, tmp_path: Path) -> None:
     assert second.run_s() == pytest.approx(32)
 
 
-def test_stops_on_purpose_add_up_and_do_not_count(now: Time, tmp_path: Path) -> None:
+def test_stops_on_purpose_do_not_count(now: Time, tmp_path: Path) -> None:
     """Each time from the stop to the next process; loading in that process counts again."""
     file = tmp_path / "run-clock.json"
     for run_s in (10, 22, 34):
@@ -63,8 +63,8 @@ def test_stops_on_purpose_add_up_and_do_not_count(now: Time, tmp_path: Path) -> 
         now.passes(1000)
 
 
-def test_within_a_process_the_machines_clock_does_not_matter(now: Time, tmp_path: Path) -> None:
-    """Setting it changes nothing of a run that is going on."""
+def test_set_clock_does_not_change_the_run_time(now: Time, tmp_path: Path) -> None:
+    """Within a process."""
     clock = now.clock(tmp_path / "run-clock.json")
     clock.begin(0.0)
     now.unix_s += 1e6
@@ -72,8 +72,8 @@ def test_within_a_process_the_machines_clock_does_not_matter(now: Time, tmp_path
     assert clock.run_s() == pytest.approx(7)
 
 
-def test_a_machines_clock_that_was_set_back_takes_no_time_away(now: Time, tmp_path: Path) -> None:
-    """A step never ends before the one that it follows."""
+def test_clock_set_back_does_not_reduce_the_run_time(now: Time, tmp_path: Path) -> None:
+    """A step never ends before the previous one."""
     file = tmp_path / "run-clock.json"
     now.clock(file).begin(0.0)
     now.unix_s -= 500
@@ -83,11 +83,11 @@ def test_a_machines_clock_that_was_set_back_takes_no_time_away(now: Time, tmp_pa
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"began_unix_s": "x"}', '{"began_unix_s": NaN}', None])
-def test_a_run_without_its_file_goes_on_from_its_last_step(
+def test_run_time_without_its_file_continues_from_the_last_step(
     now: Time, tmp_path: Path, text: str | None
 ) -> None:
-    """Whether the file is gone, damaged or of another program: what was lost before is unknown, and
-    later crashes count."""
+    """The file is missing, damaged or of another program: earlier losses are unknown, and later
+    crashes count."""
     file = tmp_path / "run-clock.json"
     if text is not None:
         file.write_text(text)
@@ -100,8 +100,8 @@ def test_a_run_without_its_file_goes_on_from_its_last_step(
     assert clock.run_s() == pytest.approx(105)
 
 
-def test_a_disk_that_takes_nothing_stops_nothing(now: Time, tmp_path: Path) -> None:
-    """The time goes on in memory, and the log says what cannot be written."""
+def test_run_time_continues_in_memory_on_a_full_disk(now: Time, tmp_path: Path) -> None:
+    """The log says that it cannot be written."""
     (tmp_path / "file").write_text("")
     clock = now.clock(tmp_path / "file" / "run-clock.json")
     with structlog.testing.capture_logs() as logged:

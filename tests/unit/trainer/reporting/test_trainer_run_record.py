@@ -46,7 +46,7 @@ def kept(metrics_file: Path) -> list[Entry]:
     return [from_json(json.loads(line)) for line in metrics_file.read_text().splitlines()]
 
 
-async def test_a_watcher_gets_the_past_and_then_the_present() -> None:
+async def test_watcher_gets_past_and_current_steps() -> None:
     """Every step once, in order."""
     one = record()
     one.append(step(1))
@@ -59,8 +59,8 @@ async def test_a_watcher_gets_the_past_and_then_the_present() -> None:
     assert (await waiting).step == 3
 
 
-async def test_steps_taken_again_come_again() -> None:
-    """After a restore, a watcher sees the lineage that survives."""
+async def test_repeated_steps_are_sent_again() -> None:
+    """After a restore, a watcher gets the surviving lineage."""
     one = record()
     for number in (1, 2, 3):
         one.append(step(number))
@@ -74,8 +74,8 @@ async def test_steps_taken_again_come_again() -> None:
     assert one.step == 2
 
 
-def test_a_number_that_is_none_can_be_gone_back_to(tmp_path: Path) -> None:
-    """Draft heads may diverge for a step; what is read of a checkpoint is JSON."""
+def test_nan_metric_survives_a_checkpoint(tmp_path: Path) -> None:
+    """Draft heads may diverge for a step; the stored form is JSON."""
     one = record(tmp_path / "metrics.jsonl")
     one.append(step(1, reward=float("inf")))
     one.append(pb.StepMetrics(step=2, mtp_loss=float("nan")))
@@ -85,8 +85,8 @@ def test_a_number_that_is_none_can_be_gone_back_to(tmp_path: Path) -> None:
     assert second.step == 2 and math.isnan(second.mtp_loss)
 
 
-def test_a_full_disk_stops_no_step(tmp_path: Path) -> None:
-    """One line says so, and what is missing in the file comes with the first step it takes."""
+def test_full_disk_of_the_metrics_file_stops_no_step(tmp_path: Path) -> None:
+    """One line says so, and the missing steps are written with the next one that fits."""
     file = tmp_path / "metrics.jsonl"
     one = record(file)
     with structlog.testing.capture_logs() as logged:
@@ -104,8 +104,8 @@ def test_a_full_disk_stops_no_step(tmp_path: Path) -> None:
     assert [line["event"] for line in logged] == ["metrics_not_written"] * 2
 
 
-async def test_watchers_are_told_when_it_ends() -> None:
-    """A stream does not hold up the end of the process."""
+async def test_watchers_end_with_the_trainer() -> None:
+    """A stream does not delay the end of the process."""
     one = record()
     waiting = asyncio.ensure_future(anext(one.watch(0)))
     await asyncio.sleep(0)
@@ -114,8 +114,8 @@ async def test_watchers_are_told_when_it_ends() -> None:
         await waiting
 
 
-def test_the_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
-    """A line per step; a restore takes back the lines of the steps it undid."""
+def test_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
+    """A line per step; a restore removes the lines of undone steps."""
     path = tmp_path / "run" / "metrics.jsonl"
     one = record(path)
     one.rewind([])
@@ -131,9 +131,9 @@ def test_the_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
     assert other.steps[0].domains["code"].entropy == 0.25
 
 
-def test_evaluations_have_lines_of_their_own_and_follow_the_lineage(tmp_path: Path) -> None:
-    """One of a step that a restore took back is gone with it; one that ended after the checkpoint
-    of a later step stays."""
+def test_evaluations_have_own_lines_and_follow_the_lineage(tmp_path: Path) -> None:
+    """An evaluation of an undone step is removed; one that ended after the checkpoint of a later
+    step stays."""
     path = tmp_path / "metrics.jsonl"
     one = record(path)
     one.rewind([])
@@ -160,8 +160,8 @@ def test_evaluations_have_lines_of_their_own_and_follow_the_lineage(tmp_path: Pa
     assert kept(path) == history
 
 
-def test_status_tells_where_training_stands() -> None:
-    """Before the first step there is no latest one."""
+def test_status_has_the_latest_step() -> None:
+    """Before the first step there is none."""
     one = record()
     assert not one.status().HasField("latest")
     one.append(step(4))
@@ -169,13 +169,13 @@ def test_status_tells_where_training_stands() -> None:
     assert (status.step, status.max_steps, status.latest.step) == (4, 9, 4)
 
 
-def test_the_yield_is_throughput_times_gain_per_trajectory() -> None:
+def test_yield_is_throughput_times_gain_per_trajectory() -> None:
     """100 tokens in 2 s a step; reward from .2 to .6 over 40 trajectories: 50 * .4 / 40."""
     steps = [step(1, reward=0.2), step(2, reward=0.2), step(3, reward=0.6), step(4, reward=0.6)]
     assert training_yield(steps) == pytest.approx(50 * 0.4 / 40)
 
 
-def test_a_domains_yield_is_of_its_own_tokens_and_rewards_over_all_the_time() -> None:
+def test_domain_yield_has_its_own_tokens_and_the_whole_time() -> None:
     """qa has 30 tokens and 4 trajectories in two of four steps: 60/8 * (.5 - .1) / 8."""
     steps = [step(number) for number in range(1, 5)]
     for index, reward in ((0, 0.1), (3, 0.5)):
@@ -185,7 +185,7 @@ def test_a_domains_yield_is_of_its_own_tokens_and_rewards_over_all_the_time() ->
     assert domain_yield(steps, "code") == 0.0
 
 
-def test_there_is_no_yield_before_there_is_a_difference() -> None:
-    """One step is not a gain; getting worse is a negative one."""
+def test_yield_needs_two_steps() -> None:
+    """A loss of reward is a negative yield."""
     assert training_yield([]) == training_yield([step(1, reward=0.5)]) == 0.0
     assert training_yield([step(1, reward=0.5), step(2, reward=0.1)]) < 0

@@ -107,9 +107,9 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
     )
 
 
-def test_a_domains_numbers_are_of_its_own_part_of_the_batch() -> None:
-    """Rewards and lengths over its trajectories, the rest over its trained tokens; a domain of
-    which nothing was trained has the former alone. J is over the seconds of both steps."""
+def test_domain_metrics_cover_its_own_part_of_the_batch() -> None:
+    """Rewards and lengths over its trajectories, the rest over its trained tokens; a domain without
+    trained tokens has the former only. J is over the seconds of both steps."""
     before = pb.StepMetrics(mean_reward=0.0, trajectories=4, trained_tokens=7, step_s=5.75)
     for domain, reward in (("code", 0.1), ("qa", 0.5)):
         own = pb.DomainMetrics(mean_reward=reward, trained_tokens=3, trajectories=1)
@@ -132,8 +132,8 @@ def test_a_domains_numbers_are_of_its_own_part_of_the_batch() -> None:
     assert dict(found.reward_by_domain) == {"code": 0.5, "qa": 0.25, "flat": 0.0}
 
 
-def test_every_number_of_a_step_is_on_metrics() -> None:
-    """Under the name it has in the record, but for units and counters; a domain's by its label."""
+def test_every_step_metric_is_on_the_metrics_endpoint() -> None:
+    """Under its name in the record, except for units and counters; a domain's by label."""
     counted = {name: shown(name) for name in COUNTED}
     found = one_step()
     assert found.trained_tokens_per_s == 2.5 and found.merge_ratio == 14 / 5

@@ -26,7 +26,7 @@ def model_directory(path: Path, *, without: str = "") -> Path:
     return path
 
 
-def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:
+def test_complete_model_directory_is_used_unchanged(tmp_path: Path) -> None:
     """A path that holds a model resolves to itself, and nothing is written."""
     directory = model_directory(tmp_path / "model")
     assert fetch.resolve_model(str(directory), tmp_path / "out") == directory
@@ -42,31 +42,27 @@ def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:
         ("model.safetensors", "no weights"),
     ],
 )
-def test_an_incomplete_directory_is_refused_by_what_it_lacks(
-    tmp_path: Path, missing: str, said: str
-) -> None:
-    """The error of an incomplete directory names the missing part."""
+def test_incomplete_model_directory_is_refused(tmp_path: Path, missing: str, said: str) -> None:
+    """The error names the missing part."""
     directory = model_directory(tmp_path / "model", without=missing)
     with pytest.raises(InvalidArgument, match=said):
         fetch.resolve_model(str(directory), tmp_path / "out")
 
 
-def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
+def test_chat_template_may_be_in_its_own_file(tmp_path: Path) -> None:
     """chat_template.jinja stands in for the key in tokenizer_config.json."""
     directory = model_directory(tmp_path / "model", without="tokenizer_config.json")
     (directory / "chat_template.jinja").write_text("...")
     assert fetch.resolve_model(str(directory), tmp_path / "out") == directory
 
 
-def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
-    """What looks like a path and is none is told as such."""
+def test_missing_path_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
+    """A string that looks like a path is refused as a path."""
     with pytest.raises(NotFound, match="no model directory"):
         fetch.resolve_model(str(tmp_path / "absent"), tmp_path / "out")
 
 
-def test_an_unreachable_hub_is_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the model and the way out, and leaves no directory behind."""
 
     def unreachable(*_: object, **__: object) -> None:
@@ -79,10 +75,8 @@ def test_an_unreachable_hub_is_one_clear_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_from_the_hub_appears_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was downloaded is moved into place, and found there the next time."""
+def test_model_from_the_hub_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download is moved into place, and found there the next time."""
 
     def download(model: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         model_directory(local_dir / "content")

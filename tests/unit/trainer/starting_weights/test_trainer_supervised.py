@@ -68,7 +68,7 @@ def words(ids: array[int]) -> str:
 
 
 def test_every_answer_is_taught_in_its_context(tokenizer: PreTrainedTokenizerFast) -> None:
-    """With the token that ends it; nothing the user said or the template wrote is."""
+    """With its end token; user messages and template text are not taught."""
     samples = lesson_samples({"messages": TALK}, tokenizer, source="here")
     ids = [array("i", one.ids) for one in samples]
     assert words(ids[0]) == "begin user red end begin assistant one end"
@@ -81,15 +81,15 @@ def test_every_answer_is_taught_in_its_context(tokenizer: PreTrainedTokenizerFas
 def test_arguments_of_calls_are_objects_to_the_template(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """They travel as text."""
+    """Files have them as text."""
     call = {"function": {"name": "f", "arguments": '{"x": "two"}'}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     (sample,) = lesson_samples({"messages": [TALK[0], answer]}, tokenizer, source="here")
     assert words(array("i", sample.ids)).endswith("assistant call two end")
 
 
-def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
-    """Texts from the web hold separators of their own."""
+def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
+    """Texts from the web contain other separators."""
     said = {"messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", '{"messages": 3}', "[]"])
-def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+def test_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
     """By file and number."""
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n" + line)
@@ -105,7 +105,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
         read_conversations(file)
 
 
-def test_a_file_of_another_encoding_is_told(tmp_path: Path) -> None:
+def test_file_of_another_encoding_is_named(tmp_path: Path) -> None:
     """By its name."""
     file = tmp_path / "data.jsonl"
     file.write_bytes(json.dumps({"messages": TALK}).encode() + b"\xff\n")
@@ -116,10 +116,10 @@ def test_a_file_of_another_encoding_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [[], ["--recompute-activations", "--autocast", "bfloat16", "--device", "cpu"]]
 )
-def test_a_model_learns_what_it_is_shown(
+def test_supervised_training_lowers_the_held_out_loss(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    """The held-out loss falls, and what is written is a model directory with its tokenizer."""
+    """The result is a model directory with its tokenizer."""
     data, out = tmp_path / "data.jsonl", tmp_path / "taught"
     data.write_text("\n".join(json.dumps({"messages": one}) for one in TALKS))
     argv = [
@@ -138,8 +138,8 @@ def test_a_model_learns_what_it_is_shown(
 
 
 def test_no_prompt_is_both_taught_and_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A conversation that is in the data twice, or answered in two ways, stands on one side with
-    all its copies; the share is at most what was asked for."""
+    """A conversation that is repeated, or answered in two ways, is on one side with all its copies;
+    the share is at most the configured one."""
     lessons = []
     for times in range(1, 21):
         for answer in ("one", "two", "one")[: 1 + times % 3]:
@@ -156,7 +156,7 @@ def test_no_prompt_is_both_taught_and_held_out(tokenizer: PreTrainedTokenizerFas
     assert split([lessons[0]] * 10, share=0.5, seed=0) == ([lessons[0]] * 10, [])
 
 
-def test_what_is_held_out_may_be_looked_at_before_and_after_alone(
+def test_held_out_loss_may_be_computed_only_before_and_after(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--eval-every 0`."""

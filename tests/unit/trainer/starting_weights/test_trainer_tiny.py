@@ -36,13 +36,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     "text", ["Answer: 7", "v = [41, 17]; print(max(v))", "caf\u00e9 \u4f60\u597d \x00"]
 )
 def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    """Decoding gives back exactly what was encoded; nothing is unknown."""
+    """Decoding gives back exactly the encoded text; no text is unknown."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_only_the_teachers_words_are_taught(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Prompts and tool results are read, never imitated; each answer ends with its mark."""
+def test_only_the_teachers_messages_are_taught(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prompts and tool results are not; each answer ends with its end token."""
     for row in lessons(tokenizer, "test", 3, flawless=True):
         taught = tokenizer.decode(
             [token for token, is_taught in zip(row.ids, row.taught, strict=True) if is_taught]
@@ -64,8 +64,8 @@ def test_batches_hold_every_row_at_most_once(tokenizer: PreTrainedTokenizerFast)
     assert int(taught_BT.sum()) == sum(sum(row.taught) for row in rows[:3])
 
 
-def test_starting_weights_look_things_up(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Before any training, a token seen before draws attention to what followed it."""
+def test_starting_weights_attend_to_earlier_occurrences(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Before any training, a repeated token draws attention to its earlier successor."""
     policy = new_policy(tokenizer, seed=0)
     policy.set_attn_implementation("eager")
     once = torch.randperm(len(tokenizer), generator=torch.Generator().manual_seed(0))[:24]
@@ -79,7 +79,7 @@ def test_starting_weights_look_things_up(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def test_same_seed_gives_the_same_complete_model(tmp_path: Path) -> None:
-    """What is written loads as a transformers model with tokenizer, template and end token."""
+    """The written model loads in transformers with tokenizer, template and end token."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         warm_start(path, seed=3, course=SHORT, console=Console(quiet=True))
@@ -91,9 +91,9 @@ def test_same_seed_gives_the_same_complete_model(tmp_path: Path) -> None:
     assert "<tool_call>" in (tokenizer.chat_template or "")
 
 
-def test_the_teacher_shows_no_task_that_is_held_out() -> None:
-    """Starting weights that were taught a held-out task would be measured on what they were shown;
-    the tokenizer's vocabulary comes from the same demonstrations."""
+def test_teacher_demonstrates_no_held_out_task() -> None:
+    """Otherwise starting weights would be measured on taught tasks; the tokenizer's vocabulary
+    comes from the same demonstrations."""
     shown = {
         json.dumps(messages[:2])
         for seed in ("0/flawless/0", "1/imperfect/0", "vocabulary")
