@@ -20,7 +20,7 @@ print("forge.rl.learner.learner" in sys.modules)
 """
 
 
-def test_nothing_that_the_services_need_is_imported() -> None:
+def test_rl_package_imports_without_the_services_packages() -> None:
     """All its modules import where none of those packages is."""
     run = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=False

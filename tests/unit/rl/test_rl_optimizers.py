@@ -36,7 +36,7 @@ def weights(one: Learner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName) -> None:
+def test_every_optimizer_continues_from_its_state_bit_for_bit(name: OptimizerName) -> None:
     """Through a file that is read without unpickling code."""
     one, other = learner(name), learner(name)
     before = weights(one)
@@ -56,8 +56,9 @@ def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_constants_are_those_of_the_run_that_goes_on(name: OptimizerName) -> None:
-    """A setting changed between two runs is heard: the checkpoint has moments, not constants."""
+def test_restored_optimizer_uses_the_current_constants(name: OptimizerName) -> None:
+    """A setting changed between two runs takes effect: the checkpoint has moments, not
+    constants."""
     one = learner(name)
     step(one)
     other = learner(name, adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.25, muon_momentum=0.3)
@@ -68,8 +69,10 @@ def test_constants_are_those_of_the_run_that_goes_on(name: OptimizerName) -> Non
     assert 0.25 in {group["weight_decay"] for group in groups}
 
 
-def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller passes cannot help there; later shortages are no matter of the setting."""
+def test_no_memory_for_the_optimizer_state_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Smaller passes cannot help there; later shortages do not name it."""
 
     def short(self: Any, closure: Any = None) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -83,13 +86,13 @@ def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.Monk
         step(going)
 
 
-def test_the_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused() -> None:
     """Both are named."""
     with pytest.raises(InvalidArgument, match=r"'adamw' cannot continue.*'muon'"):
         learner("adamw").load_state_dict(learner("muon").state_dict())
 
 
-def test_muon_turns_matrices_and_leaves_the_rest_to_adamw() -> None:
+def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     """A matrix' first update is orthogonal times 0.2 sqrt(larger side); a norm's is AdamW's."""
     model = tiny_model("qwen3", torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -104,7 +107,7 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adamw() -> None:
         assert moved[name].abs().sub(1).abs().max() < 1e-3
 
 
-def test_eight_bits_are_kept_for_large_weights() -> None:
+def test_eight_bit_states_are_used_for_large_weights() -> None:
     """A quarter of the memory, and nearly AdamW's steps."""
     pytest.importorskip("bitsandbytes")
     updates: dict[str, torch.Tensor] = {}

@@ -43,8 +43,8 @@ def kept_by_definition(logits: torch.Tensor, top_k: int, top_p: float) -> torch.
 
 
 @pytest.mark.parametrize("vocabulary", [5, 256, 1000])
-def test_frequencies_are_the_probabilities(vocabulary: int) -> None:
-    """Over 40,000 draws each token comes as often as its probability says, within 5 sigma."""
+def test_sampled_frequencies_equal_the_probabilities(vocabulary: int) -> None:
+    """Over 40,000 draws, within 5 sigma for each token."""
     torch.manual_seed(0)
     logits = torch.randn(vocabulary) * 2
     drawn = draw(logits.expand(40_000, -1))
@@ -55,7 +55,7 @@ def test_frequencies_are_the_probabilities(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (7, 1.0), (7, 0.8), (1, 1.0)])
-def test_cuts_keep_what_their_definition_keeps(top_k: int, top_p: float) -> None:
+def test_cuts_keep_the_tokens_of_their_definition(top_k: int, top_p: float) -> None:
     """Only tokens within the cuts are drawn, with the renormalised log-prob; V over the guess."""
     torch.manual_seed(1)
     logits = torch.randn(700)
@@ -66,7 +66,7 @@ def test_cuts_keep_what_their_definition_keeps(top_k: int, top_p: float) -> None
 
 
 def test_rows_keep_their_own_settings() -> None:
-    """Greedy, cut and free rows of one batch do not touch each other."""
+    """Greedy, cut and free rows of one batch do not affect each other."""
     torch.manual_seed(2)
     logits = torch.randn(3, 50)
     drawn = sample(
@@ -84,7 +84,7 @@ def test_rows_keep_their_own_settings() -> None:
     assert drawn.logprobs[2] == pytest.approx(free[drawn.ids[2]].item(), abs=1e-6)
 
 
-def test_greedy_takes_the_likeliest_with_log_prob_zero() -> None:
+def test_greedy_row_takes_the_likeliest_token_with_log_prob_zero() -> None:
     """At temperature 0 nothing else could have been drawn."""
     logits = torch.randn(8, 30)
     drawn = draw(logits, temperature=0)
@@ -93,7 +93,7 @@ def test_greedy_takes_the_likeliest_with_log_prob_zero() -> None:
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
-    """Tokens of probability zero at either end and in between, for draws at the very edges."""
+    """Tokens of probability zero at either end and in between, for draws at the edges."""
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [3, 301, 302]] = 0.0
     edges = torch.tensor([0.0, 1 / 3, 2 / 3, 1 - 2**-24])
@@ -108,8 +108,8 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert drawn.logprobs.isfinite().all()
 
 
-def test_broken_logits_show_in_the_log_prob() -> None:
-    """A row of NaN gives no finite log-prob, greedy or not, so that whoever draws can tell."""
+def test_nan_logits_give_no_finite_log_prob() -> None:
+    """Greedy or not, so the caller can detect them."""
     logits = torch.full((2, 10), torch.nan)
     drawn = sample(
         logits,
@@ -122,7 +122,7 @@ def test_broken_logits_show_in_the_log_prob() -> None:
 
 
 def test_draws_depend_on_seed_and_position_alone() -> None:
-    """The same pair gives the same number in any batch; a neighbouring pair another one."""
+    """The same pair gives the same number in any batch; another pair gives another one."""
     alone = uniforms([7], [12])
     among = uniforms([1, 7, 2**64 - 1], [3, 12, 12])
     assert among[1] == alone[0]

@@ -52,7 +52,7 @@ def inputs(schedule: AttentionSchedule) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("start", [0, 200])
-def test_the_portable_kernel_equals_the_cpus_own(
+def test_portable_kernel_equals_the_cpu_kernel(
     start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward in fp64, with grouped heads, masks, and chunks of queries."""
@@ -74,8 +74,8 @@ def test_the_portable_kernel_equals_the_cpus_own(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("start", [0, 200])
-def test_flex_attention_sees_the_same_tree(start: int, window: int | None) -> None:
-    """Its block mask, made from bounds alone, hides what the dense calls leave out."""
+def test_flex_attention_computes_the_same_tree(start: int, window: int | None) -> None:
+    """Its block mask, made from bounds alone, masks exactly what the dense calls leave out."""
     schedule = schedule_of(start=start)
     q, k, v = (x.detach().float() for x in inputs(schedule))
     expected = tree_attention.tree_attention(q, k, v, schedule, scale=0.3, window=window)
@@ -87,7 +87,7 @@ def test_flex_attention_sees_the_same_tree(start: int, window: int | None) -> No
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast norms leave queries and keys in fp32: bf16 is what the kernel is given."""
+    """Under autocast norms leave queries and keys in fp32; the kernel gets bf16."""
     given: list[torch.dtype] = []
 
     def watch(*columns: Tensor, **options: Any) -> Any:
@@ -112,10 +112,10 @@ def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.M
         (512, torch.bfloat16, True),
     ],
 )
-def test_blocks_are_small_where_larger_ones_do_not_fit(
+def test_block_sizes_fit_the_gpus_shared_memory(
     size: int, dtype: torch.dtype, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of torch's own that an H200 has no shared memory for, and those that spill."""
+    """Torch's own sizes exceed an H200's shared memory, or spill."""
     given: list[dict[str, Any]] = []
 
     def watch(*columns: Tensor, **options: Any) -> Any:
@@ -131,11 +131,11 @@ def test_blocks_are_small_where_larger_ones_do_not_fit(
     assert ("fwd_BLOCK_M" in options) == small
 
 
-def test_few_compilations_serve_all_trees_and_none_is_left_out(
+def test_flex_attention_needs_few_compilations_for_all_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths, prefixes and windows are read at run time. What torch does tell apart (types, heads,
-    one block or several) is more than the eight variants it would compile before it gave up."""
+    """Lengths, prefixes and windows are read at run time. Types, heads and the number of blocks
+    give more variants than the eight that torch compiles by default."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_kernel, backend=counter, dynamic=True)
     monkeypatch.setattr(flex, "_kernel", lambda _: compiled)

@@ -63,11 +63,11 @@ def plan_of(sequences: list[list[int]]) -> TreePlan:
     st.sampled_from([2, 192]),
     st.integers(1, 9),
 )
-def test_every_pair_is_computed_exactly_once(
+def test_schedule_computes_every_pair_exactly_once(
     sequences: list[list[int]], channels: int, chain_tokens: int, window: int
 ) -> None:
-    """Whatever a call costs against a pair, the calls cover the ancestry and only that, and with a
-    sliding window what of it is in reach."""
+    """At any cost of a call, the calls cover exactly the ancestry, and with a sliding window its
+    reachable part."""
     plan = plan_of(sequences)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_module, "CALL_FLOPS", 6e4)
@@ -90,7 +90,7 @@ def test_every_pair_is_computed_exactly_once(
     st.sampled_from([1, 30, 1 << 30]),
     st.integers(1, 9),
 )
-def test_parts_with_their_prefix_attend_what_the_whole_tree_does(
+def test_parts_attend_the_same_pairs_as_the_whole_tree(
     sequences: list[list[int]], budget: int, channels: int, window: int
 ) -> None:
     """Each part's calls are the rows of the whole ancestry, over its prefix and itself."""
@@ -108,15 +108,15 @@ def test_parts_with_their_prefix_attend_what_the_whole_tree_does(
         assert torch.equal(coverage(part.schedule, window), whole[rows][:, keys] * near)
 
 
-def test_a_bush_of_short_answers_is_one_call() -> None:
-    """Eight answers of two tokens under one prompt do not take seventeen calls."""
+def test_many_short_answers_are_one_call() -> None:
+    """Eight answers of two tokens to one prompt do not take seventeen calls."""
     plan = plan_of([[9] * 4 + [token, token] for token in range(8)])
     schedule = schedule_attention(plan.nodes, channels=256)
     assert len(schedule.blocks) == 1 and not schedule.slabs
 
 
-def test_a_long_prompt_is_attended_in_full_slabs() -> None:
-    """Where masking would cost more than calls, nothing is masked."""
+def test_long_prompt_is_attended_without_masks() -> None:
+    """Where masks would cost more than calls."""
     root, first = Node(0, 1000, 3000, 0, -1), Node(1000, 2000, 2000, 1000, 999)
     nodes = (root, first, Node(2000, 3000, 3000, 1000, 999))
     schedule = schedule_attention(nodes, channels=1024)

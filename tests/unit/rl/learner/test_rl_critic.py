@@ -31,7 +31,7 @@ from tests.support.rl.models import (
 LAMBDA, COEF = 0.5, 0.7
 
 
-def test_gae_by_hand() -> None:
+def test_gae_equals_values_by_hand() -> None:
     """Two turns: values .5 .2 .4 with return 1, and value .3 with return 0; lambda 1/2."""
     values = torch.tensor([0.5, 0.2, 0.4, 0.3])
     returns = torch.tensor([1.0, 1.0, 1.0, 0.0])
@@ -40,7 +40,7 @@ def test_gae_by_hand() -> None:
     assert torch.allclose(gae(values, returns, torch.tensor([3, 1]), lam=0.5), expected)
 
 
-def test_lambda_one_is_return_less_value_and_zero_is_one_step() -> None:
+def test_lambda_1_is_return_minus_value_and_lambda_0_is_one_step() -> None:
     """The two ends of the scale."""
     values, returns = torch.tensor([0.5, 0.2, 0.4]), torch.ones(3)
     whole = torch.tensor([3])
@@ -49,7 +49,7 @@ def test_lambda_one_is_return_less_value_and_zero_is_one_step() -> None:
     assert torch.allclose(gae(values, returns, whole, lam=0.0), step)
 
 
-def test_the_clipped_value_loss_by_hand() -> None:
+def test_clipped_value_loss_equals_values_by_hand() -> None:
     """Inside the clip the plain error counts; beyond it the larger of the two."""
     config = CriticConfig(value_clip=0.2)
     critic = Critic(2, config, device=torch.device("cpu"), dtype=torch.float32)
@@ -66,7 +66,7 @@ def test_the_clipped_value_loss_by_hand() -> None:
     assert torch.allclose(pull, torch.tensor([-0.9, 0.0, 1.5]))
 
 
-def test_explained_variance_by_hand() -> None:
+def test_explained_variance_equals_values_by_hand() -> None:
     """Targets 0 and 2 have variance 1; residuals 0 and 1 have 1/4."""
     stats = critic_stats(
         [Credit(values=torch.tensor([0.0, 1.0]), targets=torch.tensor([0.0, 2.0]),
@@ -177,8 +177,8 @@ def learner_of(one: Learner) -> Learner:
     return one
 
 
-def test_values_learn_and_are_saved_with_the_learner() -> None:
-    """What a state is worth is learned, and a restored learner takes the same step."""
+def test_critic_learns_and_is_saved_with_the_learner() -> None:
+    """It learns the values of states, and a restored learner takes the same step."""
     settings: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-2)}
     one, other = learner(1000, **settings), learner(1000, **settings)
     samples = forked(Random(5))
@@ -192,15 +192,15 @@ def test_values_learn_and_are_saved_with_the_learner() -> None:
     assert not any("value" in name for name in one.policy.model.state_dict())
 
 
-def test_a_checkpoint_without_a_critic_is_refused() -> None:
-    """Values from nowhere would be noise in every advantage."""
+def test_checkpoint_without_a_critic_is_refused() -> None:
+    """Untrained values would add noise to every advantage."""
     plain = Learner(TreePolicy(tiny_model("qwen3", torch.float64)), LearnerConfig())
     with pytest.raises(InvalidArgument, match="'ppo' cannot continue from a checkpoint without"):
         learner(1000).load_state_dict(plain.state_dict())
 
 
 def test_samples_without_returns_are_refused() -> None:
-    """The plan of another algorithm."""
+    """They come from the plan of another algorithm."""
     one = learner(1000)
     samples = [make_sample([1, 2, 3], (1, 3), rng=Random(1))]
     with pytest.raises(InvalidArgument, match="a critic needs returns"):

@@ -57,8 +57,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_step_makes_rewarded_tokens_likelier() -> None:
-    """With positive advantages alone, the log-probs of what was sampled rise."""
+def test_step_makes_rewarded_tokens_likelier() -> None:
+    """With positive advantages only, the log-probs of sampled tokens rise."""
     one = learner()
     rewarded = [replace(each, advantages=float32_bytes([1.0, 1.0])) for each in samples()]
     plan = one.plan(rewarded)
@@ -71,8 +71,8 @@ def test_a_step_makes_rewarded_tokens_likelier() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
-    """Weights, optimizer state and step count stay; the reason is told."""
+def test_non_finite_step_changes_nothing(bad: float) -> None:
+    """Weights, optimizer state and step count stay; the reason is returned."""
     one = learner()
     one.step(one.plan(samples()), weight_version=1)
     before = weights(one)
@@ -84,9 +84,9 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
-    """Of one weight, in the backward alone: the loss is a number, the step is skipped all the
-    same, and the next one is as if it had not been."""
+def test_non_finite_gradient_changes_nothing(bad: float) -> None:
+    """Of one weight, in the backward pass only: the loss is finite, the step is skipped, and the
+    next one is as if it had not been."""
     one, other = learner(), learner()
     for each in (one, other):
         each.step(each.plan(samples()), weight_version=1)
@@ -105,8 +105,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert same(weights(one), weights(other))
 
 
-def test_a_batch_without_a_trained_token_is_skipped() -> None:
-    """There is no gradient to step along."""
+def test_batch_without_trained_tokens_is_skipped() -> None:
+    """It has no gradient."""
     one = learner()
     before = weights(one)
     nothing = make_sample([1, 2, 3], rng=Random(0))
@@ -114,7 +114,7 @@ def test_a_batch_without_a_trained_token_is_skipped() -> None:
     assert same(weights(one), before)
 
 
-def test_all_equal_rewards_have_a_loss_and_no_gradient() -> None:
+def test_flat_batch_has_a_loss_and_no_gradient() -> None:
     """Zero advantages are an ordinary step of size zero."""
     one = learner()
     before = weights(one)
@@ -124,8 +124,8 @@ def test_all_equal_rewards_have_a_loss_and_no_gradient() -> None:
     assert same(weights(one), before)
 
 
-def test_a_restored_learner_takes_the_same_steps_bit_for_bit() -> None:
-    """Weights and state_dict are all that the future depends on."""
+def test_restored_learner_takes_the_same_steps_bit_for_bit() -> None:
+    """From weights and state_dict alone."""
     one, other = learner(warmup_steps=4), learner(warmup_steps=4)
     for _ in range(2):
         one.step(one.plan(samples()), weight_version=1)
@@ -139,8 +139,8 @@ def test_a_restored_learner_takes_the_same_steps_bit_for_bit() -> None:
     assert same(weights(one), weights(other)) and other.steps == 3
 
 
-def test_the_learning_rate_warms_up_linearly() -> None:
-    """The first of four warm-up steps moves a quarter as far: AdamW's first step is its rate."""
+def test_learning_rate_warms_up_linearly() -> None:
+    """The first of four warm-up steps is a quarter as long: AdamW's first step is its rate."""
     moves = []
     for warmup in (0, 4):
         one = learner(warmup_steps=warmup)
@@ -159,20 +159,20 @@ def test_the_learning_rate_warms_up_linearly() -> None:
         ("cosine", [0.5, 0.853553, 0.5, 0.146447, 0.1, 0.1]),
     ],
 )
-def test_the_learning_rate_follows_its_schedule(schedule: Schedule, rates: list[float]) -> None:
+def test_learning_rate_follows_its_schedule(schedule: Schedule, rates: list[float]) -> None:
     """After the warm-up it falls to a tenth at the last update, and stays there."""
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=2, learning_rate_schedule=schedule)
     config = LearnerConfig(optimizer=optimizer, total_updates=4)
     assert [config.rate(update) for update in range(6)] == pytest.approx(rates, rel=1e-5)
 
 
-def test_a_plan_reports_what_merging_saves() -> None:
+def test_plan_reports_the_merge_ratio() -> None:
     """Five answers of two tokens to a prompt of four: 30 tokens become 14."""
     plan = learner().plan(samples())
     assert (plan.sample_tokens, plan.tree_tokens, plan.trained_tokens) == (30, 14, 10)
 
 
-def test_a_step_tells_how_hard_each_domain_pulls() -> None:
+def test_step_reports_the_gradient_share_of_each_domain() -> None:
     """Shares of the sum of |d loss / d log pi|: here the token mean of ratio times advantage."""
     one = learner()
     mixed = [
@@ -189,20 +189,20 @@ def test_a_step_tells_how_hard_each_domain_pulls() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_dense_model_passes_the_check(family: str) -> None:
+def test_dense_model_passes_the_merge_check(family: str) -> None:
     """Merged log-probs equal the model's own."""
     check_policy(TreePolicy(tiny_model(family, torch.float32)))
 
 
-def test_a_sliding_window_passes_the_check() -> None:
-    """A window shorter than the sequences is part of what tree attention computes."""
+def test_sliding_window_model_passes_the_merge_check() -> None:
+    """Tree attention computes windows shorter than the sequences."""
     policy = TreePolicy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)))
     check_policy(policy)
     assert not policy.unmerged
 
 
-def test_capped_logits_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    """A head that is more than a matrix is trained sequence by sequence, and one line says so."""
+def test_model_with_capped_logits_is_trained_by_sequence(caplog: pytest.LogCaptureFixture) -> None:
+    """A head that is more than a matrix; one line says so."""
     model = Gemma2ForCausalLM(
         Gemma2Config(
             **SMALL,
@@ -219,9 +219,8 @@ def test_capped_logits_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().startswith("Gemma2ForCausalLM is trained sequence by sequence")
 
 
-def test_latent_attention_is_noticed() -> None:
-    """Keys and values of unequal size have no merged attention; the model is trained all the
-    same."""
+def test_model_with_latent_attention_is_trained_by_sequence() -> None:
+    """Keys and values of unequal size have no merged attention."""
     model = DeepseekV3ForCausalLM(
         DeepseekV3Config(
             **{**SMALL, "num_key_value_heads": 2, "head_dim": 4},

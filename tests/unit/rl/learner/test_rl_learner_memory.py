@@ -34,8 +34,8 @@ def weights(one: Learner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_batch_that_does_not_fit_is_cut_smaller_and_trained_exactly(backward: bool) -> None:
-    """Bit for bit the step of a smaller budget, whatever gradients the failed attempt had left."""
+def test_batch_beyond_memory_is_cut_smaller_and_trained_exactly(backward: bool) -> None:
+    """Bit for bit the step of a smaller budget, for any gradients of the failed attempt."""
     short = learner(32)
     with memory_for(short, 11, backward=backward) as sizes:
         result = short.step(short.plan(samples()), weight_version=1)
@@ -49,8 +49,8 @@ def test_a_batch_that_does_not_fit_is_cut_smaller_and_trained_exactly(backward: 
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def test_a_lowered_budget_stays() -> None:
-    """The next batch, planned ahead with the old one, does not fail first."""
+def test_lowered_budget_stays() -> None:
+    """The next batch, planned with the old budget, does not fail first."""
     one = learner(32)
     plan = one.plan(samples())
     with memory_for(one, 16) as sizes:
@@ -61,8 +61,8 @@ def test_a_lowered_budget_stays() -> None:
     assert again.plan.token_budget == one.token_budget <= 16
 
 
-def test_what_never_fits_is_skipped_with_the_reason() -> None:
-    """Weights stay; the budget too, since a smaller one would have helped nobody."""
+def test_batch_that_never_fits_is_skipped_with_the_reason() -> None:
+    """Weights stay; the budget too, since a smaller one would not help."""
     one = learner(32)
     before = weights(one)
     with memory_for(one, 3):
@@ -75,7 +75,7 @@ def test_what_never_fits_is_skipped_with_the_reason() -> None:
     assert one.step(one.plan(samples()), weight_version=1).skipped == ""
 
 
-def test_memory_that_ends_in_a_later_pass_leaves_the_rest_out() -> None:
+def test_out_of_memory_in_a_later_pass_skips_the_rest() -> None:
     """The first update stays; the next batch is cut smaller."""
     one = learner(32, epochs=3)
     with memory_for(one, 100) as sizes, pytest.MonkeyPatch.context() as patch:
@@ -91,8 +91,8 @@ def test_memory_that_ends_in_a_later_pass_leaves_the_rest_out() -> None:
     assert one.steps == 1 and one.token_budget < max(sizes) <= 32
 
 
-def test_another_error_is_not_taken_for_a_shortage() -> None:
-    """It goes to whoever supervises."""
+def test_other_errors_are_not_taken_for_out_of_memory() -> None:
+    """They reach the supervisor."""
     one = learner(32)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -104,8 +104,8 @@ def test_another_error_is_not_taken_for_a_shortage() -> None:
             one.step(one.plan(samples()), weight_version=1)
 
 
-def test_a_tree_of_one_part_is_not_held_twice() -> None:
-    """What its pass is told of is what the layout holds, not a copy of it."""
+def test_tree_of_one_part_is_held_once() -> None:
+    """Its pass uses the layout's tensors, not a copy."""
     (tree,) = learner(1000).plan(samples()).trees
     (part,) = tree.parts
     for name in ("places_R", "temperatures_R", "rows_E", "targets_E"):

@@ -50,7 +50,7 @@ def rewarded() -> list[Sample]:
     ]
 
 
-def test_a_loss_of_ones_own_trains() -> None:
+def test_custom_loss_trains() -> None:
     """The example's loss falls from step to step, with its options, on merged trees."""
     one = learner(
         algorithm="examples.custom_loss:sapo",
@@ -63,8 +63,8 @@ def test_a_loss_of_ones_own_trains() -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_passes_update_several_times_and_report_the_first() -> None:
-    """Against recomputed log-probs the first pass has ratio 1, whatever the engine said."""
+def test_update_passes_report_the_metrics_of_the_first() -> None:
+    """With recomputed log-probs the first pass has ratio 1, for any log-probs of the engine."""
     one = learner(epochs=3, algorithm="ppo_clip", old_logprobs="recomputed")
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 3
@@ -78,8 +78,8 @@ def infinite_later(tokens: TrainedTokens) -> Tensor:
     return tokens.logprobs * (math.inf if moved else 1.0)
 
 
-def test_a_later_pass_that_is_not_finite_ends_the_batch() -> None:
-    """The updates made before it stand, and are told apart from a batch that was skipped."""
+def test_non_finite_later_pass_ends_the_batch() -> None:
+    """The earlier updates stay, and the report differs from that of a skipped batch."""
     one = learner(epochs=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed")
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 1
@@ -87,8 +87,8 @@ def test_a_later_pass_that_is_not_finite_ends_the_batch() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_keeps_the_policy_near_its_reference(estimator: str) -> None:
-    """The distance is 0 at first; the penalty leaves less of it after the same steps."""
+def test_kl_penalty_keeps_the_policy_near_its_reference(estimator: str) -> None:
+    """The distance is 0 at first; with the penalty it is smaller after the same steps."""
     distances = []
     for coefficient in (1e-9, 10.0):
         reference = TreePolicy(tiny_model("qwen3", torch.float32).requires_grad_(False))
@@ -102,14 +102,14 @@ def test_a_penalty_keeps_the_policy_near_its_reference(estimator: str) -> None:
     assert 0 < distances[1] < distances[0]
 
 
-def test_a_penalty_without_a_reference_is_refused() -> None:
+def test_kl_penalty_without_a_reference_is_refused() -> None:
     """There is nothing to keep close to."""
     with pytest.raises(InvalidArgument, match=r"kl_coef = 0\.1"):
         learner(kl_coef=0.1)
 
 
-def test_staleness_is_counted_from_the_version_stepped_from() -> None:
-    """Samples of versions 0 to 4, stepped from 4: those older than two versions are left out."""
+def test_staleness_is_counted_from_the_version_of_the_step() -> None:
+    """Samples of versions 0 to 4, in a step from 4: those older than two versions are left out."""
     one = learner()
     masked = learner(correction=Correction(mask_staleness=2))
     plan = one.plan(rewarded())

@@ -124,7 +124,7 @@ def reference_gradient(model: Any, batch: list[Sample], loss: Reference, over: f
         model.zero_grad()
         logprobs = own_logprobs(model, sample)
         one = loss(logprobs, column(sample.behavior_logprobs), column(sample.advantages)) / over
-        one.backward()  # type: ignore[no-untyped-call]
+        one.backward()
         total += float(one.detach())
         loss_scale += abs(float(one.detach()))
         for name, found in gradients(model).items():
@@ -142,7 +142,7 @@ def merged(model: Any, batch: list[Sample], objective: ObjectiveConfig, budget: 
 
 @pytest.mark.parametrize("budget", [1 << 30, 10])
 @pytest.mark.parametrize("name", CASES)
-def test_the_merged_gradient_is_the_per_sample_one(name: str, budget: int) -> None:
+def test_merged_gradient_equals_the_per_sample_gradient(name: str, budget: int) -> None:
     """In fp64 to 1e-12, in one tree and cut into several."""
     loss, divisor, settings = CASES[name]
     with wide_norms():
@@ -158,8 +158,8 @@ def test_the_merged_gradient_is_the_per_sample_one(name: str, budget: int) -> No
     assert max(errors) <= 1e-12
 
 
-def test_the_default_is_bit_for_bit_what_it_was() -> None:
-    """CISPO's token mean in fp32: loss and gradients of the plain expression."""
+def test_default_loss_is_bit_for_bit_the_plain_expression() -> None:
+    """CISPO's token mean in fp32: loss and gradients."""
     batch = samples()
     model = tiny_model("qwen3", torch.float32)
     learner = Learner(TreePolicy(model), LearnerConfig())
@@ -171,12 +171,12 @@ def test_the_default_is_bit_for_bit_what_it_was() -> None:
     logprobs_T, _ = learner.policy.logprobs(tree)
     weights_T = (logprobs_T.detach() - tree.behavior_T).exp().clamp(max=5.0)
     plain = -(weights_T * tree.advantages_T * logprobs_T).sum() / plan.trained_tokens
-    plain.backward()  # type: ignore[no-untyped-call]
+    plain.backward()
     assert loss == float(plain.detach())
     assert all(torch.equal(actual[name], found) for name, found in gradients(model).items())
 
 
-def test_a_token_two_samples_share_has_the_sum_of_their_credit() -> None:
+def test_token_shared_by_two_samples_has_the_sum_of_their_advantages() -> None:
     """The same answer with advantages 2 and -0.5 trains like one sample with 1.5."""
     one = samples()[0]
     model = tiny_model("llama", torch.float32)

@@ -76,16 +76,16 @@ def rules_of(algorithm: str) -> AdvantageRules:
 def test_advantages_equal_those_of_trl(
     algorithm: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Less the mean of the group, and less that of the others in it."""
+    """Minus the mean of the group, and minus that of the others in it."""
     for found, expected in zip(
         of_forge(rules_of(algorithm)), of_trl(tmp_path, **options), strict=True
     ):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_over_the_groups_spread_they_are_those_of_trl_times_a_constant(tmp_path: Path) -> None:
+def test_advantages_over_the_group_spread_equal_trls_times_a_constant(tmp_path: Path) -> None:
     """Forge divides by the population's deviation, TRL by the sample's plus 1e-4: Forge's are
-    sqrt(G / (G - 1)) times as large, but for that."""
+    sqrt(G / (G - 1)) times as large, apart from that term."""
     longer = math.sqrt(SIZE / (SIZE - 1))
     trl = of_trl(tmp_path, scale_rewards="group")
     for rewards, found, expected in zip(REWARDS, of_forge(rules_of("grpo")), trl, strict=True):

@@ -85,7 +85,7 @@ def errors(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_way_cuts_every_shape(kind: str) -> None:
+def test_every_plan_cuts_every_shape(kind: str) -> None:
     """Whole is one pass; split is several trees of a pass each, unless there is one sample alone;
     relayed is trees of several parts."""
     samples = forest(kind)
@@ -99,8 +99,8 @@ def test_every_way_cuts_every_shape(kind: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", DENSE + EXPERTS)
-def test_fp64_is_exact(family: str, kind: str, way: str) -> None:
-    """In fp64, loss and every gradient agree to 1e-12, whatever the tree."""
+def test_merged_gradients_are_exact_in_fp64(family: str, kind: str, way: str) -> None:
+    """Loss and every gradient agree to 1e-12, for any tree."""
     with wide_norms():
         expected = reference(family, torch.float64, kind)
         found = errors(family, torch.float64, forest(kind), way, expected)
@@ -110,7 +110,7 @@ def test_fp64_is_exact(family: str, kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", DENSE + EXPERTS)
-def test_fp32_is_exact_to_rounding(family: str, kind: str, way: str) -> None:
+def test_merged_gradients_agree_to_rounding_in_fp32(family: str, kind: str, way: str) -> None:
     """In fp32, with transformers as it is, loss and gradients agree to 1e-5."""
     expected = reference(family, torch.float32, kind)
     assert max(errors(family, torch.float32, forest(kind), way, expected)) <= 1e-5
@@ -119,7 +119,7 @@ def test_fp32_is_exact_to_rounding(family: str, kind: str, way: str) -> None:
 @pytest.mark.parametrize("schedule", ["one block", "chains", "short chains"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same trees as a single masked block, and as chains and slabs alone."""
+    """The same trees as a single masked block, and as chains and slabs only."""
     calls = 1e12 if schedule == "one block" else 0.0
     monkeypatch.setattr(schedule_module, "CALL_FLOPS", calls)
     if schedule == "short chains":
@@ -131,10 +131,8 @@ def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next"])
-def test_a_state_from_token_to_token_is_not_merged(
-    family: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such a model is trained sequence by sequence, exactly, and one line says so."""
+def test_recurrent_model_is_not_merged(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is trained sequence by sequence, exactly, and one line says so."""
     samples = forest("think_stripped")
     expected = reference_gradient(tiny_model(family, torch.float32), samples)
     for budget in (UNSPLIT, 24):
@@ -163,10 +161,10 @@ def random_forests(draw: st.DrawFn) -> list[Sample]:
     st.sampled_from([UNSPLIT, 12, 3, 1]),
     st.sampled_from([0.0, 6e6]),
 )
-def test_any_tree_is_exact(
+def test_random_forests_are_exact(
     samples: list[Sample], family: str, budget: int, call_flops: float
 ) -> None:
-    """In fp64, on random forests: no shape of tree, no split and no relay changes the gradient."""
+    """In fp64: no shape of tree, no split and no relay changes the gradient."""
     with wide_norms(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_module, "CALL_FLOPS", call_flops)
         model = tiny_model(family, torch.float64)
@@ -176,8 +174,8 @@ def test_any_tree_is_exact(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradient_checkpointing_changes_nothing(way: str) -> None:
-    """Recomputed layers see the same tree, and the same keys of other parts."""
+def test_gradient_checkpointing_changes_no_gradient(way: str) -> None:
+    """Recomputed layers get the same tree, and the same keys of other parts."""
     samples = forest("forked")
     model = tiny_model("qwen3", torch.float32)
     expected = reference_gradient(model, samples)

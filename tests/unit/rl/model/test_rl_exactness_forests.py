@@ -130,9 +130,9 @@ def errors(
 
 @pytest.mark.timeout(900)
 @pytest.mark.hypothesis
-def test_any_forest_is_exact() -> None:
-    """Loss and every gradient agree to 1e-12: dense models and ones with a sliding window, whole,
-    split and relayed, as blocks and as slabs, with samples that come twice."""
+def test_random_forests_of_dense_models_are_exact() -> None:
+    """Loss and every gradient agree to 1e-12: with and without a sliding window, whole, split and
+    relayed, as blocks and as slabs, with repeated samples."""
     trees = 0
 
     @settings(max_examples=FORESTS, deadline=None, database=None)
@@ -149,7 +149,7 @@ def test_any_forest_is_exact() -> None:
 @pytest.mark.timeout(900)
 @settings(max_examples=EXPERT_FORESTS, deadline=None, database=None)
 @given(DRAWN, st.sampled_from(BUDGETS), CALL_FLOPS)
-def test_any_forest_of_a_mixture_of_experts_is_exact(
+def test_random_forests_of_mixtures_of_experts_are_exact(
     drawn: list[int], budget: int, call_flops: float
 ) -> None:
     """Loss, load balance included, and every gradient agree to 1e-12."""

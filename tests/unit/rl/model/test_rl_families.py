@@ -62,9 +62,9 @@ def family(name: str) -> Family:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_family_is_trained_exactly(name: str) -> None:
-    """In the way expected; loss and gradients equal those of each sample alone, beyond every
-    window and threshold."""
+def test_model_family_is_trained_exactly(name: str) -> None:
+    """Merged or by sequence as expected; loss and gradients equal those of each sample alone,
+    beyond every window and threshold."""
     policy = TreePolicy(build_family(family(name)))
     check_policy(policy)
     alone = "alone" if policy.way.separate else "by sequence"
@@ -72,14 +72,14 @@ def test_a_family_is_trained_exactly(name: str) -> None:
     assert (alone if policy.unmerged else "merged") == WAYS[name], policy.unmerged
 
 
-def test_a_model_that_sees_later_tokens_is_refused() -> None:
+def test_model_that_attends_later_tokens_is_refused() -> None:
     """Its log-probs are not those that an engine samples from; the line names the family."""
     with pytest.raises(InvalidArgument, match=r"^BertLMHeadModel cannot be trained: .* later tok"):
         check_policy(TreePolicy(build_family(family("bert"))))
 
 
-def test_a_model_whose_own_forward_fails_is_refused() -> None:
-    """One line names the family and the error, of whatever kind."""
+def test_model_with_a_failing_forward_is_refused() -> None:
+    """One line names the family and the error."""
 
     class BrokenForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *_: Any, **__: Any) -> Any:
@@ -90,8 +90,8 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
         check_policy(policy)
 
 
-def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
-    """Whatever the model's code raises there, its own forward still trains it."""
+def test_error_in_a_merged_pass_falls_back_to_training_by_sequence() -> None:
+    """For any exception of the model's code."""
 
     class PickyForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *places: Any, **named: Any) -> Any:
@@ -104,8 +104,8 @@ def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
     assert "lacks LlamaAttention" in policy.unmerged and policy.way.separate
 
 
-def test_a_model_unlike_its_small_copy_is_not_merged() -> None:
-    """A layer that no small copy has is one that the probe has not seen."""
+def test_model_unlike_its_small_copy_is_not_merged() -> None:
+    """The probe has not tested a layer that no small copy has."""
     model = tiny_model("gemma3", torch.float32)
     assert kinds_of_modules(model) == kinds_of_modules(small_copy(model, "sdpa"))
     model.model.layers[0].self_attn.is_sliding = None
@@ -113,9 +113,9 @@ def test_a_model_unlike_its_small_copy_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_taken_apart_are_the_same_samples(kind: str) -> None:
-    """Columns stay, and every trained token has the log-prob that it has in the merged tree; states
-    are there for each sample's tokens."""
+def test_separated_samples_equal_the_merged_ones(kind: str) -> None:
+    """Columns stay, and every trained token has the log-prob that it has in the merged tree; each
+    sample's tokens have states."""
     samples = forest(kind)
     model = tiny_model("qwen3", torch.float64)
     merged = TreePolicy(model)
@@ -133,8 +133,8 @@ def test_samples_taken_apart_are_the_same_samples(kind: str) -> None:
         assert torch.allclose(merged.logprobs(batch)[0], found_T, atol=1e-6)
 
 
-def test_a_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
-    """The same tree gives the same log-probs, whatever was computed before it."""
+def test_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
+    """The same tree gives the same log-probs after any earlier one."""
     policy = TreePolicy(build_family(family("llama, dynamic rotary")))
     samples = deep_samples(policy.model)
     plans = [
@@ -148,7 +148,7 @@ def test_a_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_command_fails_for_a_family_trained_wrongly(
+def test_families_command_fails_for_a_wrongly_trained_family(
     exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Exit code 1, and the page and the numbers are written all the same."""

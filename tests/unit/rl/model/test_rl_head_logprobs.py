@@ -38,8 +38,8 @@ def expected(hidden: Tensor, weight: Tensor, norm: nn.Module | None) -> tuple[Te
 def test_chunks_change_neither_values_nor_gradients(
     chunk_rows: int, kept_rows: int, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the rows are cut, and whatever of them is kept or computed again, fp64 values and
-    gradients are those of the plain formula, the norm's own among them."""
+    """For any cut of the rows, kept or recomputed, fp64 values and gradients equal the plain
+    formula's, also those of the norm."""
     monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
@@ -57,8 +57,8 @@ def test_chunks_change_neither_values_nor_gradients(
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradient_again() -> None:
-    """What the first backward let go of, the second computes again."""
+def test_retained_graph_gives_the_same_gradient_again() -> None:
+    """The second backward recomputes what the first one freed."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
@@ -68,8 +68,8 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_again() -> None:
     torch.testing.assert_close(again, first, rtol=1e-13, atol=1e-13)
 
 
-def test_frozen_weights_get_no_gradient_and_the_states_the_same() -> None:
-    """As with adapters, where head and norm stay as they are."""
+def test_frozen_head_gets_no_gradient_and_states_get_theirs() -> None:
+    """As with adapters, where head and norm are frozen."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
     weight, norm = torch.randn(VOCABULARY, CHANNELS), nn.LayerNorm(CHANNELS).requires_grad_(False)
@@ -80,8 +80,8 @@ def test_frozen_weights_get_no_gradient_and_the_states_the_same() -> None:
     torch.testing.assert_close(hidden.grad, gradient)
 
 
-def test_of_a_row_only_the_state_before_the_norm_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the norm makes of it nor logits, once these are too many to be kept."""
+def test_only_states_before_the_norm_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither normed states nor logits, once these are too many to keep."""
     monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: 0)
     norm, weight = nn.LayerNorm(CHANNELS), torch.randn(VOCABULARY, CHANNELS, requires_grad=True)
     hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
@@ -99,8 +99,8 @@ def test_of_a_row_only_the_state_before_the_norm_is_held(monkeypatch: pytest.Mon
     ), held
 
 
-def test_the_head_is_fp32_under_autocast() -> None:
-    """bf16 hidden states meet fp32 logits, whatever autocast says."""
+def test_head_is_fp32_under_autocast() -> None:
+    """bf16 hidden states give fp32 logits."""
     hidden = torch.randn(TOKENS, CHANNELS).bfloat16()
     weight = torch.randn(VOCABULARY, CHANNELS)
     with torch.autocast("cpu", dtype=torch.bfloat16):

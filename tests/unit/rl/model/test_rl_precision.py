@@ -20,14 +20,14 @@ from forge.rl.model.precision import computes_bfloat16
         ({"neon": True, "bf16": False}, False),
     ],
 )
-def test_a_cpu_has_bfloat16_only_by_instructions(
+def test_cpu_has_bfloat16_only_with_its_instructions(
     monkeypatch: pytest.MonkeyPatch, capabilities: Mapping[str, bool], expected: bool
 ) -> None:
-    """Emulation counts as not having it: it is many times slower than float32."""
+    """Emulated bfloat16 is many times slower than float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert computes_bfloat16(torch.device("cpu")) is expected
 
 
-def test_an_unknown_device_is_not_trusted_with_it() -> None:
-    """What is not known to be fast is not chosen by itself."""
+def test_unknown_device_does_not_use_bfloat16() -> None:
+    """Its speed is unknown."""
     assert not computes_bfloat16(torch.device("meta"))

@@ -31,7 +31,7 @@ def learner(model: Any, *, autocast: torch.dtype | None, served: bool) -> Learne
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mixtral"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_loss_and_gradient_are_those_of_the_published_weights(
+def test_loss_and_gradient_are_computed_with_the_published_weights(
     family: str, autocast: torch.dtype | None
 ) -> None:
     """To the bit, with a tied head and without, with autocast and without; the master weights are
@@ -54,8 +54,8 @@ def test_loss_and_gradient_are_those_of_the_published_weights(
     assert moved and any("norm" in name for name in moved)
 
 
-def test_master_weights_come_back_when_a_pass_fails() -> None:
-    """A batch that does not fit into memory is begun anew from them."""
+def test_master_weights_are_restored_after_a_failed_pass() -> None:
+    """A batch that does not fit into memory starts again from them."""
     model = tiny_model("qwen3", torch.float32)
     before = [one.detach().clone() for one in model.parameters()]
     with pytest.raises(MemoryError), ServedValues(model, published=torch.bfloat16).in_place():

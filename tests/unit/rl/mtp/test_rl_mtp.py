@@ -43,13 +43,13 @@ def log(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64).log()
 
 
-def test_topk_kl_by_hand() -> None:
+def test_topk_kl_equals_values_by_hand() -> None:
     """The likeliest token by itself, all others as one outcome."""
     loss = topk_kl(log(0.5, 0.3, 0.2), log(0.4, 0.1, 0.5), top_k=1)
     assert float(loss) == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6))
 
 
-def test_topk_kl_over_everything_is_the_kl() -> None:
+def test_topk_kl_over_the_whole_vocabulary_is_the_kl() -> None:
     """With the whole vocabulary in the top there is no rest."""
     p, q = (torch.randn(5, 7, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     expected = (p.exp() * (p - q)).sum(-1)
@@ -57,7 +57,7 @@ def test_topk_kl_over_everything_is_the_kl() -> None:
     assert torch.allclose(topk_kl(p, q, top_k=99), expected)
 
 
-def test_a_draft_is_rejected_as_often_as_the_total_variation_says() -> None:
+def test_draft_rejection_rate_is_the_total_variation() -> None:
     """.4 + .1 + .2 are accepted; the rest, .3, is the distance."""
     p, q = log(0.5, 0.3, 0.2), log(0.4, 0.1, 0.5)
     assert float(acceptance(p, q)) == pytest.approx(0.7)
@@ -143,15 +143,15 @@ def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_are_exact_on_merged_trees(kind: str, budget: int) -> None:
-    """Loss, gradients and acceptance are those of one sample at a time, whatever the tree."""
+def test_draft_heads_are_exact_on_merged_trees(kind: str, budget: int) -> None:
+    """Loss, gradients and acceptance equal those of one sample at a time, for any tree."""
     check("qwen3", forest(kind), budget, "topk_kl")
 
 
 @pytest.mark.parametrize("loss", MTP_LOSSES)
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mamba"])
-def test_every_loss_is_exact(family: str, loss: MtpLoss) -> None:
-    """With windows, experts, a state from token to token; several children are several targets."""
+def test_every_draft_head_loss_is_exact(family: str, loss: MtpLoss) -> None:
+    """With windows, experts and recurrent models; several children are several targets."""
     check(family, forest("duplicate") + forest("forked"), WAYS["whole"], loss)
 
 
@@ -174,8 +174,8 @@ def models() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", ["plain", "soft-capped", "divided", "no attention"])
-def test_the_target_is_the_policys_own_distribution(which: str) -> None:
-    """What heads learn from gives the tokens the log-probs that the policy gives them."""
+def test_draft_head_target_is_the_policys_distribution(which: str) -> None:
+    """The target has the log-probs that the policy gives to the tokens."""
     policy = TreePolicy(models()[which])
     check_policy(policy)
     policy.states = TreeStates()
@@ -189,15 +189,15 @@ def test_the_target_is_the_policys_own_distribution(which: str) -> None:
     assert bool(policy.unmerged) == (which in ("soft-capped", "no attention"))
 
 
-def test_rows_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few rows' logits are held at once."""
+def test_chunked_rows_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of rows whose logits are held at once."""
     monkeypatch.setattr(training, "CHUNK_ELEMENTS", 13 * training.COPIES_HELD * 2)
     check("qwen3", forest("think_stripped"), WAYS["whole"], "cross_entropy")
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 24])
-def test_the_policy_does_not_notice(budget: int) -> None:
-    """Its gradient, its clipped update and what is random in it are the same to the bit."""
+def test_draft_heads_do_not_change_the_policy(budget: int) -> None:
+    """Its gradient, its clipped update and its random numbers are the same to the bit."""
     samples = forest("forked")
     found: list[dict[str, Tensor]] = []
     for heads in (0, HEADS):
@@ -215,8 +215,8 @@ def test_the_policy_does_not_notice(budget: int) -> None:
 
 
 @pytest.mark.parametrize("loss", MTP_LOSSES)
-def test_heads_learn(loss: MtpLoss) -> None:
-    """The loss falls and drafts are accepted more often, with the policy standing still."""
+def test_draft_heads_learn(loss: MtpLoss) -> None:
+    """The loss falls and acceptance rises, with a fixed policy."""
     rng = Random(1)
     samples = []
     for _ in range(8):
@@ -241,7 +241,7 @@ def test_heads_learn(loss: MtpLoss) -> None:
             assert after > before + 0.1
 
 
-def test_a_restored_head_takes_the_same_step() -> None:
+def test_restored_draft_head_takes_the_same_step() -> None:
     """Heads and their moments are in the learner's state."""
     samples = forest("linear")
     first = learner(tiny_model("qwen3", torch.float32))
@@ -259,15 +259,16 @@ def test_a_restored_head_takes_the_same_step() -> None:
     )
 
 
-def test_heads_begin_and_end_at_any_checkpoint() -> None:
-    """A state without heads leaves new ones as they are; one with heads is no use without."""
+def test_draft_heads_can_be_added_and_removed_at_any_checkpoint() -> None:
+    """A state without heads leaves new ones unchanged; a state with heads is refused without
+    them."""
     without, with_heads = (learner(tiny_model("qwen3", torch.float32), heads=n) for n in (0, 1))
     with_heads.load_state_dict(without.state_dict())
     without.load_state_dict(with_heads.state_dict())
     assert without.mtp is None
 
 
-def test_other_heads_are_refused() -> None:
+def test_draft_heads_of_another_shape_are_refused() -> None:
     """The message names a tensor and both shapes."""
     heads = MtpHeads(1, channels=4, embedding_channels=4)
     other = MtpHeads(2, channels=4, embedding_channels=4)
@@ -275,7 +276,7 @@ def test_other_heads_are_refused() -> None:
         heads.load_tensors(other.named_tensors())
 
 
-def test_a_bfloat16_backbone_has_wide_heads() -> None:
+def test_draft_heads_of_a_bfloat16_backbone_are_float32() -> None:
     """Under autocast the heads stay in float32 and still get a gradient."""
     model = tiny_model("qwen3", torch.float32)
     policy = TreePolicy(model, autocast=torch.bfloat16)

@@ -33,10 +33,9 @@ def found() -> dict[str, float]:
 def test_ranks_that_share_a_tree_are_exact(
     ranks: int, precision: str, found: dict[str, float]
 ) -> None:
-    """Whatever the tree, named or random, also where there are more ranks than tokens, with sliding
-    windows, with experts balanced over all ranks, with activations recomputed; draft heads too. And
-    where memory ends on one of them, forward or backward: none waits, all take the batch in smaller
-    trees."""
+    """For any tree, named or random, also with more ranks than tokens, sliding windows, experts
+    balanced over all ranks, recomputed activations and draft heads. If one rank runs out of memory,
+    forward or backward, none waits, and all train the batch in smaller trees."""
     cases = {
         case: error
         for case, error in found.items()

@@ -7,8 +7,8 @@ import torch
 from forge.rl.tree.passes import Passes, PassOutput, run_passes
 
 
-def test_a_pass_run_again_draws_what_it_drew() -> None:
-    """Dropout of an adapter, say: the gradient is that of the log-probs that the loss saw."""
+def test_repeated_pass_draws_the_same_random_numbers() -> None:
+    """For example dropout of an adapter: the gradient belongs to the log-probs of the loss."""
     weights = torch.rand(64, requires_grad=True)
 
     def run(_: int) -> PassOutput:
