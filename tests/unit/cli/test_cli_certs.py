@@ -64,7 +64,7 @@ def connect(server: Path, client: Path, name: str, *, server_ca: Path, client_ca
 
 
 def test_hosts_of_one_ca_trust_each_other_by_name_and_address(tmp_path: Path) -> None:
-    """Each is server and client; another name and another CA's host are refused."""
+    """Each is server and client; other names and hosts of another CA are refused."""
     certs("init", tmp_path / "ca")
     pool, gateway = issue(tmp_path, "pool.example"), issue(tmp_path, "gateway.example")
     ca = pool / "tls_ca.pem"
@@ -79,7 +79,7 @@ def test_hosts_of_one_ca_trust_each_other_by_name_and_address(tmp_path: Path) ->
         connect(pool, stranger, "pool.example", server_ca=ca, client_ca=ca)
 
 
-def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_private_keys_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     """A certificate is public; a replaced key keeps the mode that its owner chose."""
     certs("init", tmp_path / "ca")
     host = issue(tmp_path, "pool.example")
@@ -91,8 +91,8 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((host / "tls_key.pem").stat().st_mode) == 0o640
 
 
-def test_a_rotation_keeps_every_pair_of_hosts_connected(tmp_path: Path) -> None:
-    """In its middle old and new certificates trust each other; after it the old is refused."""
+def test_rotation_keeps_every_pair_of_hosts_connected(tmp_path: Path) -> None:
+    """During it old and new certificates trust each other; after it the old one is refused."""
     certs("init", tmp_path / "ca")
     old = issue(tmp_path, "old.example")
     old_ca = old / "tls_ca.pem"
@@ -125,7 +125,9 @@ def test_a_rotation_keeps_every_pair_of_hosts_connected(tmp_path: Path) -> None:
         (("issue", "a", "--ca", "{ca}", "--out", "{tmp}/file/a"), "Not a directory"),
     ],
 )
-def test_mistake_of_certs_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_mistake_in_forge_certs_is_one_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
     """No traceback, exit code 2, and no file is written."""
     folders = {"tmp": tmp_path, "ca": tmp_path / "ca", "mixed": tmp_path / "mixed"}
     for name in ("ca", "mixed", "bad"):

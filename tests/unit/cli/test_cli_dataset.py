@@ -35,8 +35,8 @@ def held_out(name: str, seed: int, count: int) -> list[str]:
 
 @every_domain
 def test_no_seed_trains_on_a_prompt_that_any_seed_holds_out(name: str) -> None:
-    """The split is by content: neither seed nor position moves a task from one side to the other,
-    and even the smallest domain has tasks on both sides."""
+    """The split is by content: neither seed nor position moves a task, and even the smallest domain
+    has tasks on both sides."""
     seen = {prompt for seed in SEEDS for prompt in trained(name, seed, 150)}
     kept = {prompt for seed in SEEDS for prompt in held_out(name, seed, 24)}
     assert len(seen) > 50 and len(kept) > 15
@@ -44,16 +44,16 @@ def test_no_seed_trains_on_a_prompt_that_any_seed_holds_out(name: str) -> None:
 
 
 @every_domain
-def test_a_task_is_held_out_once(name: str) -> None:
-    """A task that stood twice in the table would count as two independent measurements."""
+def test_task_is_held_out_once(name: str) -> None:
+    """A repeated task in the table would count as two independent measurements."""
     for seed in SEEDS:
         found = held_out(name, seed, 24)
         assert len(found) == len(set(found))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_presets_domains_are_disjoint_together(preset: str) -> None:
-    """As one run has them: all domains of the preset, its own number of held-out tasks."""
+def test_preset_domains_are_disjoint(preset: str) -> None:
+    """Together, as one run has them, with its number of held-out tasks."""
     own = PRESETS[preset]
     kept = prompts(
         held_out_tasks(own.domains, seed=0, count=own.eval_tasks, attempts=1, tag="eval")
@@ -62,8 +62,8 @@ def test_the_presets_domains_are_disjoint_together(preset: str) -> None:
     assert not set(seen) & set(kept)
 
 
-def test_a_small_domain_gives_the_held_out_tasks_it_has() -> None:
-    """No task is repeated to fill a number; a larger number only adds tasks at the end."""
+def test_small_domain_gives_fewer_held_out_tasks() -> None:
+    """No task is repeated to reach the number; a larger number only adds tasks at the end."""
     names = ["products", "gcd"]
     few = held_out_tasks(names, seed=0, count=5, attempts=1, tag="eval")
     many = held_out_tasks(names, seed=0, count=60, attempts=1, tag="eval")

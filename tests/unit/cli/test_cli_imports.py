@@ -22,7 +22,7 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("words", ["", "run", "queue", "pool", "token", "model", "queue submit"])
-def test_help_loads_no_heavy_module(words: str) -> None:
+def test_help_imports_no_slow_module(words: str) -> None:
     """Help needs the arguments alone: no gRPC, protobuf, etcd client, torch or asyncio."""
     argv = [sys.executable, "-c", PROGRAM, *words.split(), "--help"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)

@@ -51,15 +51,15 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_digest_is_that_of_the_tensors_published(checkpoint: Path) -> None:
-    """Over all files, in the order published, which is not that of a safetensors file."""
+def test_kept_model_digest_covers_the_published_tensors(checkpoint: Path) -> None:
+    """Over all files, in publication order, which differs from that of a safetensors file."""
     kept = read_kept(checkpoint)
     assert kept.digest == digest_of(map(raw_bytes, [*MODEL.values(), *HEADS.values()]))
     assert (kept.dtype, kept.tensor_names) == ("bfloat16", ("w", "a", "mtp.0.w"))
 
 
 @pytest.mark.parametrize("damage", ["bit", "short", "header", "heads"])
-def test_files_that_are_not_what_was_published_are_damaged(checkpoint: Path, damage: str) -> None:
+def test_files_that_differ_from_the_publication_are_damaged(checkpoint: Path, damage: str) -> None:
     """The error names the checkpoint."""
     file = checkpoint / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -77,15 +77,15 @@ def test_files_that_are_not_what_was_published_are_damaged(checkpoint: Path, dam
         read_kept(checkpoint)
 
 
-def test_a_checkpoint_of_before_keeps_no_model(checkpoint: Path) -> None:
-    """It has no record of what was published."""
+def test_checkpoint_of_an_earlier_version_has_no_kept_model(checkpoint: Path) -> None:
+    """It has no record of the publication."""
     (checkpoint / "published.json").unlink()
     with pytest.raises(NotFound, match=r"published.json is missing: .* keeps no model"):
         read_kept(checkpoint)
 
 
-async def test_the_table_names_the_kept_model_where_it_was_measured(checkpoint: Path) -> None:
-    """Only if the digest of its files is that of the weights served."""
+async def test_result_table_names_the_kept_model_if_it_was_measured(checkpoint: Path) -> None:
+    """Only if the digest of its files is that of the served weights."""
     result = CampaignResult(before=MEASURED, after=MEASURED, weight_version=7)
     digest = read_kept(checkpoint).digest
     for served, column in ((digest, "kept model"), ("other", "after")):
@@ -107,8 +107,8 @@ async def test_the_table_names_the_kept_model_where_it_was_measured(checkpoint: 
     )
 
 
-async def test_a_measurement_of_an_earlier_step_is_not_the_kept_models(checkpoint: Path) -> None:
-    """A finished run that was given more steps reads its measurement back; the model moved on."""
+async def test_measurement_of_an_earlier_step_is_not_of_the_kept_model(checkpoint: Path) -> None:
+    """A finished run with added steps reads its measurement, but the model is newer."""
     register = FakeRegister(read_kept(checkpoint).digest)
     measured = await measured_model(register, checkpoint, sampled_version=7, last_step_version=12)
     assert measured.problem == (
@@ -131,7 +131,7 @@ def run(checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", ["", "checkpoints/latest"])
-def test_an_exported_model_has_the_published_bytes_and_no_state(
+def test_exported_model_has_the_published_bytes_and_no_state(
     run: Path, tmp_path: Path, source: str
 ) -> None:
     """Named by the run or by the checkpoint."""
@@ -147,8 +147,8 @@ def test_an_exported_model_has_the_published_bytes_and_no_state(
 
 
 @pytest.mark.parametrize("fault", ["damaged", "exists", "no run", "before", "unwritable"])
-def test_what_cannot_be_exported_is_one_line(run: Path, tmp_path: Path, fault: str) -> None:
-    """And nothing is left of the attempt."""
+def test_failed_export_is_one_line(run: Path, tmp_path: Path, fault: str) -> None:
+    """And leaves no files."""
     out, source, kept = tmp_path / "out", run, run / "checkpoints" / "latest"
     match fault:
         case "damaged":

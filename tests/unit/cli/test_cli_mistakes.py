@@ -37,8 +37,10 @@ FILE = "{tmp}/file"
         (("queue", "status", "--root", "{tmp}"), "{tmp} has no run"),
     ],
 )
-def test_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    """No traceback, and exit code 2: the same command again would end the same."""
+def test_command_line_mistake_is_one_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    """No traceback, and exit code 2: the same command would fail again."""
     (tmp_path / "file").touch()
     ended = CliRunner().invoke(app, [word.format(tmp=tmp_path) for word in words])
     assert ended.exit_code == 2, ended.exception
@@ -48,18 +50,16 @@ def test_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) 
     assert not (tmp_path / "new" / "models").exists(), "weights take a minute"
 
 
-def test_doctor_names_a_root_that_cannot_be_used(tmp_path: Path) -> None:
-    """A file in the way is found before a run fails on it."""
+def test_doctor_names_an_unusable_root(tmp_path: Path) -> None:
+    """For example a file in its place."""
     (tmp_path / "file").touch()
     ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "file" / "root")])
     assert ended.exit_code == 1
     assert f"BAD {tmp_path}/file is not a writable directory" in ended.stdout
 
 
-def test_doctor_names_packages_that_are_not_what_forge_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One too old, one missing, and a torch that is there and broken."""
+def test_doctor_names_unfit_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One too old, one missing, and a broken torch."""
     installed = metadata.version
 
     def version(name: str) -> str:
@@ -79,7 +79,7 @@ def test_doctor_names_packages_that_are_not_what_forge_needs(
 def test_doctor_names_another_distribution_with_the_same_import_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its files and ours would replace each other in one folder."""
+    """Its files and Forge's would replace each other in one folder."""
     other = tmp_path / "nucleus_forge-1.2.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: nucleus-forge\nVersion: 1.2\n")
@@ -90,14 +90,14 @@ def test_doctor_names_another_distribution_with_the_same_import_name(
     assert "BAD nucleus-forge 1.2 has a package forge too\n" in ended.stdout
 
 
-def test_version_is_that_of_the_distribution() -> None:
+def test_version_option_prints_the_version_of_pyproject() -> None:
     """`forge --version` prints what pyproject.toml says, the one place that has it."""
     pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     ended = CliRunner().invoke(app, ["--version"])
     assert ended.stdout == pyproject["project"]["version"] + "\n"
 
 
-def test_last_words_of_a_process_are_shown_as_they_are() -> None:
+def test_last_output_of_a_process_is_shown_unchanged() -> None:
     """Brackets in them are not markup."""
     console = Console(file=StringIO(), width=200)
     crashed = ProcessEvent(kind="crashed", name="pool", pid=1, last_line="[/tmp/x] [red]")

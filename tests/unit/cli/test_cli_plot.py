@@ -67,15 +67,15 @@ def write(directory: Path, *steps: dict[str, Any]) -> Path:
     return directory
 
 
-def test_a_step_taken_again_counts_as_it_was_taken_last(tmp_path: Path) -> None:
-    """A run that was resumed from a checkpoint has some steps twice."""
+def test_plot_uses_the_last_attempt_of_a_step(tmp_path: Path) -> None:
+    """A run resumed from a checkpoint has some steps twice."""
     run = write(tmp_path / "run", step(1, qa=0.1), step(2, qa=0.2), step(2, qa=0.9), step(3, qa=1))
     assert [one["mean_reward"] for one in read_steps(run)] == [0.1, 0.9, 1]
     assert read_steps(run / "metrics.jsonl") == read_steps(run)
 
 
-def test_one_run_has_a_line_per_domain_and_several_have_one_each(tmp_path: Path) -> None:
-    """Domains that a batch had nothing of are missing from that step, not zero."""
+def test_plot_has_a_line_per_domain_or_per_run(tmp_path: Path) -> None:
+    """A domain without rollouts in a batch has no value at that step, not zero."""
     steps = [step(1, qa=0.5, code=0.0), step(2, qa=1.0)]
     assert curves(REWARD, {"a": steps}) == [
         Curve(label="code", steps=[1], values=[0.0]),
@@ -87,9 +87,9 @@ def test_one_run_has_a_line_per_domain_and_several_have_one_each(tmp_path: Path)
 
 
 def test_evaluations_are_drawn_over_the_steps_whose_weights_sampled(tmp_path: Path) -> None:
-    """Of each domain of one run, or of each of several runs; no step is one of them. They end in
-    any order, and of two of a step, after a restore, the last one counts. The weights of step 2
-    were published again, as version 8, and one that nothing sampled for is not drawn."""
+    """Of each domain of one run, or of each of several runs; none is drawn as a step. They end in
+    any order, and of two of a step, after a restore, the last one counts. Weights published again
+    as version 8 are those of step 2, and a version without samples is not drawn."""
     run = write(
         tmp_path / "run",
         step(1, qa=0.1),
@@ -119,14 +119,14 @@ def test_evaluations_are_drawn_over_the_steps_whose_weights_sampled(tmp_path: Pa
     assert "held-out" in marked.read_text() and "held-out" not in plain.read_text()
 
 
-def test_the_average_starts_at_the_first_step_and_follows() -> None:
-    """No pull towards zero at the start."""
+def test_moving_average_starts_at_the_first_step() -> None:
+    """Not at zero."""
     assert smoothed([4.0, 4.0, 8.0]) == [4.0, 4.0, 5.0]
     assert smoothed([]) == []
 
 
-def test_a_picture_names_the_domains(tmp_path: Path) -> None:
-    """SVG holds its text: titles as they are drawn."""
+def test_plot_names_the_domains(tmp_path: Path) -> None:
+    """SVG has titles as text."""
     run = write(tmp_path / "run", step(1, qa=-0.5, code=0.0), step(2, qa=1.0, code=0.5))
     out = tmp_path / "curves.svg"
     draw([run], out)
@@ -156,15 +156,15 @@ def test_files_without_steps_are_named(tmp_path: Path, content: str | None, said
         read_steps(file)
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    """A picture of a run is not its metrics."""
+def test_binary_metrics_file_is_named(tmp_path: Path) -> None:
+    """For example a picture in place of the metrics."""
     file = tmp_path / "curves.png"
     file.write_bytes(b"\x89PNG\xff")
     with pytest.raises(InvalidArgument, match=r"curves\.png cannot be read"):
         read_steps(file)
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_have_different_labels(tmp_path: Path) -> None:
     """Seeds of two roots have directories of one name, and all metrics files have."""
     runs = [tmp_path / root / "tiny-seed0-1" for root in ("a", "b")]
     for run in runs:
@@ -178,7 +178,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert out.exists()
 
 
-def test_a_format_nobody_draws_is_refused(tmp_path: Path) -> None:
+def test_unknown_plot_format_is_refused(tmp_path: Path) -> None:
     """The command ends with 2 and names the flag."""
     run = write(tmp_path / "run", step(1, qa=0.5))
     result = CliRunner().invoke(app, ["plot", str(run), "--out", str(tmp_path / "curves.txt4")])
@@ -186,8 +186,8 @@ def test_a_format_nobody_draws_is_refused(tmp_path: Path) -> None:
     assert "--out" in result.stderr and "txt4" in result.stderr
 
 
-def test_the_picture_of_a_run_stands_in_it(tmp_path: Path) -> None:
-    """Without --out the command writes beside the metrics, and says where."""
+def test_plot_of_a_run_is_written_into_the_run(tmp_path: Path) -> None:
+    """Without --out the command writes beside the metrics, and prints the path."""
     run = write(tmp_path / "run", step(1, qa=0.5))
     result = CliRunner().invoke(app, ["plot", str(run)])
     assert result.exit_code == 0

@@ -42,7 +42,7 @@ def no_services(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_problems_of_a_run_are_listed_at_once(tmp_path: Path, taken_port: int) -> None:
-    """A line each with field, value and remedy, exit code 2; no weights, no run directory."""
+    """One line each with field, value and remedy, exit code 2; no weights, no run directory."""
     overrides = {
         "scheduler.queue.domain_shares": "chess=1",
         "scheduler.queue.mode": "lifo",
@@ -91,10 +91,10 @@ def test_all_problems_of_a_run_are_listed_at_once(tmp_path: Path, taken_port: in
     ],
 )
 @pytest.mark.parametrize("command", ["run", "up"])
-def test_problem_is_found_before_the_weights(
+def test_problem_is_found_before_weights_are_made(
     tmp_path: Path, command: str, words: tuple[str, ...], code: int, said: str
 ) -> None:
-    """An unreachable etcd alone is an error of now, not of the command line: exit code 1."""
+    """An unreachable etcd alone is no error of the command line: exit code 1."""
     root = tmp_path / "root"
     ended = CliRunner().invoke(app, [command, "--root", str(root), *words])
     assert ended.exit_code == code
@@ -105,7 +105,7 @@ def test_problem_is_found_before_the_weights(
 
 @pytest.mark.usefixtures("no_services")
 async def test_stack_without_a_campaign_may_have_other_domains(tmp_path: Path) -> None:
-    """`forge up` trains on tasks of its users; `forge run` has the preset's domains alone."""
+    """`forge up` trains on its users' tasks; `forge run` has the preset's domains only."""
     options = RunOptions(root=tmp_path, overrides=["trainer.advantages.domain_weights=chess=2"])
     directory = RunDirectory(tmp_path / "run")
     await check_run(options, directory, campaign=False)
@@ -116,7 +116,7 @@ async def test_stack_without_a_campaign_may_have_other_domains(tmp_path: Path) -
 async def test_trainer_is_checked_with_the_tasks_that_the_run_will_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evaluations during training need a file that does not exist yet."""
+    """Evaluations during training use a file that does not exist yet."""
     checked: list[StackPlan] = []
 
     async def keep(plan: StackPlan, *_: Any, **__: Any) -> None:
@@ -132,7 +132,7 @@ async def test_trainer_is_checked_with_the_tasks_that_the_run_will_write(
 
 
 async def test_directory_in_use_is_refused_first(tmp_path: Path) -> None:
-    """Its processes have ports and files that the checks would find taken."""
+    """Its processes use ports and files that the checks would report."""
     directory = RunDirectory(tmp_path / "run")
     options = RunOptions(root=tmp_path, run_dir=directory.path, etcd=NOTHING_ANSWERS)
     with directory.locked(), pytest.raises(FailedPrecondition, match="in use by another forge"):

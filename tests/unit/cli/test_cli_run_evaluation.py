@@ -41,11 +41,11 @@ def options_of(root: Path, **changed: Any) -> RunOptions:
     return RunOptions(root=root, **changed)
 
 
-async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
+async def test_trainer_gets_the_held_out_tasks_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a file of the run, without the last weights, which the run measures itself. The command
-    line wins."""
+    line overrides."""
 
     async def no_model(*_: Any, **__: Any) -> Path:
         return tmp_path / "model"
@@ -73,10 +73,10 @@ async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
     assert not any(key.startswith("eval") for key in plain)
 
 
-async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts(
+async def test_evaluation_interval_without_tasks_is_refused_at_start(
     tmp_path: Path,
 ) -> None:
-    """In the trainer's words."""
+    """With the trainer's message."""
     options = options_of(tmp_path, overrides=["trainer.evaluation.every_steps=5"])
     directory = RunDirectory(tmp_path / "run")
     with pytest.raises(
@@ -86,8 +86,8 @@ async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts
     assert not directory.path.exists()
 
 
-def test_an_evaluation_is_one_line_once() -> None:
-    """With the versions that sampled, what was given up and what was left out before it."""
+def test_evaluation_is_shown_once_in_one_line() -> None:
+    """With the versions that sampled, and the numbers of failed and skipped ones."""
     console = Console(file=StringIO(), width=200)
     progress = Progress(phase="train", evaluations=[EVALUATION])
     with RunDisplay(console, total_steps=9) as display:
@@ -102,10 +102,11 @@ def test_an_evaluation_is_one_line_once() -> None:
     )
 
 
-async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
+async def test_each_evaluation_is_recorded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For any number of polls; an unreachable trainer leaves the progress unchanged."""
+    """And the last one is waited for. For any number of polls; an unreachable trainer leaves the
+    progress unchanged."""
     answers: list[Any] = [
         pb.GetTrainerStatusResponse(),
         pb.GetTrainerStatusResponse(latest_evaluation=EVALUATION),
@@ -148,9 +149,9 @@ async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
     assert [each.step for each in campaign.progress.evaluations] == [6, 12]
 
 
-def test_the_table_has_a_row_per_evaluation() -> None:
+def test_evaluation_table_has_a_row_per_evaluation() -> None:
     """Domains, the mean over all with its interval, if it has one, and the versions that sampled,
-    all within 80 columns."""
+    within 80 columns."""
     rows: list[dict[str, Any]] = [
         {
             "step": step,
@@ -178,7 +179,7 @@ def test_the_table_has_a_row_per_evaluation() -> None:
     assert ["12", "v7-9", *rewards, "0.38-0.62", "1"] in shown
 
 
-def test_a_line_of_an_evaluation_states_its_interval() -> None:
+def test_evaluation_line_has_its_interval() -> None:
     """Evaluations of an earlier trainer have none."""
     told = pb.Evaluation()
     told.CopyFrom(EVALUATION)
@@ -187,7 +188,7 @@ def test_a_line_of_an_evaluation_states_its_interval() -> None:
     assert "reward 0.50  (qa 0.62)  95 % 0.38 to 0.62  solved 0.25" in evaluation_line(told)
 
 
-async def test_status_tells_no_single_task_of_an_evaluation() -> None:
+async def test_status_lists_no_single_task_of_an_evaluation() -> None:
     """A file of thousands of tasks would hide the rest."""
 
     class Operator:

@@ -37,8 +37,8 @@ from services.scheduler.config import SchedulerConfig
 STATE = RunState(model="tiny", model_path="/models/tiny", seed=0, steps=3)
 
 
-def test_a_run_that_stands_still_is_said_to(tmp_path: Path) -> None:
-    """Nobody is sent to an etcd that ended with the run."""
+def test_stopped_run_is_refused_with_the_command_to_start_it(tmp_path: Path) -> None:
+    """Its etcd ended with it and is not contacted."""
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     (directory.path / "etcd.endpoints").write_text("127.0.0.1:1\n")
@@ -57,7 +57,7 @@ def test_preset_shares_sum_to_one_and_a_batch_fits_the_window(name: str) -> None
 
 
 @pytest.mark.parametrize("mode", [None, *(mode.value for mode in Mode)])
-def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) -> None:
+def test_run_in_any_mode_sets_no_setting_that_the_mode_ignores(mode: str | None) -> None:
     """`--set scheduler.queue.mode=adaptive` is enough: the preset's shares are then left out."""
     found = run_settings(STATE, PRESETS["tiny"], mode)["scheduler"]
     assert bool(found["queue.domain_shares"]) == (mode not in ("fifo", "adaptive"))
@@ -67,7 +67,7 @@ def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) ->
 
 
 def test_overrides_name_service_and_key() -> None:
-    """`--set` words become settings; later layers win key by key."""
+    """`--set` words become settings; later layers override key by key."""
     words = ["trainer.optimizer.learning-rate=1e-4", "pool.shard=a=b"]
     settings = parse_overrides(words)
     assert settings == {"trainer": {"optimizer.learning_rate": "1e-4"}, "pool": {"shard": "a=b"}}
@@ -90,7 +90,7 @@ def test_override_without_service_or_key_is_refused(word: str) -> None:
 def test_interleaving_keeps_every_prefix_within_one_of_its_shares(
     weights: list[int], count: int
 ) -> None:
-    """After n tasks each domain has had its share of n, give or take its neighbors' turn."""
+    """After n tasks each domain has had its share of n, to within one round."""
     shares = {f"d{i}": weight / sum(weights) for i, weight in enumerate(weights)}
     names = list(islice(interleave(shares), count))
     for name, share in shares.items():
@@ -98,7 +98,7 @@ def test_interleaving_keeps_every_prefix_within_one_of_its_shares(
 
 
 def test_tasks_depend_on_seed_and_index_alone() -> None:
-    """A resumed run submits the same tasks; held-out ones differ from those trained on."""
+    """A resumed run submits the same tasks; held-out ones differ from trained ones."""
     shares = preset_for("tiny").domains
     first = list(islice(training_tasks(shares, seed=3, group_size=4), 8))
     again = list(islice(training_tasks(shares, seed=3, group_size=4), 8))
@@ -109,7 +109,7 @@ def test_tasks_depend_on_seed_and_index_alone() -> None:
     assert not {t.payload_json for t in held_out} & {t.payload_json for t in first}
 
 
-def test_run_directory_remembers_its_phase(tmp_path: Path) -> None:
+def test_run_directory_keeps_its_phase(tmp_path: Path) -> None:
     """A saved state is loaded unchanged; `enter` changes only the phase."""
     directory = RunDirectory(tmp_path / "run")
     assert directory.load() is None
@@ -167,15 +167,15 @@ async def test_run_directory_resumes_with_its_own_model_and_seed(
     assert await open_run(options, directory) == replace(saved, steps=steps)
 
 
-def test_foreign_state_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """A file that is not ours is never overwritten."""
+def test_foreign_state_file_is_refused_by_name(tmp_path: Path) -> None:
+    """It is not overwritten."""
     (tmp_path / "run.json").write_text('{"colour": "red"}')
     with pytest.raises(InvalidArgument, match=r"run\.json"):
         RunDirectory(tmp_path).load()
 
 
 def test_unfinished_run_is_chosen_before_a_new_one(tmp_path: Path) -> None:
-    """The same command resumes; after the end it starts afresh beside the old run."""
+    """The same command resumes; after the end it starts a new run beside the old one."""
     first = choose_run_directory(tmp_path, model="tiny", seed=0)
     first.create()
     first.save(STATE)
@@ -207,15 +207,15 @@ def scored(domain: str, *outcomes: float, group_size: int) -> scheduler_pb2.Batc
     return group
 
 
-def test_evaluation_counts_given_up_attempts_as_zero() -> None:
-    """Only outcomes are averaged, and a rollout that failed is not left out."""
+def test_evaluation_counts_failed_attempts_as_zero() -> None:
+    """Only outcomes are averaged, and a failed rollout is not left out."""
     groups = [scored("a", 1.0, group_size=2), scored("b", 1.0, 0.5, group_size=2)]
     found = evaluation(domain_results(groups), "eval")
     assert found.by_domain == {"a": 0.5, "b": 0.75}
     assert (found.overall, found.attempts, found.failed) == (0.625, 4, 1)
 
 
-def test_evaluation_of_nothing_is_an_error() -> None:
+def test_evaluation_without_results_is_an_error() -> None:
     """A run whose agents all failed must not look like a model that scores 0."""
     with pytest.raises(Unavailable, match="runner's log"):
         evaluation(domain_results([scored("a", group_size=2)]), "eval")
@@ -262,7 +262,7 @@ def test_result_table_shows_each_domain_and_the_mean() -> None:
         assert to == "to" and float(low) < change < float(high), name
 
 
-def test_a_change_between_different_tasks_has_no_interval() -> None:
+def test_change_between_different_tasks_has_no_interval() -> None:
     """A run of an earlier version measured other tasks: its change has no interval."""
     before, after = measured(qa=[0.0] * 4, code=[0.5] * 4), measured(qa=[1.0] * 4, code=[0.5] * 5)
     rows = table_rows(before, after)
@@ -270,8 +270,8 @@ def test_a_change_between_different_tasks_has_no_interval() -> None:
     assert rows["all"][-2:] == ["-", "-"] and rows["qa"][-1] == "4"
 
 
-def test_an_interval_pairs_a_task_with_itself() -> None:
-    """Tasks that all rise by as much leave little doubt, however different they are."""
+def test_interval_of_a_change_pairs_equal_tasks() -> None:
+    """If all tasks rise equally it is narrow, however different the tasks are."""
     outcomes = [number / 24 for number in range(12)]
     before = measured(qa=outcomes)
     steady = measured(qa=[value + 0.5 for value in outcomes])
@@ -283,9 +283,8 @@ def test_an_interval_pairs_a_task_with_itself() -> None:
     assert widths[0] < 0.8 * widths[1]
 
 
-async def test_a_resumed_run_samples_no_task_before_training(tmp_path: Path) -> None:
-    """The starting weights are gone by then. What was measured counts, be it of other tasks than
-    this version would choose."""
+async def test_resumed_run_repeats_no_evaluation_before_training(tmp_path: Path) -> None:
+    """The starting weights no longer exist. The earlier measurement counts, also of other tasks."""
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     directory.save(replace(STATE, phase="train"))
@@ -328,7 +327,7 @@ def test_sparkline_spans_zero_to_one() -> None:
     assert sparkline([0.0, 2.0, 1.0]) == "▁█▅"
 
 
-async def test_an_etcd_of_our_own_that_cannot_start_ends_the_run_in_its_words(
+async def test_own_etcd_that_cannot_start_ends_the_run_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is immediate and has the cause; the warning about disk space comes before."""

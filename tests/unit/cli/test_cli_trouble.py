@@ -29,19 +29,19 @@ def shown(*looks: scheduler_pb2.GetSchedulerStatusResponse) -> str:
     return console.file.getvalue()
 
 
-def test_run_says_once_why_nothing_is_trained() -> None:
-    """And once more when it has come back."""
+def test_run_reports_a_stall_once() -> None:
+    """And its end once."""
     text = "No group was trained for 5 min: no runner has called for 90 s."
     assert shown(STALLED, STALLED).count(text) == 1
     assert shown(STALLED, WELL, STALLED).count(text) == 2
 
 
 def test_run_names_the_shard_that_is_awaited() -> None:
-    """Training continues without it, so no other line would show it."""
+    """Training continues without it, so no other line shows it."""
     assert "Unreachable: pool shard 1." in shown(AWAY)
 
 
-def test_nothing_is_said_while_all_is_well() -> None:
+def test_run_without_a_stall_reports_none() -> None:
     """Nor before the scheduler has answered."""
     assert troubles(WELL) == {}
     assert troubles(None) == {}
