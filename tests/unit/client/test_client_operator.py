@@ -136,7 +136,7 @@ def group(
 
 
 async def test_tasks_are_submitted_in_bounded_calls(operator: Operator, system: System) -> None:
-    """Any number of tasks goes through, in order; the answer counts the new ones."""
+    """Any number of tasks, in order; the answer counts the new ones."""
     assert await operator.submit(make_tasks(2 * BATCH_TASKS + 1)) == 2 * BATCH_TASKS + 1
     sizes = [len(batch) for batch in system.scheduler.submitted]
     assert sizes == [BATCH_TASKS, BATCH_TASKS, 1]
@@ -144,10 +144,10 @@ async def test_tasks_are_submitted_in_bounded_calls(operator: Operator, system: 
     assert list(submitted) == [f"t{number}" for number in range(2 * BATCH_TASKS + 1)]
 
 
-async def test_a_list_may_be_long_but_not_stand_still(
+async def test_long_list_is_read_while_it_makes_progress(
     operator: Operator, system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no deadline on the whole, which grows with the queue."""
+    """Without a deadline on the whole, which grows with the queue."""
     monkeypatch.setattr(operator_module, "LIST_SILENCE_S", 0.1)
     operator._retry_for_s = 0.0
     system.scheduler.groups = [group("a", "code", common_pb2.GROUP_STATE_TRAINED, 1.0)]
@@ -156,8 +156,8 @@ async def test_a_list_may_be_long_but_not_stand_still(
         await operator.results("test")
 
 
-def test_a_call_is_bounded_in_bytes_too() -> None:
-    """Large payloads make small calls; a task larger than the bound goes alone."""
+def test_submission_calls_are_bounded_in_bytes() -> None:
+    """Large payloads make small calls; a task larger than the bound is sent alone."""
     large = make_tasks(5, payload_bytes=BATCH_BYTES * 2 // 5)
     assert [len(batch) for batch in batches(large)] == [2, 2, 1]
     assert [len(batch) for batch in batches(make_tasks(2, payload_bytes=2 * BATCH_BYTES))] == [1, 1]
@@ -165,7 +165,7 @@ def test_a_call_is_bounded_in_bytes_too() -> None:
 
 
 async def test_results_are_mean_outcomes_per_domain(operator: Operator, system: System) -> None:
-    """Only outcomes count; what was given up counts as 0, what still runs not at all."""
+    """Only outcomes count; a failed rollout counts as 0, a running one does not count."""
     evaluated = common_pb2.GROUP_STATE_EVALUATED
     tombstoned = common_pb2.GROUP_STATE_TOMBSTONED
     system.scheduler.groups = [
@@ -185,10 +185,10 @@ async def test_results_are_mean_outcomes_per_domain(operator: Operator, system: 
     assert await operator.results("other") == []
 
 
-async def test_a_tag_is_followed_until_all_its_groups_ended(
+async def test_tag_is_followed_until_all_its_groups_are_settled(
     operator: Operator, system: System
 ) -> None:
-    """Each look is told; groups that were given up have ended too, and sampled nothing."""
+    """Each look is reported; tombstoned groups are settled too, without samples."""
     pending, tombstoned = common_pb2.GROUP_STATE_PENDING, common_pb2.GROUP_STATE_TOMBSTONED
     system.scheduler.groups = [group("a", "sums", pending), group("b", "sums", tombstoned)]
     seen: list[int] = []
@@ -213,8 +213,10 @@ async def test_a_tag_is_followed_until_all_its_groups_ended(
     assert (sums.min_weight_version, sums.max_weight_version) == (-1, -1)
 
 
-async def test_tail_goes_on_where_a_trainer_broke_off(operator: Operator, system: System) -> None:
-    """A restarted trainer is asked for what comes after the last step seen."""
+async def test_step_tail_continues_after_a_trainer_restart(
+    operator: Operator, system: System
+) -> None:
+    """From the step after the last one received."""
     steps = []
     async for metrics in operator.tail(after_step=3):
         steps.append(metrics.step)
@@ -224,10 +226,8 @@ async def test_tail_goes_on_where_a_trainer_broke_off(operator: Operator, system
     assert system.trainer.asked == [3, 5, 7]
 
 
-async def test_tail_ends_with_an_error_that_waiting_cannot_mend(
-    operator: Operator, system: System
-) -> None:
-    """Whoever may not watch is told so, once."""
+async def test_step_tail_ends_with_a_permanent_error(operator: Operator, system: System) -> None:
+    """For example a refused token, once."""
     system.trainer.ending = grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(PermissionDenied):
         async for _ in operator.tail():

@@ -29,8 +29,8 @@ class HangingPool:
         yield pool_pb2.FetchTrajectoriesResponse()
 
 
-async def test_shard_that_hangs_in_a_fetch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export that waited for ever would say nothing of why."""
+async def test_fetch_from_a_hung_shard_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that waited for ever would not give the reason."""
     monkeypatch.setattr("forge.client.pool.Remote", HangingPool)
     monkeypatch.setattr("forge.client.pool.CALL_S", 0.01)
     reader: Any = PoolReader

@@ -49,23 +49,23 @@ async def attempt_against(
     )
 
 
-async def test_a_passing_failure_is_tried_again_after_growing_pauses() -> None:
-    """Each pause is about twice the one before, jittered."""
+async def test_temporary_failure_is_retried_after_growing_pauses() -> None:
+    """Each pause is about twice the one before, with jitter."""
     clock = Clock()
     assert await attempt_against(clock, *[Unavailable("away")] * 4) == "done"
     for pause_s, nominal_s in zip(clock.pauses_s, (0.05, 0.1, 0.2, 0.4), strict=True):
         assert 0.5 * nominal_s <= pause_s <= 1.5 * nominal_s
 
 
-async def test_the_servers_hint_decides_the_pause() -> None:
-    """Who said when to come back is taken at their word."""
+async def test_retry_pause_is_the_servers_hint() -> None:
+    """If the server gives one."""
     clock = Clock()
     await attempt_against(clock, ResourceExhausted("full", retry_after_s=3.0))
     assert clock.pauses_s == [3.0]
 
 
-async def test_what_cannot_succeed_later_ends_it_at_once() -> None:
-    """A wrong field stays wrong: no second attempt."""
+async def test_permanent_error_is_not_retried() -> None:
+    """An invalid field stays invalid."""
     clock = Clock()
     with pytest.raises(InvalidArgument):
         await attempt_against(clock, InvalidArgument("wrong"))
@@ -73,15 +73,15 @@ async def test_what_cannot_succeed_later_ends_it_at_once() -> None:
 
 
 async def test_only_the_named_errors_are_retried() -> None:
-    """A call that is not idempotent leaves out those whose outcome is unknown."""
+    """A call that is not idempotent omits errors with an unknown outcome."""
     clock = Clock()
     with pytest.raises(DeadlineExceeded):
         await attempt_against(clock, DeadlineExceeded("late"), retry_on=(Unavailable,))
     assert clock.pauses_s == []
 
 
-async def test_it_gives_up_when_time_is_up() -> None:
-    """No attempt begins after the limit; the last error is the one raised."""
+async def test_retry_ends_at_its_time_limit() -> None:
+    """No attempt begins after the limit; the last error is raised."""
     clock = Clock()
     with pytest.raises(Unavailable):
         await attempt_against(clock, *[Unavailable("away")] * 100, retry_for_s=5.0)

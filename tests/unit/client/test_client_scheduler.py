@@ -89,8 +89,8 @@ async def renew(client: SyncScheduler) -> list[str]:
     return list(response.lost)
 
 
-async def test_leader_answers_a_thread() -> None:
-    """The standbys are left alone."""
+async def test_scheduler_call_from_a_thread_reaches_the_leader() -> None:
+    """Not the standbys."""
     leader, standby = Scheduler(), Scheduler()
     async with schedulers(leader, standby) as client:
         assert await renew(client) == ["t0:0:0"]
@@ -99,13 +99,13 @@ async def test_leader_answers_a_thread() -> None:
 
 @pytest.mark.parametrize("before", [None, Scheduler(Unavailable("does not lead any more"))])
 async def test_thread_finds_the_next_leader_by_itself(before: Scheduler | None) -> None:
-    """Discovery, which belongs to the event loop, still shows the leader before."""
+    """Discovery, which belongs to the event loop, still shows the earlier leader."""
     async with schedulers(before, Scheduler(Unavailable("stands by")), Scheduler()) as client:
         assert await renew(client) == ["t0:0:0"]
 
 
 async def test_refusal_by_the_leader_is_final() -> None:
-    """No other scheduler accepts the same call either."""
+    """No other scheduler would accept the call."""
     standby = Scheduler()
     async with schedulers(Scheduler(InvalidArgument("lease_ids")), standby) as client:
         with pytest.raises(InvalidArgument, match="lease_ids"):
@@ -113,8 +113,8 @@ async def test_refusal_by_the_leader_is_final() -> None:
     assert standby.calls.empty()
 
 
-async def test_without_a_leader_its_own_error_comes_back() -> None:
-    """The one of the scheduler that led last; with no scheduler known, that."""
+async def test_call_without_a_leader_raises_the_last_leaders_error() -> None:
+    """Or, with no scheduler known, that."""
     async with schedulers(Scheduler(DeadlineExceeded("first")), Scheduler(Unavailable("b"))) as one:
         with pytest.raises(DeadlineExceeded, match="first"):
             await renew(one)
@@ -123,8 +123,8 @@ async def test_without_a_leader_its_own_error_comes_back() -> None:
             await renew(none)
 
 
-async def test_closing_ends_a_call_that_waits() -> None:
-    """A process that ends does not wait for a scheduler that hangs."""
+async def test_closing_ends_a_waiting_call() -> None:
+    """A process that ends does not wait for a hung scheduler."""
     silent = Scheduler()
     silent.silent = True
     async with schedulers(silent) as client:

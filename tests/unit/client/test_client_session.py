@@ -102,8 +102,8 @@ def environment(gateway: ScriptedGateway) -> dict[str, str]:
     }
 
 
-async def test_a_chat_returns_the_whole_answer(gateway: ScriptedGateway, connected: Any) -> None:
-    """The answer carries the message to append and the counts of its turn."""
+async def test_chat_returns_the_whole_answer(gateway: ScriptedGateway, connected: Any) -> None:
+    """With the message to append and the counts of its turn."""
     async with connected() as session:
         answer = await session.chat(QUESTION, max_tokens=16)
     assert answer.text == "it is 4"
@@ -127,10 +127,8 @@ async def test_tool_calls_arrive_in_openai_shape(gateway: ScriptedGateway, conne
     assert gateway.session("token").tools == [[tool], [tool]]
 
 
-async def test_a_stream_yields_text_then_the_answer(
-    gateway: ScriptedGateway, connected: Any
-) -> None:
-    """Text comes in pieces; the last item is the whole answer."""
+async def test_stream_yields_text_then_the_answer(gateway: ScriptedGateway, connected: Any) -> None:
+    """Text in pieces; the last item is the whole answer."""
     async with connected() as session:
         pieces = [piece async for piece in session.stream(QUESTION)]
     assert pieces[:-1] == ["it", "is", "4"]
@@ -141,7 +139,7 @@ async def test_a_stream_yields_text_then_the_answer(
 async def test_generate_takes_and_returns_token_ids(
     gateway: ScriptedGateway, connected: Any
 ) -> None:
-    """Ids go in and come out with log-prob and weight version, one entry per token."""
+    """With log-prob and weight version, one entry per token."""
     async with connected() as session:
         sampled = await session.generate([5, 70_000, 2])
     assert list(sampled.ids) == [5, 70_000, 2]
@@ -150,8 +148,8 @@ async def test_generate_takes_and_returns_token_ids(
     assert sampled.finish_reason == "length"
 
 
-async def test_a_normal_end_seals_the_trajectory(gateway: ScriptedGateway, connected: Any) -> None:
-    """Leaving the block closes the session with what was annotated."""
+async def test_normal_end_seals_the_trajectory(gateway: ScriptedGateway, connected: Any) -> None:
+    """Leaving the block closes the session with its annotations."""
     async with connected() as session:
         await session.chat(QUESTION)
         await session.annotate(reward_event("solved", 1.0))
@@ -159,10 +157,8 @@ async def test_a_normal_end_seals_the_trajectory(gateway: ScriptedGateway, conne
     assert gateway.session("token").reward("solved") == 1.0
 
 
-async def test_an_exception_abandons_the_trajectory(
-    gateway: ScriptedGateway, connected: Any
-) -> None:
-    """What an agent did not finish is never trained on; the record says why."""
+async def test_exception_abandons_the_trajectory(gateway: ScriptedGateway, connected: Any) -> None:
+    """An unfinished trajectory is never trained; the record has the reason."""
     with pytest.raises(ZeroDivisionError):
         async with connected():
             raise ZeroDivisionError("by zero")
@@ -170,23 +166,23 @@ async def test_an_exception_abandons_the_trajectory(
     assert (session.state, session.reason) == ("abandoned", "ZeroDivisionError: by zero")
 
 
-async def test_a_session_from_the_environment_is_left_to_its_runner(
+async def test_session_from_the_environment_is_closed_by_its_runner(
     gateway: ScriptedGateway, client: Any
 ) -> None:
-    """A program that a runner started neither seals nor abandons: the runner scores it first."""
+    """A program of a runner neither seals nor abandons: the runner scores it first."""
     async with client.from_env(environment(gateway)) as session:
         await session.chat(QUESTION)
     assert gateway.session("token").state == "open"
 
 
-def test_a_missing_variable_is_named(client: Any) -> None:
-    """Started by hand, a program is told which variable it lacks and who sets it."""
+def test_missing_variable_is_named(client: Any) -> None:
+    """The error says that a runner sets it."""
     with pytest.raises(ConfigError, match=r"FORGE_SESSION_TOKEN .*forge agents run"):
         client.from_env({"FORGE_GRPC_ADDR": "127.0.0.1:1"})
 
 
-async def test_a_busy_gateway_is_asked_again(gateway: ScriptedGateway, connected: Any) -> None:
-    """Overload and restarts are waited out, as told by the error tree."""
+async def test_busy_gateway_is_retried(gateway: ScriptedGateway, connected: Any) -> None:
+    """Overload and restarts, by the classes of the error tree."""
     gateway.failures += [
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls wait"),
         (grpc.StatusCode.UNAVAILABLE, "draining"),
@@ -196,28 +192,28 @@ async def test_a_busy_gateway_is_asked_again(gateway: ScriptedGateway, connected
     assert len(gateway.session("token").requests) == 1
 
 
-async def test_a_wrong_token_is_not_tried_again(gateway: ScriptedGateway, connected: Any) -> None:
-    """An error that waiting cannot mend comes back at once, as its own type."""
+async def test_wrong_token_is_not_retried(gateway: ScriptedGateway, connected: Any) -> None:
+    """A permanent error is raised at once, as its own type."""
     gateway.failures += [(grpc.StatusCode.UNAUTHENTICATED, "expired")] * 2
     with pytest.raises(Unauthenticated, match="expired"):
         await connected().open()
     assert len(gateway.failures) == 1
 
 
-async def test_too_few_recorded_turns_refuse_to_seal(
+async def test_session_with_missing_turns_is_not_sealed(
     gateway: ScriptedGateway, connected: Any
 ) -> None:
-    """Turns that were answered but not recorded must not be sealed away."""
+    """Answered turns that were not recorded must not be sealed away."""
     async with connected() as session:
         await session.chat(QUESTION)
         with pytest.raises(FailedPrecondition, match="only 1 turns"):
             await session.close(min_turns=2)
 
 
-async def test_a_content_part_that_is_no_text_is_refused(
+async def test_content_part_that_is_no_text_is_refused(
     gateway: ScriptedGateway, connected: Any
 ) -> None:
-    """Parts of text are joined; anything else is told by its type."""
+    """Parts of text are joined; any other part is named by its type."""
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
     async with connected() as session:
@@ -227,8 +223,10 @@ async def test_a_content_part_that_is_no_text_is_refused(
     assert gateway.session("token").requests == [[{"role": "user", "content": "ab"}]]
 
 
-async def test_calls_of_sub_agents_run_at_once(gateway: ScriptedGateway, connected: Any) -> None:
-    """One session carries any number of calls in flight; none waits for another's answer."""
+async def test_calls_of_sub_agents_run_in_parallel(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
+    """One session has any number of running calls; none waits for another's answer."""
     meeting = asyncio.Barrier(3)
 
     async def meet(token: str, messages: list[Message]) -> Message:
@@ -241,10 +239,8 @@ async def test_calls_of_sub_agents_run_at_once(gateway: ScriptedGateway, connect
         assert [answer.text for answer in await asyncio.gather(*asked)] == ["a", "b", "c"]
 
 
-async def test_a_stream_that_is_closed_aborts_its_turn(
-    gateway: ScriptedGateway, connected: Any
-) -> None:
-    """Who reads no further makes the gateway sample no further."""
+async def test_closed_stream_aborts_its_turn(gateway: ScriptedGateway, connected: Any) -> None:
+    """The gateway samples no further."""
     gateway.hold_after_first_word = True
     async with connected() as session:
         async with aclosing(session.stream(QUESTION)) as pieces:
@@ -252,8 +248,8 @@ async def test_a_stream_that_is_closed_aborts_its_turn(
         await gateway.aborted.wait()
 
 
-async def test_a_misspelled_option_is_named(connected: Any) -> None:
-    """What no turn has is an error of the caller's, not silently nothing."""
+async def test_misspelled_option_is_named(connected: Any) -> None:
+    """It is an error of the caller, not ignored."""
     async with connected() as session:
         with pytest.raises(TypeError, match="max_token"):
             await session.chat(QUESTION, max_token=5)
@@ -282,7 +278,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"credentials": credentials, "folder": folder}
 
 
-async def test_a_client_certificate_opens_a_gateway_that_demands_one(
+async def test_client_certificate_is_accepted_by_a_gateway_with_mutual_tls(
     client: Any, authority: dict[str, Any]
 ) -> None:
     """Mutual TLS from the environment: with the certificate a turn, without it an error."""
@@ -313,9 +309,7 @@ async def test_a_client_certificate_opens_a_gateway_that_demands_one(
         ({"tls_ca": "no-such.pem"}, "tls_ca = 'no-such.pem': No such file"),
     ],
 )
-def test_tls_files_that_do_not_go_together_are_named(
-    client: Any, files: dict[str, str], said: str
-) -> None:
-    """A wrong file is told before anything is called."""
+def test_mismatched_tls_files_are_named(client: Any, files: dict[str, str], said: str) -> None:
+    """Before any call."""
     with pytest.raises(ConfigError, match=said):
         client.connect("127.0.0.1:1", "token", **files)

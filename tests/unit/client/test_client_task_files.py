@@ -15,8 +15,8 @@ from forge.v1 import common_pb2
 DEFAULTS = common_pb2.Task(domain="qa", scaffold="blackbox", group_size=4)
 
 
-def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
-    """Empty lines are none."""
+def test_task_line_overrides_the_options(tmp_path: Path) -> None:
+    """Empty lines are no tasks."""
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"payload": {"q": 1}}\n\n{"payload": {}, "domain": "code", "group_size": 2}\n')
     plain, other = read_tasks(file, DEFAULTS)
@@ -24,7 +24,7 @@ def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
     assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
 
 
-def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
+def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
     """Texts from the web hold separators of their own."""
     prompt = "one\u2028two\x85three"
     file = tmp_path / "tasks.jsonl"
@@ -52,8 +52,8 @@ def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
         ('{"payload": {}, "scaffold": "a b"}', "scaffold 'a b' must be 1 to 64 of "),
     ],
 )
-def test_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    """File, line, field and value, before anything is submitted."""
+def test_wrong_task_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    """File, line, field and value, before any submission."""
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"payload": {}}\n' + line + "\n")
     with pytest.raises(InvalidArgument, match=f"tasks.jsonl, line 2:? {re.escape(said)}"):
@@ -61,21 +61,21 @@ def test_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 
 
 def test_file_without_a_task_is_named(tmp_path: Path) -> None:
-    """Blank lines are none."""
+    """Blank lines are no tasks."""
     file = tmp_path / "empty.jsonl"
     file.write_text("\n\n")
     with pytest.raises(InvalidArgument, match=r"empty\.jsonl holds no task"):
         read_tasks(file, common_pb2.Task())
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """In one line, as the system says it."""
+def test_missing_task_file_is_named(tmp_path: Path) -> None:
+    """In one line, with the system's error."""
     with pytest.raises(InvalidArgument, match=r"none\.jsonl: No such file or directory"):
         read_tasks(tmp_path / "none.jsonl", DEFAULTS)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """But for what the reader gives: id, tag and purpose."""
+def test_written_task_file_is_read_back(tmp_path: Path) -> None:
+    """Except id, tag and purpose, which the reader sets."""
     task = common_pb2.Task(
         domain="code", scaffold="whitebox", group_size=2, difficulty=0.5, priority=3,
         payload_json='{"q": "é\u2028"}',
