@@ -20,7 +20,7 @@ from services.inference.config import InferenceConfig
         ("block_tokens", "kv.block_tokens"),
     ],
 )
-def test_a_flat_key_is_refused_with_its_place_in_a_table(flat: str, nested: str) -> None:
+def test_flat_key_is_refused_with_its_place_in_a_table(flat: str, nested: str) -> None:
     """One line names the new key, for a flag and for a variable."""
     variable = f"FORGE_{flat.upper()}"
     for argv, environ in (([f"--{flat}=3"], {}), ([], {variable: "3"})):

@@ -100,8 +100,8 @@ async def harness(*workers: Instance, **options: Any) -> Harness:
     return made
 
 
-async def test_a_prefix_goes_where_it_is_cached() -> None:
-    """Two prompts settle on two workers, and their follow-ups find them again."""
+async def test_requests_go_to_the_worker_with_their_prefix() -> None:
+    """Two prompts settle on two workers, and their follow-ups go there again."""
     router = await harness(announced("p0", "prefill"), announced("p1", "prefill"), DECODE)
     first = await router.actor.receive(PlacePrefill(ids=PROMPT))
     second = await router.actor.receive(PlacePrefill(ids=OTHER))
@@ -114,8 +114,8 @@ async def test_a_prefix_goes_where_it_is_cached() -> None:
     assert await router.prefill(OTHER + ids(7)) == second.worker.instance_id
 
 
-async def test_load_beats_locality_in_the_end() -> None:
-    """One hot prefix does not draw everything to one decode worker."""
+async def test_load_outweighs_a_cached_prefix() -> None:
+    """One hot prefix does not draw every request to one decode worker."""
     router = await harness(announced("d0", "decode"), announced("d1", "decode"))
     placed = [await router.actor.receive(PlaceDecode(ids=PROMPT)) for _ in range(16)]
     first = placed[0]
@@ -125,8 +125,8 @@ async def test_load_beats_locality_in_the_end() -> None:
     assert min(counts) >= 8
 
 
-async def test_a_worker_that_failed_is_left_alone_for_a_while() -> None:
-    """After a failure the other one is asked; alone, nobody is, until time has passed."""
+async def test_failed_worker_is_avoided_for_a_while() -> None:
+    """The other one is chosen; without another none is, until time has passed."""
     router = await harness(announced("d0", "decode"), announced("d1", "decode"))
     placement = await router.actor.receive(PlaceDecode(ids=PROMPT))
     await router.actor.receive(Failed(placement=placement, dead=True))
@@ -139,15 +139,15 @@ async def test_a_worker_that_failed_is_left_alone_for_a_while() -> None:
     await router.actor.receive(PlaceDecode(ids=PROMPT))
 
 
-async def test_nothing_is_prefilled_that_nobody_can_decode() -> None:
+async def test_prompt_is_not_prefilled_without_a_decode_worker() -> None:
     """Without a decode worker a prompt is not placed for prefill either."""
     router = await harness(announced("p0", "prefill"))
     with pytest.raises(Unavailable, match="decode"):
         await router.actor.receive(PlacePrefill(ids=PROMPT))
 
 
-async def test_a_restarted_worker_is_asked_at_once() -> None:
-    """The same instance under a new address is a new worker, with nothing cached."""
+async def test_restarted_worker_is_used_at_once() -> None:
+    """The same instance under a new address is a new worker, with an empty cache."""
     router = await harness(announced("d0", "decode"))
     placement = await router.actor.receive(PlaceDecode(ids=PROMPT))
     await router.actor.receive(Failed(placement=placement, dead=True))
@@ -157,16 +157,17 @@ async def test_a_restarted_worker_is_asked_at_once() -> None:
     assert again.worker.cached.tokens == 0
 
 
-async def test_a_refusal_is_not_a_death() -> None:
-    """A worker that answers with an error of ours is asked again at once."""
+async def test_worker_that_refuses_is_not_avoided() -> None:
+    """After a Forge error it is chosen again at once."""
     router = await harness(announced("p0", "prefill"), DECODE)
     placement = await router.actor.receive(PlacePrefill(ids=PROMPT))
     await router.actor.receive(Failed(placement=placement, dead=False))
     assert (await router.actor.receive(PlacePrefill(ids=PROMPT))).worker.instance_id == "p0"
 
 
-async def test_the_line_is_bounded_and_moves() -> None:
-    """Beyond capacity requests wait, beyond the limit they are refused; a leaver lets one in."""
+async def test_router_queue_is_bounded() -> None:
+    """Beyond capacity requests wait, beyond the limit they are refused; an ended request admits
+    one."""
     router = await harness(announced("d0", "decode", capacity="1"), queue_limit=2)
     admitted = [await router.actor.receive(Admit()) for _ in range(MIN_ADMITTED)]
     waiting = [await router.actor.receive(Admit()) for _ in range(2)]
@@ -180,8 +181,8 @@ async def test_the_line_is_bounded_and_moves() -> None:
     assert not waiting[1].granted.done()
 
 
-async def test_who_leaves_the_line_takes_no_place() -> None:
-    """A caller that gave up while waiting neither blocks the line nor holds a slot."""
+async def test_cancelled_request_takes_no_place_in_the_queue() -> None:
+    """It neither blocks the queue nor holds a slot."""
     router = await harness(announced("d0", "decode", capacity="1"))
     admitted = [await router.actor.receive(Admit()) for _ in range(MIN_ADMITTED)]
     gave_up = await router.actor.receive(Admit())
@@ -192,8 +193,8 @@ async def test_who_leaves_the_line_takes_no_place() -> None:
     assert waiting.granted.done()
 
 
-async def test_who_waits_when_the_line_is_given_up_is_told() -> None:
-    """An actor that crashes or stops leaves nobody waiting, nor taken for one who left."""
+async def test_waiting_requests_fail_when_the_router_stops() -> None:
+    """After a crash or a stop no request waits for ever, nor counts as cancelled."""
     router = await harness(announced("d0", "decode", capacity="1"), queue_limit=3)
     for _ in range(MIN_ADMITTED):
         await router.actor.receive(Admit())
@@ -204,8 +205,8 @@ async def test_who_waits_when_the_line_is_given_up_is_told() -> None:
         await waiting.granted
 
 
-async def test_more_decode_capacity_lets_more_in() -> None:
-    """A decode worker that joins serves those who wait."""
+async def test_joining_decode_worker_admits_waiting_requests() -> None:
+    """It serves the requests in the queue."""
     small = announced("d0", "decode", capacity="1")
     router = await harness(small, queue_limit=100)
     admissions = [await router.actor.receive(Admit()) for _ in range(40)]
@@ -214,8 +215,8 @@ async def test_more_decode_capacity_lets_more_in() -> None:
     assert all(one.granted.done() for one in admissions)
 
 
-async def test_the_report_counts_what_went_through() -> None:
-    """Versions, load, computed and cached tokens, and tokens per second over the window."""
+async def test_router_report_counts_versions_load_and_tokens() -> None:
+    """Computed and cached tokens, and tokens per second over the window."""
     router = await harness(
         announced("p0", "prefill", version=3), announced("d0", "decode", version=2)
     )
@@ -238,8 +239,8 @@ async def test_the_report_counts_what_went_through() -> None:
     assert (await router.actor.receive(Report())).sampled_tokens_per_s == 0
 
 
-def test_new_weights_empty_what_a_worker_is_thought_to_cache() -> None:
-    """The worker emptied its cache with the swap; the router must not count on it."""
+def test_new_weights_clear_the_routers_view_of_a_cache() -> None:
+    """The worker cleared its cache at the swap."""
     fleet = Fleet()
     fleet.update([announced("p0", "prefill", version=1)])
     worker = fleet.workers["p0"]
@@ -249,8 +250,8 @@ def test_new_weights_empty_what_a_worker_is_thought_to_cache() -> None:
     assert worker.cached.tokens == 0
 
 
-def test_a_worker_that_left_is_reported_once() -> None:
-    """It is gone from the fleet, and an unchanged fleet reports nothing."""
+def test_leaving_worker_is_reported_once() -> None:
+    """An unchanged fleet reports nothing."""
     fleet = Fleet()
     fleet.update([announced("p0", "prefill"), announced("d0", "decode")])
     gone = fleet.update([announced("d0", "decode")])

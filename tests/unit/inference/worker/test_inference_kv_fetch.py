@@ -81,13 +81,13 @@ async def fetched_from(prefill: Prefill) -> KvSpan | None:
 
 
 @pytest.mark.parametrize("slices", [True, False])
-async def test_a_hand_off_arrives_whole(slices: bool) -> None:
+async def test_kv_hand_off_arrives_whole(slices: bool) -> None:
     """In slices, and from an instance of an earlier release in chunks."""
     assert await fetched_from(Prefill(slices=slices)) == SPAN
 
 
 @pytest.mark.parametrize("messages", [0, 1])
-async def test_a_silent_prefill_instance_is_given_up(messages: int) -> None:
-    """As one that is gone: UNAVAILABLE, so that the router prefills elsewhere."""
+async def test_silent_prefill_worker_is_unavailable(messages: int) -> None:
+    """So that the router prefills elsewhere."""
     with pytest.raises(Unavailable, match="sent nothing for 1 s"):
         await fetched_from(Prefill(hangs_after=messages))

@@ -56,9 +56,9 @@ class Context:
         raise Unavailable(f"{address} is of no use here")
 
 
-async def test_a_worker_that_has_just_started_asks_its_peers_first() -> None:
-    """Weights that are announced before the peers are known wait for them; the trainer is asked
-    when no peer could give any."""
+async def test_started_worker_fetches_weights_from_its_peers_first() -> None:
+    """Weights announced before the peers are known wait for them; the trainer is asked if no peer
+    has any."""
     context = Context()
     follower = WeightFollower(cast(Any, context), cast(Any, None), policy="default")
     following = asyncio.create_task(follower.run())

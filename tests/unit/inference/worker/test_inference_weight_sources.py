@@ -23,8 +23,8 @@ async def serving(*sources: Source) -> AsyncIterator[list[str]]:
             await source.stop()
 
 
-async def test_a_source_that_accepts_and_sends_nothing_is_given_up() -> None:
-    """Every worker takes the weights from the trainer after a hung peer, without a restart."""
+async def test_hung_weight_source_is_replaced() -> None:
+    """Every worker fetches the weights from the trainer after a hung peer, without a restart."""
     hung, trainer = Source(hangs_after=0), Source()
     trainer.held[1] = FIRST
     async with serving(hung, trainer) as (hung_at, trainer_at):
@@ -38,7 +38,7 @@ async def test_a_source_that_accepts_and_sends_nothing_is_given_up() -> None:
     assert hung.requests
 
 
-async def test_the_next_source_continues_where_a_silent_one_stopped() -> None:
+async def test_next_source_continues_where_a_silent_one_stopped() -> None:
     """Bytes received before the silence are not fetched again."""
     halting, trainer = Source(hangs_after=1), Source()
     halting.held[1] = trainer.held[1] = FIRST
@@ -51,8 +51,8 @@ async def test_the_next_source_continues_where_a_silent_one_stopped() -> None:
     assert trainer.requests[0].from_byte == 1 << 20
 
 
-async def test_wrong_bytes_of_a_silent_source_do_not_spoil_the_next() -> None:
-    """After a wrong digest each source begins anew, so one of them alone is enough."""
+async def test_wrong_bytes_of_a_silent_source_do_not_affect_the_next() -> None:
+    """After a wrong digest each source starts again, so one of them alone is enough."""
     wrong, trainer = Source(hangs_after=1), Source()
     wrong.held[1] = {"a": bytes(len(FIRST["a"])), "b": FIRST["b"]}
     trainer.held[1] = FIRST
@@ -65,7 +65,7 @@ async def test_wrong_bytes_of_a_silent_source_do_not_spoil_the_next() -> None:
     assert trainer.requests[-1].from_byte == 0
 
 
-async def test_a_source_that_failed_is_asked_last() -> None:
+async def test_failed_source_is_tried_last() -> None:
     """For a minute after a failure every other source comes first."""
     hung, trainer = Source(hangs_after=0), Source()
     trainer.held |= {1: FIRST, 2: SECOND}
@@ -81,7 +81,7 @@ async def test_a_source_that_failed_is_asked_last() -> None:
     assert [request.weight_version for request in hung.requests] == [1]
 
 
-async def test_a_worker_whose_sources_all_hang_says_so_and_takes_the_next_version() -> None:
+async def test_worker_reports_hung_sources_and_takes_the_next_version() -> None:
     """Its metadata names version, source and reason until newer weights are in service."""
     hung, next_trainer = Source(hangs_after=0), Source()
     next_trainer.held[2] = SECOND
@@ -98,7 +98,7 @@ async def test_a_worker_whose_sources_all_hang_says_so_and_takes_the_next_versio
 
 
 async def test_newer_weights_end_the_search_for_a_version() -> None:
-    """Between two sources the worker turns to the newest version announced."""
+    """Between two sources the worker turns to the newest announced version."""
     hung, other, trainer = Source(hangs_after=0), Source(hangs_after=0), Source()
     trainer.held[2] = SECOND
     async with serving(hung, other, trainer) as (hung_at, other_at, trainer_at):
@@ -116,8 +116,8 @@ async def test_newer_weights_end_the_search_for_a_version() -> None:
     assert len(hung.requests) + len(other.requests) == 1
 
 
-async def test_a_slow_source_is_not_given_up() -> None:
-    """A stream may last longer than the deadline, which is for each message."""
+async def test_slow_source_is_not_replaced() -> None:
+    """A stream may last longer than the deadline, which applies to each message."""
     slow = Source(pause_s=0.1)
     slow.held[1] = {f"t{n}": bytes([n]) for n in range(12)}
     async with serving(slow) as (slow_at,):

@@ -29,8 +29,8 @@ def holds(row: SlabRow, mark: float) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_sequence_ever_loses_or_mixes_its_contents(seed: int) -> None:
-    """Through 400 random joins, growths and leaves every row reads what was written to it."""
+def test_kv_slabs_keep_every_sequence_intact(seed: int) -> None:
+    """Through 400 random joins, growths and leaves every row reads its own values."""
     rng = random.Random(seed)
     all_slabs = slabs()
     marks: dict[SlabRow, float] = {}
@@ -60,8 +60,8 @@ def test_no_sequence_ever_loses_or_mixes_its_contents(seed: int) -> None:
     assert all_slabs.bytes == 0
 
 
-def test_the_byte_bound_holds() -> None:
-    """Joins are refused once memory is full; leaving makes room again."""
+def test_kv_slabs_stay_within_their_byte_bound() -> None:
+    """Joins are refused once memory is full; a leave makes room again."""
     small = slabs(capacity_tokens=4 * 256)
     rows = [SlabRow() for _ in range(5)]
     placed = [small.add(row, tokens=10, expected_tokens=200) for row in rows]
@@ -71,8 +71,8 @@ def test_the_byte_bound_holds() -> None:
     assert small.bytes <= 4 * 256 * SHAPE.token_bytes
 
 
-def test_a_long_expectation_is_no_reason_to_refuse() -> None:
-    """A sequence that may get long starts in a small class when only that has room."""
+def test_long_expected_sequence_starts_in_a_small_class() -> None:
+    """If only that class has room."""
     small = slabs(capacity_tokens=64)
     row = SlabRow()
     assert small.add(row, tokens=10, expected_tokens=1000)
@@ -81,7 +81,7 @@ def test_a_long_expectation_is_no_reason_to_refuse() -> None:
 
 
 def test_unused_rows_of_one_class_make_room_for_another() -> None:
-    """Rows that nobody uses are given back before a join is refused."""
+    """Unused rows are freed before a join is refused."""
     small = slabs(capacity_tokens=4 * 256 + 512)
     short = [SlabRow() for _ in range(4)]
     for row in short:
