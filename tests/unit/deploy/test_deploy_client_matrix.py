@@ -11,8 +11,8 @@ from tests.clients import (
 from tests.support.clients.matrix import documented, table_of
 
 
-def test_the_table_of_clients_is_what_the_tests_show() -> None:
-    """Each client and protocol: whether whole, streamed and with tools, nothing more or less."""
+def test_client_table_in_the_docs_matches_the_tests() -> None:
+    """For each client and protocol: whole, streamed and with tools."""
     agents = test_clients_agents
     rows = [
         *(client.row for client in test_clients_conversations.CLIENTS),

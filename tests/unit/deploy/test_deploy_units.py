@@ -50,8 +50,8 @@ def analyze(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @needs_systemd
-def test_units_verify_without_a_word_on_stderr(installed: Path) -> None:
-    """systemd-analyze verify says nothing: it warns of unknown keys and still returns 0."""
+def test_units_verify_without_output_on_stderr(installed: Path) -> None:
+    """systemd-analyze verify warns of unknown keys and still returns 0."""
     names = [unit.name.replace("@.", "@1.") for unit in UNITS]
     verified = analyze("verify", *(f"./{name}" for name in names), cwd=installed)
     assert (verified.returncode, verified.stderr) == (0, "")
@@ -59,7 +59,7 @@ def test_units_verify_without_a_word_on_stderr(installed: Path) -> None:
 
 @needs_systemd
 def test_units_with_the_documented_drop_ins_verify(installed: Path, tmp_path: Path) -> None:
-    """TLS, where etcd has a certificate and no password of a service, and shared checkpoints."""
+    """TLS, if etcd has a certificate and no password of a service, and shared checkpoints."""
     folder = tmp_path / "units"
     shutil.copytree(installed, folder)
     page = (DEPLOY / "README.md").read_text()
@@ -86,8 +86,8 @@ def test_unit_is_exposed_less_than_three(unit: Path, installed: Path) -> None:
     assert scored.returncode == 0, scored.stdout.splitlines()[-1]
 
 
-def test_every_unit_is_ready_only_when_it_says_so_and_drains_on_stop() -> None:
-    """The common settings; each unit gives the time to drain before SIGKILL, and a watchdog."""
+def test_every_unit_notifies_readiness_and_drains_on_stop() -> None:
+    """The common settings; each unit has the time to drain before SIGKILL, and a watchdog."""
     common = COMMON.read_text().splitlines()
     assert {"Type=notify", "Restart=always", "NoNewPrivileges=yes"} <= {*common}
     assert f"RestartPreventExitStatus={CANNOT_START}" in common
@@ -97,7 +97,7 @@ def test_every_unit_is_ready_only_when_it_says_so_and_drains_on_stop() -> None:
         assert "WatchdogSec=" in text or unit.name == "forge-etcd.service", unit
 
 
-def test_every_service_has_a_user_of_its_own() -> None:
+def test_every_service_has_its_own_user() -> None:
     """No service reads another's data; replicas are pools. sysusers creates each user."""
     users = (DEPLOY / "sysusers.d" / "forge.conf").read_text()
     for unit in SERVICES:
@@ -107,7 +107,7 @@ def test_every_service_has_a_user_of_its_own() -> None:
 
 
 def test_only_units_of_agents_and_feeds_have_no_key_of_the_cluster() -> None:
-    """They have tokens: agents run programs of other people, and a feed only submits."""
+    """They have tokens: agents run other people's programs, and a feed only submits."""
     for unit in SERVICES:
         text = unit.read_text()
         name = unit.name.removesuffix(".service").removesuffix("@")
@@ -117,7 +117,7 @@ def test_only_units_of_agents_and_feeds_have_no_key_of_the_cluster() -> None:
         assert (credential in text) == ("--token-file %d/token" in text) == token, unit
 
 
-def test_the_documented_files_of_tls_are_those_of_forge_certs() -> None:
+def test_documented_tls_files_are_those_of_forge_certs() -> None:
     """A credential of a folder would have another name."""
     page = (DEPLOY / "README.md").read_text()
     for name in (HOST_CERT, HOST_KEY, HOST_CA):
@@ -135,8 +135,8 @@ def test_each_unit_has_a_documented_etcd_password() -> None:
         assert name == "forge-etcd" or (link[1] if link else name) in files, unit
 
 
-def test_the_trainer_may_write_its_checkpoint_before_it_is_killed() -> None:
-    """A model's size decides how long that takes: systemd waits longer than the trainer does."""
+def test_trainer_unit_allows_time_to_write_a_checkpoint() -> None:
+    """A model's size decides the time: systemd waits longer than the trainer does."""
     text = (DEPLOY / "systemd" / "forge-trainer@.service").read_text()
     limit = re.search(r"^TimeoutStopSec=(\d+)min$", text, re.M)
     assert limit is not None
@@ -152,10 +152,10 @@ def test_the_trainer_may_write_its_checkpoint_before_it_is_killed() -> None:
         ("forge-pool-replica@.service", PoolConfig, "data_dir"),
     ],
 )
-def test_an_instances_environment_file_may_move_its_data(
+def test_environment_file_of_an_instance_may_move_its_data(
     unit: str, config_type: type[ServiceConfig], key: str
 ) -> None:
-    """A flag of the unit would win over it."""
+    """A flag of the unit would override it."""
     text = (SYSTEMD / unit).read_text()
     assert text.index("\nEnvironment=") < text.index("\nEnvironmentFile=")
     words = re.findall(r"^Environment=(.*)$", text, re.M)
