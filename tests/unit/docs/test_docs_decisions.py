@@ -26,7 +26,7 @@ def test_decisions_are_numbered_in_order_and_have_status_and_date() -> None:
         assert (path.name[:4], record["number"]) == (f"{number:04}", str(number))
 
 
-def test_the_index_lists_every_decision_with_title_and_date() -> None:
+def test_decision_index_lists_every_decision() -> None:
     """One row each, in order."""
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
     rows = [line for line in index.splitlines() if line.startswith("| ") and "](" in line]

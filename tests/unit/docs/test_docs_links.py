@@ -29,14 +29,14 @@ def pages() -> Iterator[str]:
     yield from (line for line in listed.stdout.splitlines() if (ROOT / line).exists())
 
 
-def test_every_link_to_a_file_leads_to_one() -> None:
+def test_every_link_to_a_file_is_valid() -> None:
     """Relative links of all Markdown files name files of the repository."""
     for page in pages():
         list(links.targets((ROOT / page).read_text(encoding="utf-8"), source=page))
 
 
 def test_every_path_in_the_docs_exists() -> None:
-    """A path in code letters exists; the changelog and decisions may name what is gone."""
+    """A path in code letters exists; the changelog and decisions may name deleted files."""
     history = ("CHANGELOG.md", "docs/decisions/")
     for page in pages():
         if not page.startswith(history):
@@ -44,14 +44,14 @@ def test_every_path_in_the_docs_exists() -> None:
                 assert (ROOT / path).exists(), f"{page} names {path}"
 
 
-def test_a_link_to_no_file_is_an_error() -> None:
+def test_broken_link_is_an_error() -> None:
     """The message names the page and its target."""
     with pytest.raises(links.BrokenLink, match=r"docs/pool.md links \.\./nowhere.md"):
         list(links.targets("See [it](../nowhere.md#there).", source="docs/pool.md"))
 
 
-def test_a_link_is_led_to_the_place_of_its_file_in_the_site() -> None:
-    """A fragment is kept, code is left alone, and a place in a page stands in for its file."""
+def test_links_point_to_the_place_of_their_file_in_the_site() -> None:
+    """A fragment is kept, code is not changed, and a section of a page may stand for a file."""
     text = "[a](README.md#x) [b](../../docs/pool.md) [c](app.py)\n```\n[d](README.md)\n```\n"
     places = {
         "services/pool/README.md": "services/pool.md",
@@ -66,7 +66,7 @@ def test_a_link_is_led_to_the_place_of_its_file_in_the_site() -> None:
     )
 
 
-def test_links_with_a_scheme_and_within_a_page_are_left_alone() -> None:
+def test_links_with_a_scheme_and_within_a_page_are_unchanged() -> None:
     """Only relative paths are links to files."""
     text = "[a](https://example.org/a.md) [b](#here) [c](mailto:a@example.org)"
     assert list(links.targets(text, source=Path("docs/pool.md").as_posix())) == []

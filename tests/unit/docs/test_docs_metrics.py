@@ -11,7 +11,7 @@ _NAMES = re.compile(r"`(forge_[a-z]\w*[a-z])`")
 _OF_HISTOGRAMS = re.compile(r"_(bucket|sum|count)$")
 
 
-def test_the_list_of_metrics_has_every_metric_with_kind_labels_and_meaning() -> None:
+def test_metrics_page_has_every_metric() -> None:
     """Each metric that a module registers has one row."""
     rows = [line.split(" | ") for line in metrics.page().text.splitlines() if line.startswith("|")]
     for name, metric in metrics.registered().items():
@@ -21,7 +21,7 @@ def test_the_list_of_metrics_has_every_metric_with_kind_labels_and_meaning() -> 
         assert len(row[3].removesuffix("|").strip()) > 0, f"{name} has no meaning"
 
 
-def test_the_docs_name_only_metrics_that_exist() -> None:
+def test_docs_name_only_existing_metrics() -> None:
     """A metric that is renamed in the code is renamed in the docs."""
     registered = metrics.registered().keys()
     for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "services").glob("*/README.md")):
