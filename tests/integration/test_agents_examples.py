@@ -53,8 +53,8 @@ def roots(trajectory: common_pb2.Trajectory) -> list[int]:
     return [turn.turn_index for turn in trajectory.turns if turn.parent_turn == NO_PARENT]
 
 
-async def test_sub_agents_at_work_at_once_are_one_tree(examples: Examples) -> None:
-    """Every helper's context begins with all of the lead's plan, stored once for the session."""
+async def test_parallel_sub_agents_are_one_context_tree(examples: Examples) -> None:
+    """Every helper's context begins with the lead's plan, stored once for the session."""
     run = await examples.run("multi_agent.py", "Say SAY[[a blue door]]")
     turns = run.trajectory.turns
     assert run.transcript.answer == "a blue door"

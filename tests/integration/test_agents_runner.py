@@ -174,7 +174,7 @@ async def started(runner: ServiceProcess, children: int) -> list[psutil.Process]
     return await until(found)
 
 
-async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None:
+async def test_every_scaffold_completes_a_group(system: Cluster) -> None:
     """Black box and white box: leased, sampled, scored, sealed, found again by tag."""
     system.start_runner(REWARDED)
     groups = await system.ended(
@@ -190,11 +190,9 @@ async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None
     assert result.mean_outcome == pytest.approx(4 / 6)
 
 
-async def test_a_runner_with_a_token_alone_brings_a_group_to_its_end(
-    system: Cluster, tmp_path: Path
-) -> None:
-    """As on a host without the key: it verifies no entry of the directory, and others need none
-    of its own."""
+async def test_runner_with_only_a_token_completes_a_group(system: Cluster, tmp_path: Path) -> None:
+    """As on a host without the key: it verifies no directory entry, and others need none of its
+    own."""
     token, stack = tmp_path / "token", system.stack
     at = ("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster)
     issue = ("token", "issue", "runner", "--subject", "host", "--out", str(token))
@@ -207,8 +205,8 @@ async def test_a_runner_with_a_token_alone_brings_a_group_to_its_end(
 
 
 async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
-    """`--command` runs a program that knows the OpenAI SDK. What crashes is attempted again: the
-    program succeeds the second time, the reward function never, and its group is given up."""
+    """`--command` runs a program that uses the OpenAI SDK. A crashed attempt is repeated: the
+    program succeeds the second time, the reward function never, and its group is tombstoned."""
     ran = f"{tmp_path}/{{task_id}}"
     crash_once = (
         f"test -e {ran} || {{ touch {ran}; echo no luck >&2; exit 3; }}; "
@@ -228,11 +226,11 @@ async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
     assert (failed["program"]["returncode"], failed["program"]["stderr"]) == (3, ["no luck"])
 
 
-async def test_a_program_that_manages_its_context_is_recorded(
+async def test_program_that_manages_its_context_is_recorded(
     system: Cluster, own_coordinator: Coordinator
 ) -> None:
-    """The white-box example folds twice and answers: five turns, each on record. A program is timed
-    as any agent is: each turn says what it followed, and its tools and its end have their time."""
+    """The white-box example folds twice and answers: five turns, each recorded. A program is timed
+    like any agent: each turn has its predecessor, and its tools and its end have their time."""
     command = f"--command={sys.executable} {EXAMPLES / 'white_box.py'}"
     system.start_runner(REWARDED, command)
     groups = await system.ended(task("folding", size=1))
@@ -245,7 +243,7 @@ async def test_a_program_that_manages_its_context_is_recorded(
     assert found.closing_agent_s > 0
 
 
-async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
+async def test_custom_domain_needs_one_setting(system: Cluster) -> None:
     """The example's domain and its reward function, each named on the command line."""
     system.start_runner(
         "--domains=dice=examples.custom_domain:Dice",
@@ -260,16 +258,16 @@ async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
     assert outcomes(groups["short"]) == [0.25]
 
 
-async def test_a_hopeless_task_is_given_up_at_once(system: Cluster) -> None:
-    """A task that its domain refuses is tombstoned with the reason; one of a domain or scaffold
-    that no runner declares waits (`test_scheduler_abilities.py`)."""
+async def test_impossible_task_is_tombstoned_at_once(system: Cluster) -> None:
+    """A task that its domain refuses is tombstoned with the reason; one of an undeclared domain or
+    scaffold waits (`test_scheduler_abilities.py`)."""
     system.start_runner(REWARDED)
     groups = await system.ended(task("payload", prompt=None))
     assert "payload 'prompt'" in groups["payload"].group.reason
 
 
-async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster) -> None:
-    """The time limit frees the runner; after the last attempt the task says why."""
+async def test_hung_agent_is_attempted_again_then_tombstoned(system: Cluster) -> None:
+    """The time limit frees the runner; after the last attempt the group has the reason."""
     system.start_runner(REWARDED, "--rollout-timeout-s=1", "--command=sleep 600")
     groups = await system.ended(task("sleeper", size=1))
     assert groups["sleeper"].group.state == common_pb2.GROUP_STATE_TOMBSTONED
@@ -277,7 +275,7 @@ async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster)
 
 
 @SHORT_LEASES
-async def test_work_of_a_killed_runner_is_done_by_another(own_system: Cluster) -> None:
+async def test_another_runner_completes_the_work_of_a_killed_one(own_system: Cluster) -> None:
     """kill -9 of a runner in the middle of its rollouts loses no task, and ends its processes."""
     first = own_system.start_runner(REWARDED, "--command=sleep 600")
     tasks = [task(f"t{number}", size=1) for number in range(4)]
@@ -295,7 +293,7 @@ async def test_work_of_a_killed_runner_is_done_by_another(own_system: Cluster) -
 async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     own_system: Cluster, tmp_path: Path
 ) -> None:
-    """It blocks its runner for longer than a lease, and its first attempt counts all the same."""
+    """It blocks its runner for longer than a lease, and its first attempt counts."""
     began, go_on = tmp_path / "began", tmp_path / "go-on"
     domain = "--domains=blocking=tests.support.agents.tasks:BlockingDomain"
     own_system.start_runner(domain, "--concurrency=1")
@@ -319,9 +317,9 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     assert {parse_trajectory_id(each).task_id for each in failed} == {"silent"}
 
 
-async def test_what_runs_passes_to_the_next_leader_at_once(own_system: Cluster) -> None:
-    """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
-    nothing out meanwhile, hears of it all the same."""
+async def test_running_rollouts_pass_to_the_next_leader_at_once(own_system: Cluster) -> None:
+    """kill -9 of the leader long before a claim is due for renewal: the next leader, which leases
+    nothing meanwhile, gets the renewals all the same."""
     own_system.stack.processes["scheduler"].terminate()
     leader = own_system.stack.start_scheduler("first", "--queue.rollout-lease-s=600")
     own_system.start_runner(REWARDED, "--command=sleep 600")
@@ -334,8 +332,8 @@ async def test_what_runs_passes_to_the_next_leader_at_once(own_system: Cluster) 
     await own_system.running(2)
 
 
-async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> None:
-    """A runner that is told to stop finishes what it has, reports it and exits with 0."""
+async def test_sigterm_lets_running_rollouts_end(system: Cluster, tmp_path: Path) -> None:
+    """A stopped runner finishes its rollouts, reports them and exits with 0."""
     go_on = tmp_path / "go-on"
     program = f'{sys.executable} {EXAMPLES / "black_box.py"} "$0"'
     held = f"until test -e {go_on}; do sleep 0.05; done; exec {program}"
@@ -352,8 +350,9 @@ async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> Non
     assert outcomes(groups["slow"]) == [1.0]
 
 
-async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
-    """A runner with another key believes no entry of the cluster, ends with 2 and says why."""
+async def test_key_of_another_cluster_is_one_line(system: Cluster) -> None:
+    """A runner with another key accepts no entry of the cluster, and exits with 2 and the
+    reason."""
     key = system.stack.folder / "another-key"
     Keyring.generate(key)
     runner = system.start_runner(REWARDED, f"--key-file={key}")
@@ -373,8 +372,8 @@ async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
         ("--concurrency=0", "concurrency = '0' is not allowed"),
     ],
 )
-def test_a_wrong_setting_is_one_line(stack: GatewayStack, setting: str, said: str) -> None:
-    """A runner that cannot work says why and exits with 2, before it takes any task."""
+def test_wrong_runner_setting_is_one_line(stack: GatewayStack, setting: str, said: str) -> None:
+    """Exit code 2 and the reason, before any lease."""
     argv = [sys.executable, "-m", "forge.agents", "--etcd", stack.etcd.endpoint]
     key_file = str(stack.folder / "pool" / "key")
     ended = subprocess.run(

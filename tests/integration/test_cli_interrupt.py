@@ -25,11 +25,11 @@ WAIT_S = 60.0
         (("model", "init"), "services.trainer.starting_weights.tiny"),
     ],
 )
-def test_ctrl_c_before_the_first_service(
+def test_ctrl_c_before_the_first_service_is_one_line(
     tmp_path: Path, words: tuple[str, ...], program: str
 ) -> None:
-    """One line and exit code 130, at once; no process and no half-made model is left. A check of
-    the settings leaves nothing at all."""
+    """Exit code 130, at once; no process and no half-made model is left. A check of the settings
+    leaves nothing at all."""
     command = subprocess.Popen(
         [sys.executable, "-m", "forge.cli.main", *words, "--root", str(tmp_path / "root")],
         stdout=subprocess.PIPE,

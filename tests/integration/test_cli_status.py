@@ -36,10 +36,11 @@ async def show(
     )
 
 
-async def test_what_is_missing_is_told_and_not_waited_for(
+async def test_status_reports_missing_services_without_waiting(
     etcd: EtcdServer, cluster: str, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """Standard output has the answer alone: who is there, to the last character, and who is not."""
+    """Standard output has the answer alone: the present services, to the last character, and the
+    missing ones."""
     key = tmp_path / "key"
     Keyring.generate(key)
     key_holder = await Coordinator.connect(
@@ -65,7 +66,7 @@ async def test_what_is_missing_is_told_and_not_waited_for(
 async def test_services_of_a_release_without_signatures_are_shown_on_request(
     etcd: EtcdServer, cluster: str, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """Otherwise the command names the setting that admits them."""
+    """Otherwise the command names the setting that accepts them."""
     key = tmp_path / "key"
     Keyring.generate(key)
     await coordinator.register("pool", "pool-1", "127.0.0.1:9", metadata={}, ttl_s=30.0)
@@ -75,11 +76,11 @@ async def test_services_of_a_release_without_signatures_are_shown_on_request(
     assert [one["instance"] for one in shown["services"]] == ["pool-1"]
 
 
-async def test_leaders_and_standbys_are_shown(
+async def test_status_shows_leaders_and_standbys(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
-    """A standby trainer serves no call and is shown all the same, until it leads or ends. The lines
-    and the JSON have the same facts."""
+    """A standby trainer serves no call and is shown until it leads or ends. The lines and the JSON
+    have the same facts."""
     for _ in range(2):
         forge.start_scheduler()
     leader = await forge.leader()

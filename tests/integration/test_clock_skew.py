@@ -68,10 +68,10 @@ async def command(etcd: EtcdServer, cluster: str, folder: Path, name: str) -> st
     return ended.stdout
 
 
-async def test_one_clock_two_hours_off_stops_nothing_and_is_named(
+async def test_clock_two_hours_off_stops_nothing_and_is_named(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
-    """A group is submitted, sampled, trained and committed over a pool that is two hours ahead; the
+    """A group is submitted, sampled, trained and committed with a pool that is two hours ahead; the
     pool's own metadata, `forge status` and `forge doctor` name it and its offset."""
     await start_with_pool_off(forge)
     await forge.submit([make_task("a")])
@@ -93,10 +93,10 @@ async def test_one_clock_two_hours_off_stops_nothing_and_is_named(
         assert pool.address in line
 
 
-async def test_status_says_why_no_scheduler_can_lead(
+async def test_status_shows_why_no_scheduler_can_lead(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
-    """Where no difference is tolerated, `forge status` has the reason of the failed terms."""
+    """If no clock difference is tolerated, `forge status` has the reason of the failed terms."""
     await start_with_pool_off(forge, FORGE_CLOCK_TOLERANCE_S="0")
     await forge.coordinator.discover("scheduler").wait(
         timeout_s=START_S, where=lambda instance: "term_error" in instance.metadata

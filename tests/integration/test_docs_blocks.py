@@ -151,8 +151,8 @@ async def docs(
     stack.stop()
 
 
-def test_the_quick_start_names_targets_that_make_knows() -> None:
-    """Each line is a target, and `make run` starts the run that the end-to-end tests start."""
+def test_quick_start_names_existing_make_targets() -> None:
+    """And `make run` starts the run of the end-to-end tests."""
     outside_make = {name: value for name, value in os.environ.items() if "MAKE" not in name}
     for line in QUICK_START.text.splitlines():
         words = shlex.split(line, comments=True)
@@ -168,31 +168,31 @@ def test_the_quick_start_names_targets_that_make_knows() -> None:
             assert planned.stdout.splitlines()[-1] == ".venv/bin/forge run --model tiny --seed 0"
 
 
-async def test_a_runner_is_started_with_address_and_key(docs: Docs) -> None:
-    """The first command of the page leases a task and brings it to its end."""
+async def test_documented_runner_command_completes_a_task(docs: Docs) -> None:
+    """With address and key."""
     with docs.running(f"{RUNNER.text.strip()} {GRADED}") as runner:
         assert await docs.score(runner, "trivia", prompt="SAY[[yes]]", expected="yes") == 1.0
 
 
-async def test_a_program_answers_a_prompt(docs: Docs) -> None:
+async def test_documented_program_answers_a_prompt(docs: Docs) -> None:
     """`--command` with an example of the repository."""
     command = PROGRAM.text.strip().replace(".venv/bin/python", sys.executable)
     with docs.running(f"{command} {GRADED}", cwd=ROOT) as runner:
         assert await docs.score(runner, "trivia", prompt="SAY[[no]]", expected="no") == 1.0
 
 
-async def test_an_openai_program_is_an_agent(docs: Docs) -> None:
+async def test_documented_openai_program_is_an_agent(docs: Docs) -> None:
     """The README's agent, a file of five lines."""
     assert await docs.answer_of(OPENAI) == 1.0
 
 
-async def test_an_anthropic_program_is_an_agent(docs: Docs) -> None:
+async def test_documented_anthropic_program_is_an_agent(docs: Docs) -> None:
     """The page's agent for Anthropic's SDK."""
     assert await docs.answer_of(ANTHROPIC) == 1.0
 
 
-async def test_a_white_box_folds_its_history(docs: Docs) -> None:
-    """The block of the white box, between a task and a last call."""
+async def test_documented_white_box_folds_its_history(docs: Docs) -> None:
+    """Its block, between a task and a last call."""
     program = f"""
 import asyncio, json, os
 from forge.client import AgentSession
@@ -212,20 +212,20 @@ asyncio.run(main())
     assert await docs.answer_of(program) == 1.0
 
 
-async def test_a_domain_is_one_setting(docs: Docs) -> None:
-    """The example's dice are rolled by whatever runner knows the domain."""
+async def test_documented_domain_needs_one_setting(docs: Docs) -> None:
+    """Any runner with the domain runs the example's dice."""
     payload = Dice().generate(Random(0))
     with docs.running(DOMAIN.text, cwd=ROOT) as runner:
         assert await docs.score(runner, "dice", **payload) == 0.0
 
 
-async def test_a_reward_function_is_one_setting(docs: Docs) -> None:
+async def test_documented_reward_function_needs_one_setting(docs: Docs) -> None:
     """The page's function compares the answer with the payload."""
     with docs.running(REWARD.text) as runner:
         assert await docs.score(runner, "trivia", prompt="SAY[[four]]", expected="4") == 0.0
 
 
-async def test_a_harness_grades_by_itself(docs: Docs) -> None:
+async def test_documented_harness_sets_its_own_outcome(docs: Docs) -> None:
     """It samples with one token of the lease and sets the outcome with the other."""
     stack, name = docs.stack, "harness:0:0"
     gateway = await stack.gateway(docs.coordinator)
@@ -237,10 +237,10 @@ async def test_a_harness_grades_by_itself(docs: Docs) -> None:
     assert (outcome.name, outcome.value) == ("solved", 1.0)
 
 
-async def test_an_operator_submits_and_reads_results(
+async def test_documented_operator_submits_and_reads_results(
     docs: Docs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tasks go in by the SDK, and the mean outcome of their tag comes back."""
+    """With the SDK: the mean outcome of the tag is returned."""
     task = make_task("trivia", prompt="SAY[[four]]", expected="four")
     filled = (
         OPERATOR.text.replace("127.0.0.1:2379", docs.stack.etcd.endpoint)
@@ -255,6 +255,6 @@ async def test_an_operator_submits_and_reads_results(
     assert "trivia 1.0" in capsys.readouterr().out
 
 
-def test_the_block_for_the_agents_sdk_is_python() -> None:
-    """What it does is shown by `make test-clients`, which has that SDK."""
+def test_agents_sdk_block_of_the_docs_is_valid_python() -> None:
+    """`make test-clients`, which has that SDK, runs it."""
     compiled(AGENTS_SDK)

@@ -48,7 +48,7 @@ def permits(role: tuple[str, ...], key: str) -> bool:
 
 
 @pytest.mark.parametrize("service", ROLES)
-async def test_a_service_reads_and_writes_its_own_keys_alone(
+async def test_service_reads_and_writes_only_its_own_keys(
     shared_secure: SecureEtcd, service: str
 ) -> None:
     """No service writes the entry, the record or the lease of another, and only an admin writes
@@ -73,7 +73,7 @@ async def test_a_service_reads_and_writes_its_own_keys_alone(
         await coordinator.close()
 
 
-async def test_no_service_reaches_another_cluster(shared_secure: SecureEtcd) -> None:
+async def test_service_cannot_reach_another_cluster(shared_secure: SecureEtcd) -> None:
     """Clusters share an etcd, and nothing in it."""
     with pytest.raises(Refused, match=r"refuses /forge/other/config/cluster to secure\.admin"):
         await Coordinator.connect(
@@ -84,9 +84,9 @@ async def test_no_service_reaches_another_cluster(shared_secure: SecureEtcd) -> 
         )
 
 
-async def test_a_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
+async def test_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
     """A registered trainer gets tokens of its callers. Runners, operators, gateways and hosts with
-    a certificate alone cannot register one."""
+    only a certificate cannot register one."""
     for service in ("runner", "operator", "admin", "gateway"):
         thief = await shared_secure.connect(service)
         with pytest.raises(Unavailable, match="refuses /forge/secure/services/trainer/t"):
@@ -100,10 +100,10 @@ async def test_a_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None
     await trainer.close()
 
 
-async def test_a_wrong_password_and_an_open_etcd_are_refused(
+async def test_wrong_password_and_open_etcd_are_refused(
     shared_secure: SecureEtcd, etcd: EtcdServer, tmp_path: Path
 ) -> None:
-    """One line each; a process with a password never works with an etcd that demands none."""
+    """One line each; a process with a password never works with an etcd without authentication."""
     (tmp_path / "wrong").write_text("wrong")
     login = Login(user="secure.pool", password_file=str(tmp_path / "wrong"))
     said = r"refuses user secure\.pool: etcdserver: "
@@ -118,7 +118,7 @@ async def test_a_wrong_password_and_an_open_etcd_are_refused(
         assert "\n" not in str(caught.value)
 
 
-async def test_a_process_outlives_its_token(secure: SecureEtcd) -> None:
+async def test_process_outlives_its_etcd_token(secure: SecureEtcd) -> None:
     """A restart of etcd loses all tokens, and a new password ends those of its user."""
     pool, watcher = await secure.connect("pool"), await secure.connect("scheduler")
     registration = await pool.register("pool", "p0", "127.0.0.1:1", ttl_s=30.0)
@@ -146,8 +146,8 @@ async def written(coordinator: Coordinator, value: bytes, revision: int) -> int:
         return 0
 
 
-async def test_applying_the_roles_again_restores_them(secure: SecureEtcd) -> None:
-    """It changes nothing else; files of passwords are for their owner alone."""
+async def test_repeated_apply_restores_the_roles(secure: SecureEtcd) -> None:
+    """It changes nothing else; password files are readable by their owner only."""
     assert await secure.apply() == []
     assert {one.stat().st_mode & 0o777 for one in secure.passwords.iterdir()} == {0o600}
     channel = await open_channel(secure.endpoint, secure.credentials)
@@ -168,13 +168,13 @@ async def test_applying_the_roles_again_restores_them(secure: SecureEtcd) -> Non
     ]
 
 
-async def test_another_root_password_is_refused(secure: SecureEtcd, tmp_path: Path) -> None:
+async def test_other_root_password_is_refused(secure: SecureEtcd, tmp_path: Path) -> None:
     """Only the directory of the first `forge etcd apply` changes users."""
     with pytest.raises(Unauthenticated, match="refuses user root"):
         await secure.apply(tmp_path / "others")
 
 
-async def test_a_refused_candidate_leads_once_it_is_permitted(secure: SecureEtcd) -> None:
+async def test_refused_candidate_leads_once_it_is_permitted(secure: SecureEtcd) -> None:
     """Its campaign waits meanwhile, as during an outage."""
     pool = await secure.connect("pool")
     campaign = asyncio.create_task(pool.campaign("other", "p0"))

@@ -135,10 +135,10 @@ async def test_tool_loop_is_one_linear_trajectory(
     assert [turn.temperature for turn in trajectory.turns] == [0.5, 1.0, 1.0]
 
 
-async def test_questions_and_mixed_messages_stay_linear(
+async def test_questions_and_mixed_messages_make_no_branch(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """Text behind results in one message, new questions, and a moving cache mark: no branch."""
+    """Text after tool results, new questions, and a moving cache mark."""
     trajectory_id = "mixed:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     history: list[Any] = [user(f"SAY[[{call('shelf')}]]")]
@@ -169,8 +169,8 @@ async def test_stream_has_the_events_that_clients_expect(
     client = stack.anthropic(gateway, stack.token("events:0:0"))
     said = f"<think>\nHm.\n</think>\n\nI look.\n{call('shelf')}"
     stream = await client.messages.create(
-        messages=[user(f"SAY[[{said}]]")],  # type: ignore[list-item]
-        tools=[LOOK],  # type: ignore[list-item]
+        messages=[user(f"SAY[[{said}]]")],
+        tools=[LOOK],
         stream=True,
         **(ASK | THINK),
     )
@@ -190,10 +190,10 @@ async def test_stream_has_the_events_that_clients_expect(
     assert delta.delta.stop_reason == "tool_use"
 
 
-async def test_answers_end_where_they_are_told_to(
+async def test_answers_end_at_stop_sequences_and_limits(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """At a stop sequence, which is named; at `max_tokens`; and where the context is full."""
+    """At a stop sequence, which is named; at `max_tokens`; and at the end of the context."""
     trajectory_id = "ends:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     messages: list[Any] = [user("SAY[[one STOP two]]")]
@@ -213,10 +213,10 @@ async def test_answers_end_where_they_are_told_to(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_one_call_at_a_time(
+async def test_answer_without_parallel_tool_use_has_one_call(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, streamed: bool
 ) -> None:
-    """Without parallel tool use the answer ends with the first call, and the record goes on."""
+    """It ends with the first call, and the next turn continues it."""
     trajectory_id = f"single:{int(streamed)}:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     same: dict[str, Any] = {
@@ -243,7 +243,8 @@ async def test_one_call_at_a_time(
 async def test_tool_choice_forces_or_forbids_a_call(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """`any` and `tool` begin the call in the model's stead; `none` leaves calls as text."""
+    """`any` and `tool` put the beginning of the call into the prompt; `none` leaves calls as
+    text."""
     trajectory_id = "choice:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     forced: list[Any] = [user('SAY[[{"at": "attic"}}\n</tool_call>]]')]
@@ -263,7 +264,7 @@ async def test_tool_choice_forces_or_forbids_a_call(
 async def test_count_tokens_is_exact_and_leaves_no_turn(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """It counts the prompt that the call would get, sampled ids of earlier answers included."""
+    """It counts the prompt of the call, with the sampled ids of earlier answers."""
     trajectory_id = "count:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     history: list[Any] = [user("SAY[[Grüße aus dem Regal]]")]
@@ -277,10 +278,10 @@ async def test_count_tokens_is_exact_and_leaves_no_turn(
     assert_linear(await closed(stack, gateway, own_coordinator, trajectory_id, 2))
 
 
-async def test_disconnect_aborts_and_records_what_was_sampled(
+async def test_disconnect_aborts_the_call_and_records_its_tokens(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """An agent that hangs up in mid-stream leaves a turn with the tokens sampled until then."""
+    """A client that disconnects in mid-stream leaves a turn with the tokens sampled until then."""
     trajectory_id = "hangup:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
     slow: list[Any] = [user(f"PACE[[0.1]] SAY[[{'x' * 200}]]")]
@@ -297,7 +298,7 @@ async def test_disconnect_aborts_and_records_what_was_sampled(
 
 
 async def test_errors_are_the_sdk_s_exceptions(stack: GatewayStack, gateway: Instance) -> None:
-    """Each has its type, says what is wrong, and carries the id of its request."""
+    """Each has its type, a message and the id of its request."""
     token = stack.token("errors:0:0")
     hello: dict[str, Any] = {"messages": [user("hi")]} | ASK
 
@@ -326,21 +327,23 @@ async def test_errors_are_the_sdk_s_exceptions(stack: GatewayStack, gateway: Ins
     assert "4096" in error["message"]
 
 
-async def test_closed_session_is_not_asked_again(stack: GatewayStack, gateway: Instance) -> None:
-    """The SDK would repeat any 409; it is told not to."""
+async def test_call_of_a_closed_session_is_not_repeated(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """The SDK would repeat any 409; a header forbids it."""
     token = stack.token("conflict:0:0")
     async with stack.agent(gateway, token) as agent:
         await agent.close(abandon_reason="never begun")
     client = stack.anthropic(gateway, token, max_retries=5)
     with pytest.raises(anthropic.ConflictError) as caught:
-        await client.messages.create(messages=[user("hi")], **ASK)  # type: ignore[list-item]
+        await client.messages.create(messages=[user("hi")], **ASK)
     assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
-async def test_token_in_the_path_in_the_header_or_as_a_bearer(
+async def test_session_token_is_accepted_in_path_header_and_bearer(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """Whichever way a program takes its credential, it is the same session."""
+    """All are the same session."""
     base = f"http://{gateway.metadata['http']}"
     token = stack.token("ways:0:0")
     body = {"messages": [user("SAY[[yes]]")]} | ASK

@@ -79,7 +79,7 @@ async def until_durable(
 async def test_killed_gateway_is_replaced_by_another(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """After kill -9 a second gateway goes on with the same session, its prefix still exact."""
+    """After kill -9 a second gateway continues the session, its prefix still exact."""
     trajectory_id = "handover:0:0"
     token = stack.token(trajectory_id)
     stack.start_gateway("killed")
@@ -107,8 +107,8 @@ async def test_killed_gateway_is_replaced_by_another(
 async def test_agent_sees_one_error_when_its_gateway_is_killed(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """Killed in mid-answer, a gateway costs its agent one failed call, which another one then
-    answers; the turns before keep their ids, and no turn is recorded of the call that failed."""
+    """Killed in mid-answer, a gateway costs its agent one failed call, which another gateway then
+    answers; earlier turns keep their ids, and the failed call has no turn."""
     trajectory_id = "failover:0:0"
     token = stack.token(trajectory_id)
     stack.start_gateway("cut-off")
@@ -136,11 +136,11 @@ async def test_agent_sees_one_error_when_its_gateway_is_killed(
     assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
 
 
-async def test_two_gateways_may_serve_one_session(
+async def test_two_gateways_can_serve_one_session(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """A client that spreads its calls over two gateways loses no turn and doubles none, though
-    both number the turns of the same session at once."""
+    """A client that spreads its calls over two gateways loses no turn and doubles none, though both
+    number the turns of the same session."""
     trajectory_id = "spread:0:0"
     token = stack.token(trajectory_id)
     stack.start_gateway("gateway-1")
@@ -169,7 +169,7 @@ async def test_two_gateways_may_serve_one_session(
 async def test_answer_survives_the_death_of_its_router(
     stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
-    """An answer nobody has seen a part of is sampled anew elsewhere, and recorded once."""
+    """An answer that the agent has not seen is sampled again elsewhere, and recorded once."""
     trajectory_id = "router:0:0"
     token = stack.token(trajectory_id)
     client = stack.openai(await stack.gateway(coordinator), token)
@@ -181,11 +181,11 @@ async def test_answer_survives_the_death_of_its_router(
         assert await agent.close() == 1
 
 
-async def test_what_is_not_streamed_is_told_once(
+async def test_unstreamed_answer_of_a_lost_router_is_returned_once(
     stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
-    """Where stop strings are looked for, tokens come one by one; whole answers over gRPC have
-    nothing of the attempt that was lost, and are one response."""
+    """With stop strings tokens arrive one by one; whole answers over gRPC have nothing of the lost
+    attempt, and are one response."""
     token = stack.token("once:0:0")
     gateway = await stack.gateway(coordinator)
     async with grpc.aio.insecure_channel(gateway.address) as channel:
@@ -217,7 +217,7 @@ async def _all_of(call: Any) -> list[Any]:
 async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(
     stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
-    """What the agent has seen cannot be taken back: it gets an error, the record what it saw."""
+    """The agent gets an error, and the record has the part that it saw."""
     trajectory_id = "halfway:0:0"
     token = stack.token(trajectory_id)
     gateway = await stack.gateway(coordinator)
@@ -240,7 +240,7 @@ async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(
 
 
 async def test_turns_wait_for_a_killed_pool(stack: GatewayStack, coordinator: Coordinator) -> None:
-    """Answers go on while the pool is away; closing waits for it, and has every turn."""
+    """Answers continue while the pool is down; the close waits for it, and has every turn."""
     trajectory_id = "away:0:0"
     token = stack.token(trajectory_id)
     gateway = await stack.gateway(coordinator)
@@ -261,7 +261,7 @@ async def test_turns_wait_for_a_killed_pool(stack: GatewayStack, coordinator: Co
 async def test_stopping_gateway_finishes_its_calls(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """SIGTERM lets the call in flight end, makes its turn durable, and exits with 0."""
+    """SIGTERM lets the running call end, makes its turn durable, and exits with 0."""
     trajectory_id = "drain:0:0"
     stack.start_gateway("stopped")
     gateway = await stack.gateway(coordinator, "stopped")
@@ -282,7 +282,7 @@ async def test_stopping_gateway_finishes_its_calls(
 async def test_overload_is_refused_with_a_hint(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """Beyond calls.max_calls a call gets 429 and Retry-After, and the SDK's own retry succeeds."""
+    """Beyond calls.max_calls a call gets 429 and Retry-After, and the SDK's retry succeeds."""
     stack.start_gateway("one-call", "--calls.max-calls", "1")
     gateway = await stack.gateway(coordinator, "one-call")
     slow = await stack.openai(gateway, stack.token("busy:0:0")).chat.completions.create(
@@ -309,17 +309,17 @@ def small(stack: GatewayStack) -> str:
 async def test_oversized_body_is_refused(
     stack: GatewayStack, coordinator: Coordinator, small: str
 ) -> None:
-    """A body beyond http.max_body_mib is cut off with an error object, before it costs memory."""
+    """A body beyond http.max_body_mib is refused before it uses memory."""
     gateway = await stack.gateway(coordinator, small)
     with pytest.raises(APIStatusError, match="too large") as caught:
         await ask(stack.openai(gateway, stack.token("big:0:0")), [user("x" * 20_000)])
     assert caught.value.status_code == 413
 
 
-async def test_evicted_sessions_come_back_from_the_pool(
+async def test_evicted_sessions_are_rebuilt_from_the_pool(
     stack: GatewayStack, coordinator: Coordinator, small: str
 ) -> None:
-    """With room for one session in memory, two sessions take turns and stay exact."""
+    """With memory for one session, two alternating sessions stay exact."""
     gateway = await stack.gateway(coordinator, small)
     tokens = [stack.token(f"evicted:{number}:0") for number in range(2)]
     histories: list[list[Any]] = [[], []]
@@ -339,8 +339,7 @@ async def test_evicted_sessions_come_back_from_the_pool(
 async def test_unknown_pool_shard_is_unavailable(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """A session whose shard nobody serves is refused after `pool_wait_s`, with the shard's name,
-    not after the deadline of a call."""
+    """A session whose shard is absent is refused in time."""
     stack.start_gateway("gateway-hasty", "--pool-wait-s", "0.5")
     gateway = await stack.gateway(coordinator, "gateway-hasty")
     token = stack.token("lost:0:0", pool_shard=f"not-{SHARD}")

@@ -59,10 +59,10 @@ def user(text: str) -> dict[str, Any]:
         ),
     ],
 )
-async def test_garbage_is_refused_with_the_facts(
+async def test_invalid_request_is_refused_with_its_fault(
     stack: GatewayStack, gateway: Instance, body: bytes, status: int, says: str
 ) -> None:
-    """Each kind of bad request gets an OpenAI error object that says what is wrong."""
+    """Each kind of bad request gets an OpenAI error object."""
     headers = {"Authorization": f"Bearer {stack.token('garbage:0:0')}"}
     url = f"http://{gateway.metadata['http']}/v1/chat/completions"
     async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=headers) as got:
@@ -74,7 +74,7 @@ async def test_garbage_is_refused_with_the_facts(
 async def test_wrong_model_and_wrong_tokens_have_their_own_errors(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """Unknown model, no token, a forged, an expired and a foreign one: the SDK's own exceptions."""
+    """Unknown model, no token, a forged, an expired and a foreign one: the SDK's exceptions."""
     ask: dict[str, Any] = {"messages": [user("hi")], "model": "policy"}
     client = stack.openai(gateway, stack.token("errors:0:0"))
     with pytest.raises(NotFoundError, match="'model' is"):
@@ -91,8 +91,10 @@ async def test_wrong_model_and_wrong_tokens_have_their_own_errors(
         await stack.agent(gateway, expired).open()
 
 
-async def test_context_too_long_names_the_numbers(stack: GatewayStack, gateway: Instance) -> None:
-    """A prompt beyond the context is refused on both surfaces, with limit and length."""
+async def test_prompt_beyond_the_context_is_refused_with_both_numbers(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """On both surfaces, with limit and length."""
     token = stack.token("long:0:0")
     words = user("a b c d e " * 2000)
     with pytest.raises(BadRequestError, match="4096") as caught:
@@ -134,8 +136,8 @@ async def test_half_of_a_cut_character_is_replaced(
 async def test_context_of_a_domain_is_kept_like_the_models_own(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """A session whose token has a shorter context is told of that one, refused beyond it, and
-    sampled up to it."""
+    """A session whose token has a shorter context reports it, is refused beyond it, and samples up
+    to it."""
     token = stack.token("short:0:0", context_tokens=64)
     client = stack.openai(gateway, token)
     (listed,) = (await client.models.list()).data
@@ -159,7 +161,7 @@ async def test_context_of_a_domain_is_kept_like_the_models_own(
 async def test_unretryable_conflict_is_not_retried_by_the_sdk(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """The SDK would repeat any 409; it is told not to."""
+    """The SDK would repeat any 409; a header forbids it."""
     token = stack.token("conflict:0:0")
     async with stack.agent(gateway, token) as agent:
         await agent.close(abandon_reason="never begun")
@@ -171,17 +173,17 @@ async def test_unretryable_conflict_is_not_retried_by_the_sdk(
     assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
-async def test_one_line_when_the_model_is_missing(stack: GatewayStack, tmp_path: Path) -> None:
-    """A gateway without a model directory says so and exits with 2."""
+async def test_missing_model_directory_is_one_line(stack: GatewayStack, tmp_path: Path) -> None:
+    """Exit code 2."""
     stack.start_gateway("gateway-broken", "--model-path", str(tmp_path))
     process = stack.processes.pop("gateway-broken")
     assert await asyncio.to_thread(process.wait, START_S) == 2
 
 
-async def test_grpc_garbage_is_refused_with_the_facts(
+async def test_invalid_grpc_request_is_refused_with_its_fault(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """Ids that are none, roles and tools that are none: INVALID_ARGUMENT, and the session lives."""
+    """Invalid ids, roles and tools: INVALID_ARGUMENT, and the session continues."""
     token = stack.token("garbage:1:0")
     async with stack.agent(gateway, token) as agent:
         for ids in ([], [-1], [1_000_000]):

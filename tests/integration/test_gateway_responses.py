@@ -89,7 +89,7 @@ async def test_tool_loop_by_echoed_items(
     stream: bool,
     how: str,
 ) -> None:
-    """An agent that sends all items back, whole or by their ids, makes one linear trajectory."""
+    """An agent that sends all items again, whole or by their ids, makes one linear trajectory."""
     trajectory_id = f"echo-{how.replace(' ', '-')}:{int(stream)}:0"
     client = stack.openai(gateway, stack.token(trajectory_id))
     asked: dict[str, Any] = {"tools": [TOOL], "instructions": "Be brief.", "stream": stream}
@@ -124,7 +124,7 @@ async def test_tool_loop_by_echoed_items(
 async def test_tool_loop_by_previous_response_id(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, stream: bool
 ) -> None:
-    """An agent that sends only what is new makes the same trajectory."""
+    """An agent that sends only new items makes the same trajectory."""
     trajectory_id = f"previous:{int(stream)}:0"
     client = stack.openai(gateway, stack.token(trajectory_id))
     asked: dict[str, Any] = {"tools": [TOOL], "instructions": "Be brief.", "stream": stream}
@@ -144,10 +144,10 @@ async def test_tool_loop_by_previous_response_id(
     assert three.prefix_tokens < two.prefix_tokens
 
 
-async def test_a_response_can_be_gone_on_from_twice(
+async def test_response_can_be_continued_twice(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """A fork from an earlier response is a branch of the same tree."""
+    """The second continuation is a branch of the same tree."""
     trajectory_id = "fork:0:0"
     client = stack.openai(gateway, stack.token(trajectory_id))
     root = await ask(client, input="SAY[[one]]", stream=False)
@@ -165,7 +165,7 @@ async def test_a_response_can_be_gone_on_from_twice(
 async def test_responses_outlive_their_gateway_and_the_session_in_memory(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """Another gateway finds a response by its id, also after it had to make room."""
+    """Another gateway finds a response by its id, also after an eviction."""
     trajectory_id = "moved:0:0"
     token = stack.token(trajectory_id)
     first = await ask(
@@ -194,10 +194,11 @@ async def test_responses_outlive_their_gateway_and_the_session_in_memory(
     check_linear(await closed(stack, own_coordinator, gateway, trajectory_id))
 
 
-async def test_a_deletion_outlives_the_session_in_memory(
+async def test_deletion_outlives_the_session_in_memory(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """A gateway that reads the session later does not know the response, turn or no turn since."""
+    """A gateway that rebuilds the session does not know the response, with or without later
+    turns."""
     trajectory_id = "deleted:0:0"
     token = stack.token(trajectory_id)
     client = stack.openai(gateway, token)
@@ -230,7 +231,7 @@ async def until_durable(
 async def test_unknown_and_foreign_responses_are_not_found(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """An id of another session, of nothing, of a deleted or an unstored response: each by name."""
+    """An id of another session, an invented, a deleted or an unstored one: each by name."""
     foreign = stack.openai(gateway, stack.token("ids:1:0"))
     client = stack.openai(gateway, stack.token("ids:0:0"))
     theirs = await ask(foreign, input="SAY[[secret]]", stream=False)
@@ -248,8 +249,8 @@ async def test_unknown_and_foreign_responses_are_not_found(
             await client.responses.delete(unknown)
 
 
-async def test_required_calls_and_limits(stack: GatewayStack, gateway: Instance) -> None:
-    """A tool that must be called is called; one call is one call; what is cut off says so."""
+async def test_required_calls_and_limits_are_kept(stack: GatewayStack, gateway: Instance) -> None:
+    """A required tool is called; one call is one call; a truncated answer says so."""
     client = stack.openai(gateway, stack.token("limits:0:0"))
     asked: dict[str, Any] = {"tools": [TOOL], "stream": False}
     forced = await ask(
@@ -276,10 +277,10 @@ async def test_required_calls_and_limits(stack: GatewayStack, gateway: Instance)
     assert [p.token for p in message.content[0].logprobs or ()][:3] == ["a", "b", "c"]
 
 
-async def test_a_stream_that_breaks_off_ends_with_its_reason(
+async def test_interrupted_stream_ends_with_its_reason(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """What was said before stays readable, and the last event has the error."""
+    """The text sent before stays, and the last event has the error."""
     token = stack.token("broken:0:0")
     client = stack.openai(gateway, token)
     stream = await client.responses.create(
@@ -313,10 +314,10 @@ async def test_a_stream_that_breaks_off_ends_with_its_reason(
         ({"input": "a b c d e " * 2000}, "4096"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(
+async def test_unsupported_requests_are_refused(
     stack: GatewayStack, gateway: Instance, asked: dict[str, Any], says: str | None
 ) -> None:
-    """Each is the SDK's own exception, with the fact, streamed or not."""
+    """Each is the SDK's own exception with the fault, streamed or not."""
     client = stack.openai(gateway, stack.token("refused:0:0"))
     for stream in (False, True):
         if says is None:
@@ -375,7 +376,7 @@ async def test_a_coding_agents_tools_are_called_and_restored(
 
 
 async def test_session_in_the_path(stack: GatewayStack, gateway: Instance) -> None:
-    """A program that takes only a base URL has the same API, every event with its name."""
+    """A program that has only a base URL has the same API, every event with its name."""
     base = f"http://{gateway.metadata['http']}/s/{stack.token('path:0:0')}/v1"
     body = {"model": "policy", "input": "SAY[[yes]]", "stream": True}
     async with aiohttp.ClientSession() as http:

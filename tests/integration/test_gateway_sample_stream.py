@@ -37,7 +37,7 @@ from tests.support.runtime.waiting import until
 
 
 async def test_answers_on_one_stream_do_not_mix() -> None:
-    """Hundreds at once each get their own tokens, in order, and there is one stream."""
+    """Hundreds of parallel calls each get their own tokens, in order, on one stream."""
     async with listening() as router, connected(router) as streams:
         prompts = [list(range(n, n + 1 + n % 7)) for n in range(300)]
         answers = [await begin(streams, request(*prompt)) for prompt in prompts]
@@ -45,8 +45,8 @@ async def test_answers_on_one_stream_do_not_mix() -> None:
         assert router.streams == 1
 
 
-async def test_an_aborted_call_ends_alone() -> None:
-    """Its reader gets None, the router stops sampling it, the others come to their end."""
+async def test_aborted_call_ends_alone() -> None:
+    """Its reader gets None, the router stops sampling it, the others finish."""
     async with listening() as router, connected(router) as streams:
         aborted = await begin(streams, request(1, 2, name="hold-aborted"))
         other = await begin(streams, request(3, 4, name="hold-other"))
@@ -60,8 +60,8 @@ async def test_an_aborted_call_ends_alone() -> None:
         assert await rest(other) == [3, 4]
 
 
-async def test_a_call_that_was_aborted_before_it_began_is_not_sent() -> None:
-    """A session that closes meanwhile asks no router."""
+async def test_call_aborted_before_it_began_is_not_sent() -> None:
+    """A session that closes meanwhile calls no router."""
     async with listening() as router, connected(router) as streams:
         call = call_of(streams)
         call.set_request(request(1, name="hold"))
@@ -71,8 +71,8 @@ async def test_a_call_that_was_aborted_before_it_began_is_not_sent() -> None:
         assert not router.left
 
 
-async def test_the_death_of_a_router_is_unavailable_for_each_call() -> None:
-    """Each gets what had come, then the error; the next call finds another router."""
+async def test_death_of_a_router_is_unavailable_for_each_call() -> None:
+    """Each gets the received tokens, then the error; the next call finds another router."""
     async with listening() as dying, connected(dying) as streams, listening() as second:
         answers = [await begin(streams, request(n, n, name=f"hold-{n}")) for n in range(3)]
         for number, answer in enumerate(answers):
@@ -85,8 +85,8 @@ async def test_the_death_of_a_router_is_unavailable_for_each_call() -> None:
         assert await rest(await begin(streams, request(5))) == [5]
 
 
-async def test_nobody_at_the_address_is_unavailable() -> None:
-    """A router that died before its lease is found as little as one that dies."""
+async def test_dead_address_is_unavailable() -> None:
+    """Also of a router that died before its lease ended."""
     async with listening() as router, connected(router) as streams:
         await router.server.stop(None)
         answer = await begin(streams, request(1))
@@ -102,10 +102,10 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
         ("cancelled", Unavailable, "the router cancelled the call"),
     ],
 )
-async def test_an_error_is_its_calls_alone(
+async def test_error_of_one_call_leaves_the_others(
     name: str, error: type[ForgeError], message: str
 ) -> None:
-    """It arrives as the class that was raised, with its hint; a bug's cause stays in the log."""
+    """It arrives as its class, with its hint; the cause of a bug stays in the log."""
     async with listening() as router, connected(router) as streams:
         other = await begin(streams, request(1, 2, name="hold"))
         answer = await begin(streams, request(1, name=name))
@@ -117,7 +117,7 @@ async def test_an_error_is_its_calls_alone(
         assert await rest(other) == [1, 2]
 
 
-async def test_a_deadline_ends_its_call_on_both_sides() -> None:
+async def test_deadline_ends_its_call_on_both_sides() -> None:
     """The caller gets DeadlineExceeded, the router stops; others keep their own deadline."""
     async with listening() as router, connected(router) as streams:
         other = await begin(streams, request(1, 2, name="hold-other"))
@@ -131,8 +131,8 @@ async def test_a_deadline_ends_its_call_on_both_sides() -> None:
         assert await rest(other) == [1, 2]
 
 
-async def test_a_router_keeps_the_deadline_itself() -> None:
-    """A caller that hangs does not keep it sampling."""
+async def test_router_enforces_the_deadline_itself() -> None:
+    """Also for a hung caller."""
     router = Router()
 
     async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
@@ -146,8 +146,8 @@ async def test_a_router_keeps_the_deadline_itself() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
-async def test_a_call_without_a_deadline_is_refused(timeout_s: float) -> None:
-    """Nothing is sampled for it, and the others on its stream are."""
+async def test_call_without_a_deadline_is_refused(timeout_s: float) -> None:
+    """It is not sampled, and the others on its stream are."""
     router = Router()
 
     async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
@@ -164,8 +164,8 @@ async def test_a_call_without_a_deadline_is_refused(timeout_s: float) -> None:
     assert ends[2].status_code == 0
 
 
-async def test_a_slow_reader_holds_nobody() -> None:
-    """Its tokens are joined meanwhile, in order, into few responses; others get theirs."""
+async def test_slow_reader_delays_no_other() -> None:
+    """Its tokens are joined, in order, into few responses; others get theirs."""
     async with listening() as router, connected(router) as streams:
         ids = list(range(3000))
         slow = await begin(streams, request(*ids))
@@ -180,10 +180,10 @@ async def test_a_slow_reader_holds_nobody() -> None:
         assert await slow.read_response() is None
 
 
-async def test_calls_wait_for_a_gateway_that_takes_nothing(
+async def test_calls_wait_for_a_gateway_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a stream holds is bounded; taken, its calls go on to their end."""
+    """A stream holds a bounded number of tokens; once read, its calls continue."""
     monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
     monkeypatch.setattr(router_side, "MESSAGE_BYTES", 100)
     given = 0
@@ -212,8 +212,8 @@ async def test_calls_wait_for_a_gateway_that_takes_nothing(
         assert ids == list(range(500))
 
 
-async def test_calls_that_are_refused_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that asks and asks and takes nothing is not listened to for ever."""
+async def test_refused_calls_wait_for_a_slow_gateway_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that only sends is not read for ever."""
     monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
     asked = 0
 
@@ -238,8 +238,8 @@ async def test_calls_that_are_refused_wait_as_well(monkeypatch: pytest.MonkeyPat
     assert ends == 500
 
 
-async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them may fill a message as far as gRPC takes one; two together would not go."""
+async def test_large_events_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may fill a message up to gRPC's limit; two together would exceed it."""
     monkeypatch.setattr(router_side, "MESSAGE_BYTES", 1000)
 
     async def sample(_: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
@@ -260,8 +260,8 @@ async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(ids) == 10 + 20 + 900 + 10 + 200
 
 
-async def test_a_router_that_drains_ends_what_it_has_begun() -> None:
-    """Open calls come to their end, new ones are refused, then the stream ends."""
+async def test_draining_router_finishes_its_calls() -> None:
+    """New ones are refused, then the stream ends."""
     async with listening() as router, connected(router) as streams:
         answer = await begin(streams, request(1, 2, name="hold"))
         assert await answer.read_response() == response(1)
@@ -274,8 +274,8 @@ async def test_a_router_that_drains_ends_what_it_has_begun() -> None:
             await router.server.stop(WAIT_S)
 
 
-async def test_a_request_that_no_message_holds_is_refused_alone() -> None:
-    """It does not take the stream, and all who are on it, along."""
+async def test_request_larger_than_a_message_is_refused_alone() -> None:
+    """The stream and its other calls continue."""
     async with listening() as router, connected(router) as streams:
         other = await begin(streams, request(1, 2, name="hold"))
         with pytest.raises(InvalidArgument, match="5000005 bytes"):
@@ -285,7 +285,7 @@ async def test_a_request_that_no_message_holds_is_refused_alone() -> None:
 
 
 def test_joined_responses_keep_every_column() -> None:
-    """All that is told of a token is joined; the end is the last one's."""
+    """All columns of a token are joined; the end is that of the last response."""
     first, last = response(1, 2), response(3, last=True)
     for part in (first, last):
         part.tokens.allowed_logprobs = part.tokens.logprobs

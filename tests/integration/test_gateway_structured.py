@@ -137,11 +137,11 @@ async def close(stack: GatewayStack, gateway: Instance, trajectory_id: str) -> N
         await agent.close(reward_event("solved", 1.0))
 
 
-async def test_a_pydantic_model_is_parsed_and_its_log_probs_are_exact(
+async def test_pydantic_model_is_parsed_with_exact_log_probs(
     stack: GatewayStack, gateway: Instance, coordinator: Coordinator
 ) -> None:
-    """The SDK's parse gives the object whatever the weights, whole and streamed; what is on record
-    are log-probs of the masked distribution, and the share that the mask left."""
+    """The SDK's parse returns the object for any weights, whole and streamed; recorded log-probs
+    are of the masked distribution, with the share that the mask left."""
     client = stack.openai(gateway, stack.token("parse:0:0"))
     completion = await client.chat.completions.parse(
         model="policy", messages=ask(), response_format=Atlas, n=2, seed=5
@@ -176,11 +176,11 @@ async def test_a_pydantic_model_is_parsed_and_its_log_probs_are_exact(
         assert sum(share < -1 for share in allowed) > len(allowed) / 2
 
 
-async def test_the_likeliest_tokens_are_told_and_never_stored(
+async def test_top_logprobs_are_returned_and_never_stored(
     stack: GatewayStack, gateway: Instance, coordinator: Coordinator
 ) -> None:
-    """Whole, streamed and in responses: as many as asked for, the sampled one among them if it is
-    one of them; the pool has nothing of it."""
+    """Whole, streamed and in responses: as many as requested, with the sampled token if it is one
+    of them; the pool has none."""
     client = stack.openai(gateway, stack.token("likeliest:0:0"))
     asked: Any = {"model": "policy", "messages": ask(), "seed": 4, "max_tokens": 12}
     whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=20)
@@ -219,8 +219,10 @@ async def test_the_likeliest_tokens_are_told_and_never_stored(
         assert not turn.sampled.top_logprobs
 
 
-async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instance) -> None:
-    """Random weights call the tool with arguments of its schema, and the answer ends there."""
+async def test_required_call_of_random_weights_is_complete(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Its arguments satisfy the schema, and the answer ends there."""
     client = stack.openai(gateway, stack.token("calls:0:0"))
     choices: Any = ("required", {"type": "function", "function": {"name": "take"}})
     for choice in choices:
@@ -228,7 +230,7 @@ async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instanc
             model="policy",
             messages=ask(),
             tools=[TAKE],  # type: ignore[list-item]
-            tool_choice=choice,  # type: ignore[arg-type]
+            tool_choice=choice,
             parallel_tool_calls=False,
             seed=1,
         )
@@ -241,10 +243,10 @@ async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instanc
         jsonschema.validate(arguments, TAKE["function"]["parameters"])  # type: ignore[index]
 
 
-async def test_what_cannot_be_had_is_told_before_anything_is_sampled(
+async def test_unsupported_schema_is_refused_before_sampling(
     stack: GatewayStack, gateway: Instance, coordinator: Coordinator
 ) -> None:
-    """400 names the place in the schema; an answer that outgrows its room ends by its length."""
+    """400 names the place in the schema; an answer that is too long ends by its length."""
     client = stack.openai(gateway, stack.token("refused:0:0"))
 
     async def create(**fields: Any) -> Any:
@@ -279,10 +281,10 @@ async def test_what_cannot_be_had_is_told_before_anything_is_sampled(
     assert turn.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-async def test_an_answer_survives_its_worker(
+async def test_answer_under_a_grammar_survives_its_worker(
     stack: GatewayStack, gateway: Instance, inference: InferenceCluster
 ) -> None:
-    """kill -9 of the instance that samples, in mid-answer: another goes on inside the grammar."""
+    """kill -9 of the sampling worker in mid-answer: another continues inside the grammar."""
     # Long, and without the white space that random weights are fond of.
     schema = {"type": "string", "pattern": "^[ab]{400}$"}
     await inference.workers("decode", 2)
@@ -292,7 +294,7 @@ async def test_an_answer_survives_its_worker(
         client.chat.completions.create(
             model="policy",
             messages=ask(),
-            response_format={"type": "json_schema", "json_schema": named},  # type: ignore[arg-type]
+            response_format={"type": "json_schema", "json_schema": named},
             seed=2,
         )
     )

@@ -59,7 +59,7 @@ async def test_workers_serve_with_an_installed_engine(
         await inference.stop()
 
 
-def test_an_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path: Path) -> None:
+def test_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path: Path) -> None:
     """A worker exits with 2; the line names the setting, the known engines and the group."""
     Keyring.generate(tmp_path / "key")
     ended = subprocess.run(
@@ -80,7 +80,7 @@ def test_an_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_broken_entry_point_is_named() -> None:
+def test_broken_entry_point_is_named() -> None:
     """The error names the entry point and the module that cannot be imported."""
     with pytest.raises(ConfigError, match=r"forge\.engines 'broken'.*no_such_module"):
         registry.get_engine("broken")

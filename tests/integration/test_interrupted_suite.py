@@ -56,8 +56,7 @@ def stays(processes: list[psutil.Process]) -> list[psutil.Process]:
 def test_signal_to_pytest_leaves_no_process(
     suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
 ) -> None:
-    """Neither etcd, nor a service, nor its fork server, nor a process in a session of its own whose
-    parent has ended."""
+    """Neither etcd, nor a service, nor its fork server, nor an orphan in a session of its own."""
     running, started = suite
     running.send_signal(number)
     assert stays(started) == []
@@ -82,8 +81,8 @@ def test_test_that_takes_too_long_leaves_no_process(
     assert stays(started) == []
 
 
-def test_run_of_a_failed_test_ends_with_it(tmp_path: Path) -> None:
-    """The fixture `no_run_outlives_its_test` calls this: a run of 1000 steps trains for hours."""
+def test_run_of_a_failed_test_is_ended(tmp_path: Path) -> None:
+    """By the fixture `no_run_outlives_its_test`: a run of 1000 steps trains for hours."""
     run = ForgeRun(tmp_path / "run", root=tmp_path, steps=1)
     run._argv = [sys.executable, "-c", "import time; time.sleep(600)"]
     run.start()

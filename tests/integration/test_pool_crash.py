@@ -102,10 +102,10 @@ async def pool(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator[
     process.kill()
 
 
-async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator: Coordinator):
-    """Killed again and again while four writers queue, append, seal, train and reward, the pool
-    comes back each time with every acknowledged record whole, knows its leader, and takes the rest
-    when it is sent again."""
+async def test_kill_9_loses_no_acknowledged_write(pool: PoolProcess, coordinator: Coordinator):
+    """Killed repeatedly while four writers queue, append, seal, train and reward, the pool has
+    every acknowledged record whole after each start, knows its leader, and accepts the rest
+    again."""
     draw = random.Random(0)
     ledger = Ledger()
     numbers = itertools.count()
@@ -120,6 +120,7 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
         names = (f"t{number}" for number in numbers)
         writers = [asyncio.create_task(write(client, ledger, names, fence)) for _ in range(WRITERS)]
         await ledger.reach(ledger.count + draw.randrange(1, 60))
+        # A random moment of the load, for the kill.
         await asyncio.sleep(draw.random() * 0.01)
         pool.kill()
         await asyncio.gather(*writers)
@@ -146,11 +147,11 @@ async def compact(client: PoolClient) -> None:
                 pass
 
 
-async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
+async def test_kill_9_during_a_compaction_loses_no_acknowledged_write(
     pool: PoolProcess, coordinator: Coordinator
 ):
-    """Whether the process dies while the copy is made, brought up to date or exchanged: the file
-    that is there has everything, and nothing is left of another."""
+    """During the copy, the catch-up or the exchange: the file has everything, and no other is
+    left."""
     draw = random.Random(1)
     ledger = Ledger()
     numbers = itertools.count()
@@ -165,6 +166,7 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
         writers = [asyncio.create_task(write(client, ledger, names, 1)) for _ in range(WRITERS)]
         await ledger.reach(ledger.count + 1)
         compacting = asyncio.create_task(compact(client))
+        # A random moment of the compaction, for the kill.
         if draw.random() < 0.7:
             copied = pool.data_dir / "compacted"
             await until(partial(_begun, copied, compacting))

@@ -90,8 +90,8 @@ async def test_erasure_reaches_files_of_both_replicas_and_backups(
     cluster: str,
     tmp_path: Path,
 ) -> None:
-    """The absent replica has the prompt when the command ends, which says so; it erases when it
-    comes back. The same erasure again finds nothing. Late turns are refused."""
+    """The absent replica still has the prompt when the command ends, which says so; it erases on
+    its return. A repeated erasure finds nothing. Late turns are refused."""
 
     async def two_copies() -> bool:
         return (await shard.leader())[1].metadata.get("copies") == "2"

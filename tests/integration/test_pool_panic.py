@@ -17,11 +17,11 @@ from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
 
 
-async def test_a_panic_ends_the_process_and_the_next_one_has_everything(
+async def test_panic_ends_the_process_and_loses_no_acknowledged_write(
     tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> None:
-    """The first MDB_PANIC ends the process with exit code 1; no sender sees INTERNAL, and a fresh
-    process has what was acknowledged."""
+    """The first MDB_PANIC ends the process with exit code 1; no sender gets INTERNAL, and the next
+    process has every acknowledged write."""
     pool = PoolProcess(tmp_path, etcd=etcd, cluster=cluster, module="tests.support.pool.lmdb_panic")
     pool.start()
     try:
@@ -55,5 +55,6 @@ async def refusals_until_it_ends(pool: PoolProcess, client: PoolClient) -> set[t
                 await client.seal(f"t:{index}:0", 0)
         except ForgeError as error:
             found.add(type(error))
+        # A pace: some seals in each commit, none is waited for.
         await asyncio.sleep(0.02)
     return found

@@ -54,8 +54,8 @@ async def record(client: PoolClient, *trajectory_ids: str, value: float = 1.0) -
         await client.seal(each, 1, [make_reward(value=value)])
 
 
-async def test_a_query_pages_through_what_fits(client):
-    """The second page goes on where the first ended, over gRPC as in the store."""
+async def test_query_returns_matches_page_by_page(client):
+    """The second page continues the first, over gRPC as in the store."""
     await record(client, *(f"q{number}:0:0" for number in range(5)), value=0.125)
     wanted = pool_pb2.TrajectoryFilter(min_reward=0.125, max_reward=0.125)
     ids, token = [], ""
@@ -68,9 +68,9 @@ async def test_a_query_pages_through_what_fits(client):
     assert token == ""
 
 
-async def test_late_rewards_are_told_and_kept(client):
-    """A reward after the seal is durable, told to who tails, idempotent by its event id, and part
-    of the trajectory from then on."""
+async def test_late_rewards_are_stored_and_sent_to_tails(client):
+    """A reward after the seal is durable, idempotent by its event id, and part of the trajectory
+    from then on."""
     await record(client, "late:0:0")
     call = client.stub.TailTrajectories(pool_pb2.TailTrajectoriesRequest(), timeout=CALL_S)
     assert (await call.read()).summary.trajectory_id == ""
@@ -86,9 +86,9 @@ async def test_late_rewards_are_told_and_kept(client):
     assert list(fetched.rewards) == list(told.summary.rewards)
 
 
-async def test_a_reader_that_lags_delays_nobody_and_misses_nothing(client):
-    """Far more than any buffer holds is closed while one tail is not read; then it gets all of it,
-    in order."""
+async def test_slow_tail_delays_no_other_and_misses_nothing(client):
+    """More trajectories than any buffer holds are closed while one tail is not read; then it gets
+    all of them, in order."""
     call = client.stub.TailTrajectories(pool_pb2.TailTrajectoriesRequest(), timeout=CALL_S)
     await call.read()
     ids = [f"lag:{number}:0" for number in range(150)]
@@ -111,8 +111,8 @@ async def test_a_reader_that_lags_delays_nobody_and_misses_nothing(client):
     assert sorted(told) == sorted(ids)
 
 
-async def test_counts_by_domain_are_given_when_asked_for(client):
-    """The plain call stays cheap; the other tells domains, states and what waits the longest."""
+async def test_counts_by_domain_are_returned_on_request(client):
+    """The plain call stays cheap; the other has domains, states and the longest waiting groups."""
     group = make_group("waits", 7)
     await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[group], fence=1))
     await record(client, "waits:0:0")
@@ -126,9 +126,9 @@ async def test_counts_by_domain_are_given_when_asked_for(client):
     assert stats.oldest_pending_closed_unix_s > 0
 
 
-async def test_a_trajectory_of_200k_tokens_comes_back_whole(client):
-    """One context of 200,000 tokens in 64 turns, the first of them 1.5 MB by itself: every id,
-    log-prob and version comes back as it was sent, and the tree spells the whole sequence."""
+async def test_trajectory_of_200k_tokens_is_read_back_whole(client):
+    """One context of 200,000 tokens in 64 turns, the first of them 1.5 MB: every id, log-prob and
+    version is equal, and the tree has the whole sequence."""
     turns, length = [], 0
     for index in range(64):
         prompt = range(length, length + (130_000 if index == 0 else 1_000))
@@ -157,8 +157,8 @@ async def test_a_trajectory_of_200k_tokens_comes_back_whole(client):
     assert int32_array(tree.sequence(63)).tolist() == list(range(length))
 
 
-async def test_only_operators_look(client, pool):
-    """An agent's token opens neither a query nor a tail."""
+async def test_query_and_tail_need_an_operator_token(client, pool):
+    """An agent's token opens neither."""
     token = pool.keyring.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
     async with grpc.aio.insecure_channel(client.address) as channel:
@@ -174,9 +174,8 @@ async def test_only_operators_look(client, pool):
                     pass
 
 
-async def test_a_tail_survives_the_pool(client, pool, finder):
-    """SIGTERM ends it with UNAVAILABLE naming the cursor; the next instance goes on from there as
-    if nothing had happened."""
+async def test_tail_continues_after_a_restart_of_the_pool(client, pool, finder):
+    """SIGTERM ends it with UNAVAILABLE and the cursor; the next instance continues from there."""
     call = client.stub.TailTrajectories(pool_pb2.TailTrajectoriesRequest(), timeout=CALL_S)
     begin = await call.read()
     await record(client, "gone:0:0")

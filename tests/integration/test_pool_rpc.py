@@ -70,8 +70,8 @@ def code(name: str) -> int:
     return grpc.StatusCode[name].value[0]
 
 
-async def test_a_group_goes_its_whole_way(start, coordinator):
-    """Registered under its shard; groups in, turns in, sealed, listed, fetched, counted."""
+async def test_group_passes_through_every_state(start, coordinator):
+    """Registered under its shard; groups and turns stored, sealed, listed, fetched, counted."""
     client = await start()
     (instance,) = await coordinator.discover("pool").wait(timeout_s=START_S)
     assert instance.metadata["shard"] == "s0"
@@ -92,8 +92,8 @@ async def test_a_group_goes_its_whole_way(start, coordinator):
     assert (stats.groups, stats.trajectories, stats.turns) == (1, 1, 4)
 
 
-async def test_a_trajectory_of_200k_tokens_passes(start):
-    """Turns of any size go through in chunks, in one turn or in many, and come back equal."""
+async def test_trajectory_of_200k_tokens_is_stored(start):
+    """Turns of any size go through in chunks, in one turn or in many, and are read back equal."""
     client = await start("--store.map-bytes", str(1 << 20))
     huge = make_turn("huge:0:0", prompt=range(100_000), sampled=range(100_000))
     many = [
@@ -108,7 +108,7 @@ async def test_a_trajectory_of_200k_tokens_passes(start):
     assert list(second.turns) == many
 
 
-async def test_each_turn_is_answered_by_itself(start):
+async def test_each_turn_has_its_own_answer(start):
     """Good turns are stored although others on the stream are refused; answers keep the order."""
     client = await start("--max-turn-bytes", str(1 << 20))
     await client.append([make_turn("shut:0:0")])
@@ -135,7 +135,7 @@ async def test_each_turn_is_answered_by_itself(start):
 
 
 async def test_mixed_chunks_end_the_stream(start):
-    """Chunks of two turns in a jumble cannot be told apart: INVALID_ARGUMENT, nothing stored."""
+    """Interleaved chunks of two turns cannot be separated: INVALID_ARGUMENT, nothing stored."""
     client = await start()
     chunks = split(make_turn("t:0:0", messages_json="x" * (2 << 20)).SerializeToString())
     # Two and no more: whoever writes on while a stream is refused may not see grpc's status for it.
@@ -150,8 +150,8 @@ async def test_mixed_chunks_end_the_stream(start):
     assert stats.turns == 0
 
 
-async def test_bad_calls_get_their_status(start):
-    """A reward that is no number, a seal too early, an unknown id, a stale fence: each is named."""
+async def test_invalid_calls_get_their_status(start):
+    """A reward that is no number, an early seal, an unknown id, a stale fence: each is named."""
     client = await start()
     bad = pool_pb2.AppendRewardsRequest(
         trajectory_id="t:0:0", rewards=[make_reward(value=math.nan)]
@@ -171,9 +171,9 @@ async def test_bad_calls_get_their_status(start):
             await client.stub.SetGroupStates(pool_pb2.SetGroupStatesRequest(fence=8))
 
 
-async def test_a_scan_lists_thousands_of_groups_in_order(start):
-    """Many pages make one listing, in queue order whatever the order of arrival; a scheduler takes
-    a page in a response."""
+async def test_scan_lists_thousands_of_groups_in_order(start):
+    """Many pages make one listing, in queue order for any order of arrival; a scheduler gets a page
+    per response."""
     client = await start()
     groups = [make_group(f"t{index}", index) for index in range(3000)]
     for begin in range(2000, -1, -1000):
@@ -188,8 +188,8 @@ async def test_a_scan_lists_thousands_of_groups_in_order(start):
     assert len(responses) < 10
 
 
-async def test_a_scan_by_mark_lists_what_was_changed_since(start, pool):
-    """A scheduler that stands by asks for that alone, until another process serves the shard."""
+async def test_scan_by_mark_lists_later_changes(start, pool):
+    """A standby scheduler requests only these, until another process serves the shard."""
     client = await start()
     groups = [make_group(f"t{index}", index) for index in range(600)]
     await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=groups, fence=1))
@@ -220,10 +220,10 @@ async def test_a_scan_by_mark_lists_what_was_changed_since(start, pool):
         ("operator", None, PermissionDenied),
     ],
 )
-async def test_only_services_write_and_only_operators_look(
+async def test_writes_need_a_service_token_and_reads_an_operator_token(
     start, pool, scopes, read_error, write_error
 ):
-    """Without the scope needed nobody reads a trajectory or writes a record."""
+    """Without the scope no caller reads a trajectory or writes a record."""
     client = await start()
     metadata: tuple[tuple[str, str], ...] = ()
     if scopes is not None:
@@ -242,9 +242,9 @@ async def test_only_services_write_and_only_operators_look(
                         await call
 
 
-async def test_a_draining_pool_answers_what_it_took_and_says_so(start, pool):
+async def test_draining_pool_answers_every_accepted_turn(start, pool):
     """SIGTERM ends an open stream with UNAVAILABLE after its last answer, and the process with 0;
-    the next one has every acknowledged turn."""
+    the next process has every acknowledged turn."""
     client = await start()
     first_answered = asyncio.Event()
     acknowledged = []
@@ -267,8 +267,8 @@ async def test_a_draining_pool_answers_what_it_took_and_says_so(start, pool):
     assert len((await client.fetch("t:0:0"))[0].turns) == 1
 
 
-async def test_a_shard_at_its_ceiling_asks_for_patience(start, pool):
-    """A full shard answers each turn RESOURCE_EXHAUSTED, goes on reading, and takes the same turns
+async def test_shard_at_its_map_limit_is_resource_exhausted(start, pool):
+    """A full shard answers each turn RESOURCE_EXHAUSTED, keeps reading, and accepts the same turns
     once it may grow."""
     client = await start("--store.map-bytes", str(1 << 20), "--store.map-max-bytes", str(1 << 20))
     await client.append([make_turn("t:0:0")])
@@ -282,9 +282,9 @@ async def test_a_shard_at_its_ceiling_asks_for_patience(start, pool):
     assert taken.status_code == 0
 
 
-async def test_a_full_disk_is_told_and_got_over_by_the_same_process(start, pool):
-    """Whatever is written is RESOURCE_EXHAUSTED while the disk takes nothing, what was acknowledged
-    is read all the time, and what was refused is taken once there is room."""
+async def test_process_survives_a_full_disk(start, pool):
+    """Every write is RESOURCE_EXHAUSTED while the disk is full, acknowledged data is readable all
+    the time, and refused writes are accepted once there is room."""
     client = await start()
     _, most = resource.prlimit(pool.pid, resource.RLIMIT_FSIZE)
     full_bytes = (pool.data_dir / "data.mdb").stat().st_size + (4 << 20)
@@ -306,8 +306,8 @@ async def test_a_full_disk_is_told_and_got_over_by_the_same_process(start, pool)
     assert not pool.ended
 
 
-async def test_a_damaged_record_is_data_loss_to_its_reader_alone(start, pool):
-    """A flipped byte is DATA_LOSS for the one trajectory that has it; the shard serves on."""
+async def test_damaged_record_is_data_loss_to_its_reader_only(start, pool):
+    """A flipped byte is DATA_LOSS for its trajectory; the shard serves on."""
     client = await start()
     await client.append([make_turn("t:0:0", messages_json="NEEDLE"), make_turn("t:1:0")])
     pool.kill()
@@ -320,7 +320,7 @@ async def test_a_damaged_record_is_data_loss_to_its_reader_alone(start, pool):
 
 
 async def test_two_instances_cannot_share_a_directory(start, pool, tmp_path, etcd, cluster):
-    """The second one says so in one line, ends with 2, and does the first no harm."""
+    """The second one is refused in one line, exits with 2, and does not harm the first."""
     client = await start()
     second = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
     second.start()
@@ -332,8 +332,8 @@ async def test_two_instances_cannot_share_a_directory(start, pool, tmp_path, etc
     assert answer.status_code == 0
 
 
-async def test_a_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etcd, cluster):
-    """Starting over a directory of another shard is refused in one line naming both."""
+async def test_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etcd, cluster):
+    """A start in a directory of another shard is refused in one line with both names."""
     await start()
     pool.kill()
     other = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster, shard="s1")
@@ -343,11 +343,11 @@ async def test_a_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etc
     assert "'s1'" in stderr and "'s0'" in stderr
 
 
-async def test_a_compaction_ends_with_its_call_and_with_its_process(
+async def test_compaction_ends_with_its_call_and_with_its_process(
     start, pool, tmp_path, monkeypatch
 ):
-    """Whoever hangs up gives it up, and the shard can be compacted again; a process that is asked
-    to stop does not wait for it, and leaves nothing of the copy."""
+    """A cancelled call ends it, and the shard can be compacted again; a stopping process does not
+    wait for it, and leaves no copy."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     held = tmp_path / "sitecustomize.py"
     held.write_text(HELD_COPY)

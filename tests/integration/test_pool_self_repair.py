@@ -107,8 +107,8 @@ async def test_leader_reads_a_damaged_record_from_its_follower(shard):
     await client.close()
 
 
-async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
-    """It stays as it is; what else there is can be read, and is counted."""
+async def test_record_lost_on_both_replicas_is_named_to_its_reader(shard):
+    """It stays as it is; other records are readable and counted."""
     replicas = shard("--replication.verify-every-s", "0")
     client, leader, follower = await filled(replicas)
     for process in (leader, follower):
@@ -129,8 +129,8 @@ async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
     await client.close()
 
 
-async def test_pass_of_a_follower_repairs_it_from_its_leader(shard):
-    """Nobody reads a follower, so it verifies its records itself."""
+async def test_repair_pass_of_a_follower_uses_its_leader(shard):
+    """A follower serves no reads, so it verifies its records itself."""
     replicas = shard("--replication.verify-every-s", "0.2")
     client, _, follower = await filled(replicas)
     flip_served(follower.data_dir, SAID.encode())
@@ -140,11 +140,10 @@ async def test_pass_of_a_follower_repairs_it_from_its_leader(shard):
 
 
 @pytest.mark.parametrize("source", ["leader", "address"])
-async def test_stopped_replica_is_repaired_from_one_that_runs(
+async def test_stopped_replica_is_repaired_from_a_running_one(
     shard, etcd, cluster, coordinator, tmp_path, source
 ):
-    """By `forge pool check --repair`, which finds the leader through etcd, or is given an
-    address."""
+    """By `forge pool check --repair`, which finds the leader through etcd, or by an address."""
     replicas = shard("--replication.verify-every-s", "0")
     client, _, stopped = await filled(replicas)
     stopped.kill()

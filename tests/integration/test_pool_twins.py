@@ -54,11 +54,11 @@ def refusal(pool: PoolProcess) -> str:
     return line
 
 
-async def test_a_second_store_of_a_shard_refuses_to_start(
+async def test_second_store_of_a_shard_refuses_to_start(
     make_pool: MakePool, coordinator: Coordinator
 ) -> None:
     """The refusal names the shard, both directories and the way out; the first store serves on,
-    also after it was away while the second one tried."""
+    also after its absence while the second one tried."""
     first, second = make_pool("first"), make_pool("second")
     await serve_one_turn(first, coordinator)
     second.start()
@@ -76,7 +76,7 @@ async def test_a_second_store_of_a_shard_refuses_to_start(
     assert await turns_kept(first, coordinator, "t:0:0") == 1
 
 
-async def test_a_second_process_of_an_instance_id_refuses_to_start(
+async def test_second_process_of_an_instance_id_refuses_to_start(
     make_pool: MakePool, coordinator: Coordinator, tmp_path: Path, etcd: EtcdServer, cluster: str
 ) -> None:
     """Discovery keeps the entry of the first; the second ends with one line."""
@@ -93,7 +93,7 @@ async def test_a_second_process_of_an_instance_id_refuses_to_start(
         other.kill()
 
 
-async def test_a_restored_shard_takes_the_name_once_the_old_one_is_gone(
+async def test_restored_shard_takes_the_name_after_the_end_of_the_old_one(
     make_pool: MakePool, coordinator: Coordinator, tmp_path: Path
 ) -> None:
     """A restored directory is refused while the old store is served, then takes its place; the old
@@ -113,10 +113,10 @@ async def test_a_restored_shard_takes_the_name_once_the_old_one_is_gone(
     assert "forge pool adopt" in refusal(old)
 
 
-async def test_a_clone_of_the_whole_directory_refuses_to_start(
+async def test_clone_of_a_directory_refuses_to_start(
     make_pool: MakePool, coordinator: Coordinator
 ) -> None:
-    """A copy made with all files is the same store by its identity: only one of them serves."""
+    """A copy with all files is the same store by its identity: only one of them serves."""
     first, clone = make_pool("first"), make_pool("clone")
     await serve_one_turn(first, coordinator)
     shutil.copytree(first.data_dir, clone.data_dir)

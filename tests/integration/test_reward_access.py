@@ -110,7 +110,7 @@ async def test_agent_sets_no_reward(
     token = stack.token(trajectory_id)
     for kind in ("outcome", "process", "speed"):
         with pytest.raises(PermissionDenied, match="agent_rewards"):
-            await write(gateway, token, reward_event("great", 1000.0, kind=kind))  # type: ignore[arg-type]
+            await write(gateway, token, reward_event("great", 1000.0, kind=kind))
     grader = stack.grader_token(trajectory_id)
     await write(gateway, grader, reward_event("solved", 0.0))
     stored = await rewards_of(stack, own_coordinator, trajectory_id)
@@ -119,14 +119,14 @@ async def test_agent_sets_no_reward(
 
 @writes
 @pytest.mark.parametrize("kind", ["process", "agent"])
-async def test_agent_of_a_task_with_agent_rewards_reports_itself(
+async def test_agent_with_agent_rewards_stores_its_own_components(
     stack: GatewayStack,
     gateway: Instance,
     own_coordinator: Coordinator,
     write: Write,
     kind: RewardKind,
 ) -> None:
-    """Its components are stored with a kind and ids of their own, and hide none of the grader's."""
+    """With their own kind and ids; they hide none of the grader's."""
     trajectory_id = f"modest-{kind}-{named(write)}:0:0"
     token = stack.token(trajectory_id, agent_rewards=True)
     report = reward_event("sure", -0.5, kind=kind)
@@ -150,7 +150,7 @@ async def test_agent_of_a_task_with_agent_rewards_reports_itself(
         ("process", -1000.0, InvalidArgument, r"sure.*-1000"),
     ],
 )
-async def test_reports_of_an_agent_are_bounded(
+async def test_agent_rewards_are_bounded(
     stack: GatewayStack,
     gateway: Instance,
     own_coordinator: Coordinator,
@@ -172,7 +172,7 @@ async def test_reports_of_an_agent_are_bounded(
 async def test_second_outcome_is_refused_and_the_first_is_repeatable(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, write: Write
 ) -> None:
-    """One outcome per trajectory, on every way; the same event id again changes nothing."""
+    """One outcome per trajectory, on every route; the same event id again changes nothing."""
     trajectory_id = f"twice-{named(write)}:0:0"
     grader = stack.grader_token(trajectory_id)
     await annotate(gateway, grader, reward_event("solved", 0.25))
@@ -184,10 +184,10 @@ async def test_second_outcome_is_refused_and_the_first_is_repeatable(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e7, -1e7])
-async def test_absurd_values_are_refused_by_name_and_value(
+async def test_excessive_rewards_are_refused_by_name_and_value(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, value: float
 ) -> None:
-    """The grader's, too; nothing is closed."""
+    """The grader's, too; the trajectory stays open."""
     trajectory_id = "absurd:0:0"
     async with own(gateway, stack.grader_token(trajectory_id)) as grader:
         for call in (grader.annotate, grader.close):
@@ -213,7 +213,7 @@ async def test_tokens_without_a_trajectory_write_no_reward(
 async def test_tokens_of_another_trajectory_write_to_their_own(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, write: Write, scope: str
 ) -> None:
-    """A token names its trajectory, so no call reaches another one."""
+    """A token names its trajectory, so no call changes another one."""
     victim, other = f"victim-{scope}-{named(write)}:0:0", f"other-{scope}-{named(write)}:0:0"
     await annotate(gateway, stack.grader_token(victim), reward_event("solved", 0.0))
     token = stack.token(other, scopes=frozenset({scope}), agent_rewards=True)
@@ -235,7 +235,7 @@ async def test_expired_grader_token_is_refused(
 
 
 async def test_grader_token_samples_nothing(stack: GatewayStack, gateway: Instance) -> None:
-    """The record has the agent's turns alone."""
+    """The record has only the agent's turns."""
     token = stack.grader_token("grader-samples:0:0")
     message: Any = {"role": "user", "content": "SAY[[hi]]"}
     async with own(gateway, token) as grader:
@@ -270,10 +270,10 @@ async def test_pool_takes_rewards_from_services_only(
     await client.close()
 
 
-async def test_agent_abandons_in_its_own_name(
+async def test_abandon_of_an_agent_is_marked_as_its_own(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """Its reason is marked, so that it does not pass for a fault of the infrastructure."""
+    """Its reason is marked, so it does not count as an infrastructure failure."""
     async with own(gateway, stack.token("quit:0:0")) as agent:
         await agent.close(abandon_reason="infrastructure: not my fault")
         # Again: nothing changes.
@@ -286,8 +286,9 @@ async def test_agent_abandons_in_its_own_name(
     assert trajectory.reason == "infrastructure: a pool is gone"
 
 
-async def test_agent_does_not_date_its_end_back(stack: GatewayStack, gateway: Instance) -> None:
-    """`after_agent_s` shortens the completion time, which is a reward: it is the grader's."""
+async def test_agent_cannot_date_its_end_back(stack: GatewayStack, gateway: Instance) -> None:
+    """`after_agent_s` shortens the completion time, which is a reward: only the grader may set
+    it."""
     async with own(gateway, stack.token("back-dated:0:0")) as agent:
         with pytest.raises(PermissionDenied, match="after_agent_s"):
             await agent.close(after_agent_s=60.0)
@@ -297,10 +298,10 @@ async def test_agent_does_not_date_its_end_back(stack: GatewayStack, gateway: In
         assert await grader.close(after_agent_s=60.0) == 0
 
 
-async def test_sealed_by_the_agent_is_graded_later(
+async def test_trajectory_sealed_by_the_agent_is_graded_later(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """A close of the agent does not keep the grader out, and an abandon stays one."""
+    """A close by the agent does not exclude the grader, and an abandon stays one."""
     async with own(gateway, stack.token("eager:0:0")) as agent:
         await agent.close()
     async with own(gateway, stack.grader_token("eager:0:0")) as grader:

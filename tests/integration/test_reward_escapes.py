@@ -168,8 +168,8 @@ async def test_process_is_unprivileged(rewards: Rewards) -> None:
     assert await rewards.value("reached(os.chroot, '/')") == 0.0
 
 
-async def test_nothing_is_written_outside_of_tmp(rewards: Rewards, modules: Path) -> None:
-    """Modules, packages and the system are read-only; a call writes to /tmp."""
+async def test_only_tmp_is_writable(rewards: Rewards, modules: Path) -> None:
+    """Modules, packages and the system are read-only."""
     places = [modules, Path("/"), Path("/usr"), Path("/dev"), Path("/etc"), Path("/proc/sys")]
     places += [Path(sys.prefix), Path(__file__).parent, modules / ".forge"]
     for place in places:
@@ -180,12 +180,12 @@ async def test_nothing_is_written_outside_of_tmp(rewards: Rewards, modules: Path
 
 
 @pytest.mark.parametrize("directory", ["/tmp", "/dev/shm"])
-async def test_a_full_disk_is_its_own(rewards: Rewards, directory: str) -> None:
-    """Written bytes are bounded."""
+async def test_written_bytes_of_a_call_are_bounded(rewards: Rewards, directory: str) -> None:
+    """A full disk affects only its own call."""
     assert await rewards.value(f"filled({directory!r})") <= 2
 
 
-async def test_network_is_a_setting(rewards: Rewards, modules: Path) -> None:
+async def test_network_needs_a_setting(rewards: Rewards, modules: Path) -> None:
     """A listener of the host is unreachable, by TCP and by an abstract UNIX socket, unless
     `network` is set."""
     name = f"\0forge-reward-{os.getpid()}"
@@ -203,7 +203,7 @@ async def test_network_is_a_setting(rewards: Rewards, modules: Path) -> None:
             await pool.close()
 
 
-async def test_a_fork_bomb_is_bounded(modules: Path, rewards: Rewards) -> None:
+async def test_fork_bomb_is_bounded(modules: Path, rewards: Rewards) -> None:
     """The limit on processes holds for root runners too."""
     pool = make_pool(modules, processes=40)
     try:
@@ -212,8 +212,8 @@ async def test_a_fork_bomb_is_bounded(modules: Path, rewards: Rewards) -> None:
         await pool.close()
 
 
-async def test_all_processes_end_with_the_pool(rewards: Rewards, modules: Path) -> None:
-    """Also a child in a session of its own, which a kill of the process group misses."""
+async def test_all_reward_processes_end_with_the_pool(rewards: Rewards, modules: Path) -> None:
+    """Also a child in its own session, which a kill of the process group misses."""
     mark = f"forge-escape-{os.getpid()}"
     start = f"subprocess.Popen(['sleep', '600'], start_new_session=True, env={{'MARK': {mark!r}}})"
     assert await rewards.value(f"float(bool({start}))") == 1.0
@@ -233,8 +233,8 @@ async def test_all_processes_end_with_the_pool(rewards: Rewards, modules: Path) 
     await until(lambda: not marked())
 
 
-async def test_files_of_a_setting_are_readable(modules: Path) -> None:
-    """`reward_read` shows a file that is hidden otherwise; a wrong path is one line."""
+async def test_files_of_reward_read_are_readable(modules: Path) -> None:
+    """A wrong path is one line."""
     shown = modules / ".forge" / "runs" / "checkpoint"
     for path, answer in ((shown, 1.0), (modules / "nothing", None)):
         sandbox = ProcessSandbox(modules=["hostile_rewards"], read=[str(path)], tmp_bytes=1 << 20)
@@ -251,7 +251,7 @@ async def test_files_of_a_setting_are_readable(modules: Path) -> None:
         await pool.close()
 
 
-async def test_a_linked_directory_of_modules_is_shown(
+async def test_linked_module_directory_is_readable(
     rewards: Rewards, modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a link inside of a shown directory, as a virtual environment may be; a secret behind a
@@ -274,13 +274,13 @@ async def test_a_linked_directory_of_modules_is_shown(
     await pool.close()
 
 
-async def test_a_crash_has_its_signal(rewards: Rewards) -> None:
+async def test_crash_is_reported_with_its_signal(rewards: Rewards) -> None:
     """bubblewrap reports the end of its child by an exit code."""
     with pytest.raises(RewardError, match="was killed by SIGSEGV"):
         await rewards.value("0", domain="crash")
 
 
-async def test_host_without_bubblewrap_refuses(
+async def test_host_without_bubblewrap_refuses_reward_functions(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one line that names the package, unless the setting allows functions there."""
@@ -312,8 +312,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain /proc", "masked /proc"])
-def test_a_plain_user_has_the_same_walls(modules: Path, masked: bool) -> None:
-    """A runner without privileges: its user reads nothing of its own, and signals nothing. Where
+def test_sandbox_is_the_same_for_a_plain_user(modules: Path, masked: bool) -> None:
+    """A runner without privileges: its user reads nothing of its own, and signals nothing. If
     systemd or a container masks parts of /proc, the kernel refuses a new one: there is none."""
     if os.getuid():
         pytest.skip("every test of this file has a plain user")

@@ -67,10 +67,11 @@ def model(folder: Path, **config: object) -> Path:
     return folder
 
 
-async def test_a_standby_scheduler_with_another_window_is_refused(
+async def test_standby_scheduler_with_another_window_is_refused(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """One line names the setting, both values and both instances; equal settings stand by."""
+    """One line names the setting, both values and both instances; with equal settings it stands
+    by."""
     start("services.scheduler", "a", "--queue.window=4", "--takeover-hold-s=1")
     await registered(coordinator, "scheduler", "a")
     line = await refusal(start("services.scheduler", "b", "--queue.window=5"))
@@ -81,10 +82,10 @@ async def test_a_standby_scheduler_with_another_window_is_refused(
     await registered(coordinator, "scheduler", "c")
 
 
-async def test_a_trainer_of_another_model_than_a_router_is_refused(
+async def test_trainer_with_another_model_than_the_router_is_refused(
     start: Start, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """The model is one for all kinds; keys that each export writes anew do not count."""
+    """All kinds have one model; keys that each export writes differently do not count."""
     served = model(tmp_path / "served", transformers_version="5.0")
     start("services.inference", "r", "--role=router", f"--model-path={served}")
     await registered(coordinator, "router", "r")
@@ -96,7 +97,7 @@ async def test_a_trainer_of_another_model_than_a_router_is_refused(
     assert "model config.json = Tiny " in line and "of trainer t" in line and "of router r," in line
 
 
-async def test_a_decode_worker_of_another_policy_than_the_trainers_is_refused(
+async def test_decode_worker_of_another_policy_than_the_trainers_is_refused(
     start: Start, coordinator: Coordinator, tmp_path: Path
 ) -> None:
     """It would wait for weights that no trainer publishes."""
@@ -109,7 +110,7 @@ async def test_a_decode_worker_of_another_policy_than_the_trainers_is_refused(
     await entry.close()
 
 
-async def test_a_change_rolls_through_with_the_switch(
+async def test_changed_setting_can_be_rolled_out_with_the_switch(
     start: Start, coordinator: Coordinator, tmp_path: Path
 ) -> None:
     """The instance starts and logs the difference."""
@@ -122,7 +123,7 @@ async def test_a_change_rolls_through_with_the_switch(
     assert warned and "high of echo b" in warned[0]["error"]
 
 
-async def test_a_dead_instance_counts_until_its_lease_ends(
+async def test_dead_instance_counts_until_its_lease_ends(
     start: Start, coordinator: Coordinator
 ) -> None:
     """After kill -9 its entry stays for some seconds; the new instance waits for that."""
@@ -133,10 +134,10 @@ async def test_a_dead_instance_counts_until_its_lease_ends(
     await registered(coordinator, "echo", "b")
 
 
-async def test_an_instance_that_still_starts_yields_to_one_that_registers(
+async def test_starting_instance_yields_to_one_that_registers(
     start: Start, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """As a standby trainer does, or a worker without weights: neither is in the directory."""
+    """A standby trainer, or a worker without weights: neither is in the directory."""
     log = tmp_path / "a.log"
     waits = start(ECHO, "a", "--voice=low", "--no-becomes-ready", "--log-file", str(log))
     await until(
@@ -147,7 +148,7 @@ async def test_an_instance_that_still_starts_yields_to_one_that_registers(
     assert "low of echo a differs from high of echo b" in await refusal(waits)
 
 
-async def test_of_two_that_register_at_once_the_higher_id_ends(coordinator: Coordinator) -> None:
+async def test_higher_id_of_two_simultaneous_registrations_ends(coordinator: Coordinator) -> None:
     """Each finds the other after its own registration: one ends at once, one waits for that."""
     agreements, entries = {}, {}
     for name, voice in (("a", "low"), ("b", "high")):

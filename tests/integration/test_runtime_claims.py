@@ -28,7 +28,7 @@ def ended() -> Owner:
     return owner
 
 
-async def test_an_instance_id_of_a_live_process_is_refused(coordinator: Coordinator) -> None:
+async def test_instance_id_of_a_live_process_is_refused(coordinator: Coordinator) -> None:
     """The refusal names the id and the address of its holder, whose entry stays."""
     await coordinator.register("gateway", "g", "h:1", ttl_s=600, owner=LIVE)
     with pytest.raises(Conflict, match=r"instance_id 'g' is taken: a live gateway at h:1"):
@@ -37,9 +37,9 @@ async def test_an_instance_id_of_a_live_process_is_refused(coordinator: Coordina
     assert entry.address == "h:1"
 
 
-async def test_the_entry_of_an_ended_process_is_replaced(coordinator: Coordinator) -> None:
-    """A restart after kill -9 on the same host does not wait for the lease of the process before,
-    which here ends long after the test."""
+async def test_entry_of_an_ended_process_is_replaced(coordinator: Coordinator) -> None:
+    """A restart after kill -9 on the same host does not wait for the earlier lease, which here ends
+    long after the test."""
     await coordinator.register("gateway", "g", "h:1", ttl_s=600, owner=ended())
     await coordinator.register("gateway", "g", "h:2", ttl_s=600)
     await coordinator.discover("gateway").wait(
@@ -47,8 +47,8 @@ async def test_the_entry_of_an_ended_process_is_replaced(coordinator: Coordinato
     )
 
 
-async def test_the_entry_of_another_host_is_waited_for(coordinator: Coordinator) -> None:
-    """A process elsewhere may have died: its lease tells, and its end lets the next one in."""
+async def test_start_waits_for_the_entry_of_another_host(coordinator: Coordinator) -> None:
+    """A process elsewhere may have died: the end of its lease lets the next one in."""
     first = await coordinator.register("gateway", "g", "h:1", ttl_s=600, owner=ELSEWHERE)
     second = asyncio.create_task(coordinator.register("gateway", "g", "h:2", ttl_s=600))
     await coordinator.discover("gateway").wait(timeout_s=60)
@@ -60,17 +60,17 @@ async def test_the_entry_of_another_host_is_waited_for(coordinator: Coordinator)
     )
 
 
-async def test_a_renewed_entry_of_another_host_is_refused(coordinator: Coordinator) -> None:
-    """A lease that outlives its TTL is kept by a live process."""
+async def test_renewed_entry_of_another_host_is_refused(coordinator: Coordinator) -> None:
+    """A lease that outlives its TTL belongs to a live process."""
     await coordinator.register("gateway", "g", "h:1", ttl_s=1, owner=ELSEWHERE)
     with pytest.raises(Conflict, match="h:1"):
         await coordinator.register("gateway", "g", "h:2", ttl_s=600)
 
 
-async def test_an_id_that_was_taken_during_a_loss_is_reported(
+async def test_instance_id_taken_during_a_lease_loss_is_reported(
     coordinator: Coordinator, etcd: EtcdServer, cluster: str
 ) -> None:
-    """A process whose lease ended does not overwrite the one that took its id since."""
+    """A process whose lease ended does not overwrite the process with its id."""
     conflicts: asyncio.Queue[Conflict] = asyncio.Queue()
     first = await coordinator.register("gateway", "g", "h:1", on_conflict=conflicts.put_nowait)
     async with first._writing:  # It cannot enter again meanwhile.

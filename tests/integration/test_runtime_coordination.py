@@ -34,8 +34,8 @@ async def test_registered_instance_is_discovered_with_address_and_metadata(
     await other.close()
 
 
-async def test_who_is_there_is_known_before_anybody_comes(coordinator: Coordinator) -> None:
-    """Empty is an answer once etcd was asked, and none before."""
+async def test_discovery_knows_the_initial_view(coordinator: Coordinator) -> None:
+    """Empty is an answer once etcd has answered, and none before."""
     await coordinator.register("pool", "pool-0", "127.0.0.1:7001")
     pools, trainers = coordinator.discover("pool"), coordinator.discover("trainer")
     assert not pools.instances
@@ -45,10 +45,10 @@ async def test_who_is_there_is_known_before_anybody_comes(coordinator: Coordinat
     assert not trainers.instances
 
 
-async def test_registration_outlives_a_pause_in_its_making(
+async def test_registration_survives_a_pause_during_its_start(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lease that runs out before it holds anything is replaced like any other."""
+    """A lease that expires before it holds a key is replaced."""
     etcd = coordinator._etcd
     swap = etcd.swap
     leases: list[int] = []
@@ -84,7 +84,7 @@ async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> N
 
 
 async def test_closed_registration_leaves_discovery_at_once(coordinator: Coordinator) -> None:
-    """Who leaves is not waited for until its lease runs out."""
+    """Without a wait for its lease."""
     registration = await coordinator.register("pool", "p", "h:1", ttl_s=300)
     discovery = coordinator.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
@@ -94,8 +94,8 @@ async def test_closed_registration_leaves_discovery_at_once(coordinator: Coordin
     assert not registration.alive
 
 
-async def test_wait_names_what_is_missing_when_time_is_up(coordinator: Coordinator) -> None:
-    """A kind that does not come up is one clear line."""
+async def test_wait_for_a_kind_names_it_at_its_deadline(coordinator: Coordinator) -> None:
+    """In one line."""
     with pytest.raises(Unavailable, match="0 of 2 fitting trainer instances"):
         await coordinator.discover("trainer").wait(count=2, timeout_s=0.2)
 
@@ -114,10 +114,10 @@ async def test_clusters_on_one_etcd_do_not_see_each_other(
     await stranger.close()
 
 
-async def test_compare_and_swap_refuses_a_revision_that_has_passed(
+async def test_compare_and_swap_refuses_an_old_revision(
     coordinator: Coordinator,
 ) -> None:
-    """Of two publications from one revision, exactly one takes."""
+    """Of two publications from one revision, exactly one succeeds."""
     key = "weights/default/latest"
     first = await coordinator.compare_and_swap(key, b"1", expected_revision=0)
     with pytest.raises(StaleFence, match="weights/default/latest"):
@@ -131,8 +131,8 @@ async def test_compare_and_swap_refuses_a_revision_that_has_passed(
     assert second > first
 
 
-async def test_follow_shows_absence_then_every_latest_value(coordinator: Coordinator) -> None:
-    """Follow begins with what is there, even nothing, and ends with what came last."""
+async def test_follow_yields_absence_then_the_latest_values(coordinator: Coordinator) -> None:
+    """It begins with the current value, or none, and ends with the last."""
     async with aclosing(coordinator.follow("config/x")) as values:
         assert await anext(values) is None
         revision = await coordinator.compare_and_swap("config/x", b"a", expected_revision=0)
@@ -148,7 +148,7 @@ async def test_follow_shows_absence_then_every_latest_value(coordinator: Coordin
 async def test_one_leader_at_a_time_with_growing_fence(
     etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> None:
-    """The second candidate waits for the first to go, and gets a higher fence."""
+    """The second candidate waits for the first to end, and gets a higher fence."""
     first = await coordinator.campaign("scheduler", "a")
     rival = await Coordinator.connect(etcd.endpoint, cluster=cluster)
     waiting = asyncio.create_task(rival.campaign("scheduler", "b"))
@@ -165,8 +165,9 @@ async def test_one_leader_at_a_time_with_growing_fence(
     await rival.close()
 
 
-async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coordinator) -> None:
-    """However many campaign at once, there is never more than one leader, and none is forgotten."""
+async def test_every_candidate_is_elected_in_turn(coordinator: Coordinator) -> None:
+    """For many simultaneous campaigns there is never more than one leader, and none is
+    forgotten."""
     leaders = 0
     fences: list[int] = []
 
@@ -186,10 +187,10 @@ async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coord
 
 
 @pytest.mark.parametrize("entered", ["discovery", "office"])
-async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
+async def test_cancelled_registration_leaves_no_entry(
     entered: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told to stop before etcd's answer is here, an instance is neither found nor waited for."""
+    """Stopped before etcd's answer, an instance is neither found nor waited for."""
     etcd = coordinator._etcd
     original = etcd.swap
     written = asyncio.Event()
@@ -216,7 +217,7 @@ async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
     await leadership.resign()
 
 
-async def test_unreachable_etcd_is_one_line_that_says_what_to_do() -> None:
+async def test_unreachable_etcd_is_one_line_with_the_setting() -> None:
     """The error names the endpoints and the setting to change."""
     endpoint = f"127.0.0.1:{free_port()}"
     with pytest.raises(Unavailable, match=f"no etcd answers at {endpoint}") as caught:
@@ -248,8 +249,8 @@ async def test_etcd_over_mutual_tls(tmp_path: Path) -> None:
         await asyncio.to_thread(server.stop)
 
 
-async def test_several_endpoints_serve_as_long_as_one_of_them_answers(etcd: EtcdServer) -> None:
-    """A cluster is named by all its members, of which some may be down; names are resolved."""
+async def test_coordinator_works_while_one_endpoint_answers(etcd: EtcdServer) -> None:
+    """A cluster is named by all its members, some of which may be down; names are resolved."""
     dead = f"127.0.0.1:{free_port()}"
     living = etcd.endpoint.replace("127.0.0.1", "localhost")
     coordinator = await Coordinator.connect(f"{dead}, {living}", cluster="several")
@@ -257,10 +258,10 @@ async def test_several_endpoints_serve_as_long_as_one_of_them_answers(etcd: Etcd
     await coordinator.close()
 
 
-async def test_entry_that_nobody_can_read_does_not_hide_the_others(
+async def test_unreadable_entry_does_not_hide_the_others(
     etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> None:
-    """What another tool wrote into the folder is logged and passed over."""
+    """A foreign value in the folder is logged and passed over."""
     discovery = coordinator.discover("pool")
     await coordinator.compare_and_swap("services/pool/junk", b"not json", expected_revision=0)
     registration = await coordinator.register("pool", "p", "h:1")

@@ -61,7 +61,7 @@ def test_metrics_over_tls_need_a_client_certificate(certificates: Certificates) 
         read(port, client(certificates, named=False))
 
 
-def test_a_silent_client_delays_no_other(certificates: Certificates) -> None:
+def test_silent_client_delays_no_other(certificates: Certificates) -> None:
     """It never begins its handshake."""
     port = serve_metrics("127.0.0.1", 0, mutual(certificates))
     with socket.create_connection(("127.0.0.1", port)):

@@ -82,10 +82,10 @@ async def until_logged(path: Path, text: str) -> None:
     await until(lambda: path.exists() and text in path.read_text())
 
 
-async def test_child_that_restarts_as_all_are_stopped_is_stopped_too(
+async def test_child_that_restarts_during_a_stop_is_stopped_too(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not waited for until its time to stop is over."""
+    """Within its time to stop."""
     stopping: list[asyncio.Task[None]] = []
     spawn = asyncio.create_subprocess_exec
 
@@ -105,7 +105,7 @@ async def test_child_that_restarts_as_all_are_stopped_is_stopped_too(
 
 
 async def test_crash_is_one_line_and_a_restart(watched: Watched) -> None:
-    """Name, exit code, last words and when it comes back: all in one line."""
+    """Name, exit code, last output and the time of the restart in one line."""
     await watched.start("pool", "import sys; print('disk on fire'); sys.exit(3)")
     event = await watched.until("crashed")
     assert event.line == "pool crashed (exit code 3), restart in 0.0 s: disk on fire"
@@ -113,7 +113,7 @@ async def test_crash_is_one_line_and_a_restart(watched: Watched) -> None:
 
 
 async def test_killed_child_is_named_by_its_signal_and_gets_a_new_pid(watched: Watched) -> None:
-    """After kill -9 the child is another process of the same name."""
+    """After kill -9 another process has the same name."""
     await watched.start("gateway", SLEEP)
     first = watched.supervisor.pids()["gateway"]
     os.kill(first, signal.SIGKILL)
@@ -124,15 +124,15 @@ async def test_killed_child_is_named_by_its_signal_and_gets_a_new_pid(watched: W
     assert second != first
 
 
-async def test_last_words_of_a_json_log_are_its_event_and_error(watched: Watched) -> None:
-    """What services log is shown for people."""
+async def test_last_output_of_a_json_log_is_its_event_and_error(watched: Watched) -> None:
+    """Log lines of services are shown for people."""
     code = "import json, sys; print(json.dumps({'event': 'crashed', 'error': 'boom'})); sys.exit(1)"
     await watched.start("trainer", code)
     assert (await watched.until("crashed")).last_line == "crashed: boom"
 
 
-async def test_last_words_of_a_program_in_go_are_not_its_stack(watched: Watched) -> None:
-    """etcd's panic says what is wrong in a line of its log, and then a great deal more."""
+async def test_last_output_of_a_go_program_is_not_its_stack(watched: Watched) -> None:
+    """etcd's panic has its cause in one log line, followed by a long stack."""
     code = """
 import json, sys
 print(json.dumps({"level": "panic", "msg": "failed to create WAL", "error": "no space left"}))
@@ -144,8 +144,8 @@ sys.exit(2)
     assert event.line == "etcd cannot start: failed to create WAL: no space left"
 
 
-async def test_child_that_keeps_crashing_is_given_up(watched: Watched) -> None:
-    """A service that cannot come up is not restarted for ever."""
+async def test_child_that_keeps_crashing_is_not_restarted(watched: Watched) -> None:
+    """After some crashes."""
     restart = Restart(max_restarts=2, backoff_s=0.01)
     await watched.start("router", "import sys; print('no weights'); sys.exit(1)", restart=restart)
     event = await watched.until("gave_up")
@@ -155,7 +155,7 @@ async def test_child_that_keeps_crashing_is_given_up(watched: Watched) -> None:
 
 
 async def test_child_with_wrong_settings_is_not_started_again(watched: Watched) -> None:
-    """Exit code 2 at the first start says that the next one would end alike."""
+    """Exit code 2 at the first start: the next start would end the same."""
     await watched.start("router", "import sys; print('no such model'); sys.exit(2)")
     event = await watched.until("gave_up")
     assert event.line == "router cannot start: no such model"
@@ -163,7 +163,7 @@ async def test_child_with_wrong_settings_is_not_started_again(watched: Watched) 
 
 
 async def test_child_that_has_run_may_fail_to_start_once(watched: Watched, tmp_path: Path) -> None:
-    """After a crash its port may still be taken: that passes."""
+    """After a crash its port may still be in use."""
     code = f"""
 import pathlib, sys, time
 runs = pathlib.Path({str(tmp_path / "runs")!r})
@@ -179,15 +179,15 @@ time.sleep(600)
     assert "gave_up" not in [event.kind for event in watched.events]
 
 
-async def test_child_that_ends_well_has_ended(watched: Watched) -> None:
+async def test_child_that_exits_with_0_is_not_restarted(watched: Watched) -> None:
     """Exit code 0 is not a crash."""
     await watched.start("runner", "pass")
     await watched.until("ended")
     assert [event.kind for event in watched.events] == ["started", "ended"]
 
 
-async def test_stop_asks_the_youngest_first(watched: Watched, tmp_path: Path) -> None:
-    """What was started last rests on what was started before."""
+async def test_stop_begins_with_the_youngest_child(watched: Watched, tmp_path: Path) -> None:
+    """Later children depend on earlier ones."""
     for name in ("etcd", "pool", "gateway"):
         await watched.start(name, SLEEP)
         await until_logged(tmp_path / f"{name}.log", "up")
@@ -198,7 +198,7 @@ async def test_stop_asks_the_youngest_first(watched: Watched, tmp_path: Path) ->
 
 
 async def test_child_that_does_not_stop_is_killed(watched: Watched, tmp_path: Path) -> None:
-    """Stop returns when the child's time is over, whatever the child thinks of it."""
+    """Stop returns when the child's time is over."""
     await watched.start("stubborn", STUBBORN, stop_s=0.2)
     await until_logged(tmp_path / "stubborn.log", "up")
     pid = watched.supervisor.pids()["stubborn"]
@@ -210,7 +210,7 @@ async def test_child_that_does_not_stop_is_killed(watched: Watched, tmp_path: Pa
 
 
 async def test_stop_ends_a_pause_before_a_restart(watched: Watched) -> None:
-    """Nobody waits for the restart of what is to be stopped."""
+    """A stop does not wait for the restart."""
     restart = Restart(backoff_s=300, max_backoff_s=300)
     await watched.start("pool", "import sys; sys.exit(1)", restart=restart, stop_s=300)
     await watched.until("crashed")
@@ -228,10 +228,8 @@ async def test_missing_program_is_one_line(watched: Watched, tmp_path: Path) -> 
         await watched.supervisor.start(spec)
 
 
-async def test_program_that_vanished_is_given_up_at_its_restart(
-    watched: Watched, tmp_path: Path
-) -> None:
-    """A restart that cannot even begin is told like any other crash that does not heal."""
+async def test_missing_program_at_a_restart_is_an_error(watched: Watched, tmp_path: Path) -> None:
+    """As any crash that repeats."""
     program = tmp_path / "pool"
     program.write_text(f"#!{sys.executable}\nimport os; os.remove(__file__); os._exit(1)\n")
     program.chmod(0o755)
@@ -243,7 +241,7 @@ async def test_program_that_vanished_is_given_up_at_its_restart(
 
 
 async def test_two_children_cannot_have_one_name(watched: Watched) -> None:
-    """A name is how a child is found."""
+    """A child is found by its name."""
     await watched.start("pool", SLEEP)
     with pytest.raises(FailedPrecondition, match="a child pool already"):
         await watched.start("pool", SLEEP)
@@ -267,8 +265,8 @@ asyncio.run(main())
 """
 
 
-async def test_no_child_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
-    """Even after kill -9 of the supervisor, and even a child deaf to SIGTERM, nothing is left."""
+async def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
+    """After kill -9 of the supervisor, and also a child that ignores SIGTERM."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, STUBBORN, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -285,8 +283,8 @@ async def test_no_child_outlives_a_parent_that_was_killed(tmp_path: Path) -> Non
     assert alive == []
 
 
-async def test_children_are_out_of_reach_of_the_terminals_interrupt(watched: Watched) -> None:
-    """Ctrl-C goes to the parent alone, which then stops its children in order."""
+async def test_ctrl_c_reaches_only_the_parent(watched: Watched) -> None:
+    """It then stops its children in order."""
     await watched.start("pool", SLEEP)
     pid = watched.supervisor.pids()["pool"]
     assert os.getpgid(pid) != os.getpgid(0)

@@ -118,7 +118,7 @@ async def say(address: str, text: str) -> str:
 async def test_service_starts_serves_drains_and_exits_with_zero(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """SIGTERM: leave discovery, finish the stream in flight, stop actors, close stores, exit 0."""
+    """SIGTERM: leave discovery, finish the running stream, stop actors, close stores, exit 0."""
     process = start("--drain-s", "240")
     discovery = coordinator.discover("echo")
     (instance,) = await discovery.wait(timeout_s=START_S)
@@ -150,10 +150,10 @@ async def test_service_starts_serves_drains_and_exits_with_zero(
     ]
 
 
-async def test_every_log_line_carries_service_and_instance(
+async def test_every_log_line_has_service_and_instance(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """Lines of many processes in one place can be told apart."""
+    """Lines of many processes in one place are distinguishable."""
     process = start()
     await coordinator.discover("echo").wait(timeout_s=START_S)
     for line in process.lines():
@@ -161,10 +161,10 @@ async def test_every_log_line_carries_service_and_instance(
         assert {"event", "level", "timestamp"} <= line.keys()
 
 
-async def test_metrics_are_served_where_the_registration_says(
+async def test_metrics_are_served_at_the_registered_address(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """Prometheus finds every process through etcd and sees its calls and actors."""
+    """Prometheus finds every process through etcd and gets its calls and actors."""
     start()
     (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "say:x")
@@ -176,10 +176,8 @@ async def test_metrics_are_served_where_the_registration_says(
     assert 'forge_actor_mailbox_depth{actor="Worker"} 0.0' in text
 
 
-async def test_announced_metadata_reaches_the_others(
-    start: Start, coordinator: Coordinator
-) -> None:
-    """A service changes what it says about itself while it runs."""
+async def test_announced_metadata_reaches_discovery(start: Start, coordinator: Coordinator) -> None:
+    """A service changes its metadata while it runs."""
     start()
     discovery = coordinator.discover("echo")
     (instance,) = await discovery.wait(timeout_s=START_S)
@@ -187,7 +185,7 @@ async def test_announced_metadata_reaches_the_others(
     await discovery.wait(timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue")
 
 
-async def test_what_changes_while_it_is_registered_is_announced(
+async def test_metadata_changed_during_the_registration_is_announced(
     tmp_path: Path,
     etcd: EtcdServer,
     cluster: str,
@@ -222,7 +220,7 @@ async def test_what_changes_while_it_is_registered_is_announced(
 async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """systemd hears READY; the others hear of it only once it can serve."""
+    """systemd gets READY; discovery has it only once it can serve."""
     process = start("--becomes-ready", "false")
     assert await process.next_notice() == "READY=1"
     discovery = coordinator.discover("echo")
@@ -232,8 +230,8 @@ async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
     await discovery.wait(timeout_s=START_S)
 
 
-async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
-    """Waiting for weights does not keep a process from ending."""
+async def test_service_that_is_not_ready_can_be_stopped(start: Start) -> None:
+    """A wait for weights does not delay it."""
     process = start("--becomes-ready", "false")
     assert await process.next_notice() == "READY=1"
     process.child.send_signal(signal.SIGINT)
@@ -244,8 +242,7 @@ async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
 async def test_service_that_cannot_be_registered_is_drained(
     start: Start, own_etcd: EtcdServer
 ) -> None:
-    """What it took on before anybody could see it is not dropped; whoever supervises starts it
-    again."""
+    """Its accepted work is finished; its supervisor starts it again."""
     process = start("--becomes-ready", "false", endpoint=own_etcd.endpoint)
     assert await process.next_notice() == "READY=1"
     address = (await process.logged("waiting_to_be_ready"))["address"]
@@ -260,7 +257,7 @@ async def test_service_that_cannot_be_registered_is_drained(
 async def test_killed_service_leaves_discovery_with_its_lease(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """kill -9 needs no code of ours: the lease runs out."""
+    """kill -9 needs no code: the lease expires."""
     process = start("--lease-ttl-s", "2")
     discovery = coordinator.discover("echo")
     await discovery.wait(timeout_s=START_S)
@@ -269,10 +266,10 @@ async def test_killed_service_leaves_discovery_with_its_lease(
         await asyncio.wait_for(discovery.changed(), START_S)
 
 
-async def test_actor_that_crashes_too_often_ends_the_process_with_one(
+async def test_actor_with_too_many_crashes_ends_the_process_with_1(
     start: Start, coordinator: Coordinator
 ) -> None:
-    """What supervision inside cannot heal is handed to the supervisor outside."""
+    """Its supervisor restarts the process."""
     process = start()
     (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "break")
@@ -305,10 +302,10 @@ async def test_actor_that_crashes_too_often_ends_the_process_with_one(
         ),
     ],
 )
-async def test_failed_start_is_one_line_on_stderr_and_exit_code_two(
+async def test_failed_start_is_one_line_on_stderr_and_exit_code_2(
     start: Start, flags: list[str], line: str
 ) -> None:
-    """No traceback: what is wrong and what to do about it."""
+    """No traceback: the fault and the remedy."""
     process = start(*flags)
     assert await process.ended() == 2
     assert process.errors() == line
@@ -316,7 +313,7 @@ async def test_failed_start_is_one_line_on_stderr_and_exit_code_two(
 
 @pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
 async def test_occupied_port_is_named(start: Start, flag: str) -> None:
-    """The line names address and port and offers a way out."""
+    """The line has address and port and a way out."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -330,7 +327,7 @@ async def test_occupied_port_is_named(start: Start, flag: str) -> None:
 
 
 async def test_unreachable_etcd_is_named(start: Start) -> None:
-    """The line names the endpoint tried and how to give another; a supervisor may try again."""
+    """The line has the endpoint and the setting; a supervisor may try again."""
     process = start(endpoint=(endpoint := f"127.0.0.1:{free_port()}"))
     assert await process.ended() == 1
     errors = process.errors()

@@ -73,10 +73,11 @@ def runner_token() -> Bearer:
     ],
     ids=["unsigned", "another key", "a runner as a trainer"],
 )
-async def test_a_fake_instance_harvests_no_token(
+async def test_fake_instance_gets_no_token(
     etcd: EtcdServer, cluster: str, thief: tuple[Harvest, str], signer: Security | None
 ) -> None:
-    """Its entry is ignored, so no call is made to it; a caller without the rule pays a token."""
+    """Its entry is ignored, so no call is made to it; a caller without the rule sends it a
+    token."""
     harvest, address = thief
     theirs = await connect(etcd, cluster, signer)
     ours = await connect(etcd, cluster, SERVICE)
@@ -95,11 +96,11 @@ async def test_a_fake_instance_harvests_no_token(
             await each.close()
 
 
-async def test_a_signed_entry_is_good_for_its_place_and_lease_alone(
+async def test_signed_entry_is_valid_for_its_place_and_lease_only(
     etcd: EtcdServer, cluster: str
 ) -> None:
     """A copy under another id, another kind or without the lease is refused; the original, a change
-    of its metadata and a runner of a token are found."""
+    of its metadata and a runner with a token are found."""
     ours = await connect(etcd, cluster, SERVICE)
     runner = await connect(etcd, cluster, Security(runner_token()))
     try:
@@ -125,10 +126,10 @@ async def test_a_signed_entry_is_good_for_its_place_and_lease_alone(
         await ours.close()
 
 
-async def test_a_holder_of_a_token_sends_it_narrowed(
+async def test_caller_without_the_key_sends_a_narrowed_token(
     etcd: EtcdServer, cluster: str, thief: tuple[Harvest, str]
 ) -> None:
-    """Without the key it cannot verify entries; the caught token is refused elsewhere."""
+    """It cannot verify entries; the received token is refused elsewhere."""
     harvest, address = thief
     security = Security(runner_token(), subject="r")
     ours = await connect(etcd, cluster, security)
@@ -149,7 +150,7 @@ async def test_a_holder_of_a_token_sends_it_narrowed(
         await ours.close()
 
 
-async def test_entries_of_an_earlier_release_are_accepted_where_set(
+async def test_entries_of_an_earlier_release_are_accepted_by_a_setting(
     etcd: EtcdServer, cluster: str
 ) -> None:
     """For an upgrade, one service after the other."""

@@ -165,7 +165,7 @@ def test_environment_and_memory_of_the_runner_are_absent(host: Host) -> None:
     assert "LEAK" not in output, error
 
 
-def test_a_shell_cannot_delete_a_file_of_the_host(host: Host) -> None:
+def test_shell_cannot_delete_a_file_of_the_host(host: Host) -> None:
     """Neither in a child, which `_posixsubprocess` starts below the audit hook, nor in place."""
     victim = host.file("victim")
     arguments = f"[b'sh', b'-c', b'rm -f {victim}'], [b'/bin/sh']"
@@ -182,7 +182,7 @@ def test_a_shell_cannot_delete_a_file_of_the_host(host: Host) -> None:
 
 
 def test_no_process_of_the_host_gets_a_signal(host: Host) -> None:
-    """Not even the runner; the program cannot see them."""
+    """Not even the runner; the program cannot see the processes."""
     pids = [os.getpid(), os.getppid(), -1, 1, 0]
     host.refuses(
         f"for pid in {pids}: refused(os.kill, pid, 9)\n"
@@ -212,7 +212,7 @@ def test_no_listener_of_the_host_is_reachable(host: Host) -> None:
 
 
 def test_devices_are_absent(host: Host) -> None:
-    """None can be opened, and none can be made."""
+    """None can be opened, and none can be created."""
     devices = ["/dev/mem", "/dev/kmsg", "/dev/fuse", "/dev/kvm", "/dev/tty", "/dev/ptmx"]
     devices += [f"/dev/{path.name}" for path in Path("/sys/block").iterdir()]
     host.refuses(
@@ -222,7 +222,7 @@ def test_devices_are_absent(host: Host) -> None:
     )
 
 
-def test_a_fork_bomb_is_one_process(host: Host) -> None:
+def test_fork_bomb_is_one_process(host: Host) -> None:
     """Forks, threads and `clone` are refused, so nothing outlives the program."""
     output, _ = host.run(
         # Where a fork succeeds, the child ends at once: a failed test must not flood its host.
@@ -238,8 +238,8 @@ def test_a_fork_bomb_is_one_process(host: Host) -> None:
     assert "LEAK" not in output
 
 
-def test_a_memory_bomb_ends_the_program_alone(host: Host) -> None:
-    """The limit covers private memory; memory outside of an address space cannot be made."""
+def test_memory_bomb_ends_the_program_only(host: Host) -> None:
+    """The limit covers private memory; memory outside of an address space cannot be created."""
     host.refuses(
         "import mmap, resource\n"
         "refused(bytearray, 1 << 30)\n"
@@ -253,8 +253,8 @@ def test_a_memory_bomb_ends_the_program_alone(host: Host) -> None:
     )
 
 
-def test_nothing_can_be_written(host: Host) -> None:
-    """No directory takes a file, a link or a byte."""
+def test_program_cannot_write_any_file(host: Host) -> None:
+    """No directory accepts a file, a link or a byte."""
     victim = host.file("victim")
     directories = [
         "/",
@@ -279,7 +279,7 @@ def test_nothing_can_be_written(host: Host) -> None:
     assert victim.read_text() == SECRET
 
 
-def test_no_privilege_can_be_had(host: Host) -> None:
+def test_program_cannot_gain_privileges(host: Host) -> None:
     """Neither by becoming root, nor by a namespace of its own, nor over another process."""
     host.refuses(
         "refused(os.setuid, 0)\n"
@@ -295,7 +295,7 @@ def test_no_privilege_can_be_had(host: Host) -> None:
 
 
 async def test_program_is_nobody_without_capabilities(host: Host) -> None:
-    """The kernel itself says so: user, capabilities, privileges, filter and namespaces."""
+    """As the kernel reports: user, capabilities, privileges, filter and namespaces."""
     runner = host.start("import signal\nsignal.sigwait([signal.SIGUSR1])")
     assert runner.stdout
     assert not runner.stdout.readline().strip()

@@ -26,7 +26,7 @@ async def test_runner_gets_only_tasks_of_its_domains(forge: SchedulerCluster) ->
 
 
 async def test_waiting_runners_do_not_hide_each_other(forge: SchedulerCluster) -> None:
-    """A task that arrives later goes to the able runner, although another one asked first."""
+    """A later task goes to the able runner, although another one requested first."""
     forge.start_scheduler()
     await forge.leader()
     first = asyncio.create_task(forge.lease(runner="first", domains=["code"], wait_s=20))

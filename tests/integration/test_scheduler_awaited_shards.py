@@ -20,9 +20,9 @@ from tests.support.scheduler.cluster import (
 )
 
 
-async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCluster) -> None:
-    """The other shard's groups are trained on; what may be on the one that is away waits for it,
-    and is there when it comes: its groups, and the claims of runners on them."""
+async def test_new_leader_begins_without_an_unreachable_shard(forge: SchedulerCluster) -> None:
+    """The other shard's groups are trained; calls for groups that may be on the unreachable shard
+    wait for it, and find them when it is back: groups, and the claims of runners on them."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     first = forge.start_scheduler(queue={"window": "8"})
@@ -73,7 +73,7 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
     assert_counts_balance(await forge.status())
 
 
-async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(
+async def test_leader_waits_for_all_shards_without_a_bound_on_the_head(
     forge: SchedulerCluster,
 ) -> None:
     """The record of an earlier version has no bound: groups of the shard could be passed."""
@@ -97,7 +97,7 @@ async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(
     assert (await forge.status()).pending == 8
 
 
-async def test_queue_indices_of_an_awaited_shard_are_not_given_again(
+async def test_queue_indices_of_an_awaited_shard_are_not_used_again(
     forge: SchedulerCluster,
 ) -> None:
     """The window would take two groups of one index for one and never train the second."""

@@ -46,7 +46,7 @@ async def test_group_goes_from_submission_to_trained(forge: SchedulerCluster) ->
 
 
 async def test_session_token_has_the_context_of_its_domain(forge: SchedulerCluster) -> None:
-    """Where one is set; other domains have the model's."""
+    """If one is set; other domains have the model's."""
     forge.start_scheduler(domain_context_tokens="short=512")
     capped, free = make_task("a"), make_task("b")
     capped.domain = "short"
@@ -71,8 +71,8 @@ async def test_evaluation_is_listed_by_tag_with_its_rewards(forge: SchedulerClus
     assert (status.accepted, status.eval_pending) == (1, 0)
 
 
-async def test_waiting_calls_are_answered_when_there_is_something(forge: SchedulerCluster) -> None:
-    """A runner and a trainer that came too early get theirs without asking again."""
+async def test_waiting_calls_are_answered_by_the_next_change(forge: SchedulerCluster) -> None:
+    """An early runner and an early trainer get theirs without a second call."""
     forge.start_scheduler()
     await forge.leader()
     runner = asyncio.create_task(forge.lease(1))
@@ -85,7 +85,7 @@ async def test_waiting_calls_are_answered_when_there_is_something(forge: Schedul
 
 
 async def test_empty_queue_answers_empty_when_the_wait_is_over(forge: SchedulerCluster) -> None:
-    """Nothing now is an answer, not an error."""
+    """An empty answer is no error."""
     forge.start_scheduler()
     assert await forge.lease(1, wait_s=0.0) == []
     assert (await forge.take(wait_s=0.0)).batch_id == ""
@@ -104,7 +104,7 @@ async def test_session_token_names_the_trajectory_and_its_shard(forge: Scheduler
 
 
 async def test_lease_has_a_grader_token_beside_the_agents(forge: SchedulerCluster) -> None:
-    """Equal but for the scope; the task alone lets its agent report on itself."""
+    """Equal except for the scope; only the task lets its agent report rewards."""
     forge.start_scheduler()
     task = make_task("a")
     task.agent_rewards = True
@@ -119,7 +119,7 @@ async def test_lease_has_a_grader_token_beside_the_agents(forge: SchedulerCluste
 
 
 async def test_rollout_reported_done_but_not_sealed_is_retried(forge: SchedulerCluster) -> None:
-    """The pool has the last word: a runner that says "done" does not make it so."""
+    """The pool decides: a runner's report alone does not complete a rollout."""
     forge.start_scheduler()
     await forge.submit([make_task("a")])
     (lease,) = await forge.lease(1)
@@ -139,10 +139,10 @@ async def test_sealed_rollout_counts_although_its_runner_failed(forge: Scheduler
     assert ids_of(await forge.take(groups=1)) == ["a"]
 
 
-async def test_group_that_cannot_be_sampled_is_given_up_with_its_reason(
+async def test_group_with_a_permanent_failure_is_tombstoned_with_its_reason(
     forge: SchedulerCluster,
 ) -> None:
-    """A permanent failure is stored as a tombstone and survives the leader."""
+    """The tombstone is stored and survives the leader."""
     first = forge.start_scheduler()
     await forge.submit([make_task("a", tag="x"), make_task("b")])
     (lease,) = await forge.lease(1)
@@ -158,7 +158,7 @@ async def test_group_that_cannot_be_sampled_is_given_up_with_its_reason(
 
 
 async def test_silent_runner_loses_its_claim_but_not_its_work(forge: SchedulerCluster) -> None:
-    """When a claim ends, the pool is asked: what was sealed counts, what was not is retried."""
+    """At the end of a claim the pool is asked: a sealed rollout counts, any other is retried."""
     forge.start_scheduler(queue={"rollout_lease_s": "4"})
     await forge.submit([make_task("sealed"), make_task("lost")])
     sealed, lost = await forge.lease(2)
@@ -170,7 +170,8 @@ async def test_silent_runner_loses_its_claim_but_not_its_work(forge: SchedulerCl
 
 
 async def test_rewind_makes_trained_groups_visible_again(forge: SchedulerCluster) -> None:
-    """A trainer that restored step 1 is given what step 2 had consumed, across leaders too."""
+    """A trainer that restored step 1 gets the groups that step 2 had consumed, also under another
+    leader."""
     first = forge.start_scheduler()
     await forge.submit([make_task(name) for name in "abcd"])
     await forge.complete(4)
@@ -184,8 +185,8 @@ async def test_rewind_makes_trained_groups_visible_again(forge: SchedulerCluster
     assert ids_of(await forge.take()) == ["c", "d"]
 
 
-async def test_released_batch_is_handed_out_again(forge: SchedulerCluster) -> None:
-    """Given back without a reason, the groups keep their place; with one, they are given up."""
+async def test_released_batch_is_leased_again(forge: SchedulerCluster) -> None:
+    """Released without a reason, the groups keep their place; with one, they are tombstoned."""
     forge.start_scheduler()
     await forge.submit([make_task("a"), make_task("b")])
     await forge.complete(2)
@@ -200,8 +201,8 @@ async def test_released_batch_is_handed_out_again(forge: SchedulerCluster) -> No
     assert (status.tombstoned, status.pending) == (2, 0)
 
 
-async def test_bad_input_is_answered_by_field_and_value(forge: SchedulerCluster) -> None:
-    """Each mistake has a clear status, and none of them leaves a trace."""
+async def test_invalid_input_is_refused_by_field_and_value(forge: SchedulerCluster) -> None:
+    """Each mistake has a clear status, and none changes the state."""
     forge.start_scheduler(max_queued_groups="2")
     await forge.submit([make_task("known")])
     bad = make_task("x")
@@ -230,7 +231,7 @@ async def test_bad_input_is_answered_by_field_and_value(forge: SchedulerCluster)
 
 
 async def test_unknown_names_are_not_found(forge: SchedulerCluster) -> None:
-    """What nobody handed out cannot be finished, renewed or committed."""
+    """An id that was never leased cannot be finished, renewed or committed."""
     forge.start_scheduler()
     outcome = scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id="nobody:0:0")
     with pytest.raises(NotFound, match="'nobody' is not in the queue"):
@@ -244,7 +245,7 @@ async def test_unknown_names_are_not_found(forge: SchedulerCluster) -> None:
 
 
 async def test_batch_is_committed_by_one_step_only(forge: SchedulerCluster) -> None:
-    """The same batch under another step is a mistake of the trainer, and is told."""
+    """The same batch under another step is refused as the trainer's mistake."""
     forge.start_scheduler()
     await forge.submit([make_task("a"), make_task("b")])
     await forge.complete(2)

@@ -7,8 +7,8 @@ from tests.support.pool.records import damage, make_reward
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
 
-async def test_damaged_trajectory_costs_its_group_and_no_leader(forge: SchedulerCluster) -> None:
-    """The others are trained on, the ledger says why it is not, and a new leader takes over."""
+async def test_damaged_trajectory_costs_only_its_group(forge: SchedulerCluster) -> None:
+    """The others are trained, the ledger has the reason, and a new leader takes over."""
     leader = forge.start_scheduler()
     await forge.submit([make_task(name) for name in ("a", "b", "c")])
     await forge.complete(3)

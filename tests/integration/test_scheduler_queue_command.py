@@ -120,11 +120,11 @@ async def test_submission_of_refused_tasks_submits_the_others(
     }
 
 
-async def test_the_unit_of_a_feed_keeps_the_queue_filled(
+async def test_feed_unit_keeps_the_queue_filled(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
     """Its command, with an operator's token and systemd's socket: ready without a scheduler, beats,
-    epochs without end up to the depth, an orderly end by SIGTERM, and the same place afterwards."""
+    endless epochs up to the depth, an orderly end by SIGTERM, and the same place afterwards."""
     at = ["--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key")]
     issue = [sys.executable, "-m", "forge.cli.main", "token", "issue", "operator", *at]
     issue += ["--subject", "feed", "--out", str(tmp_path / "token")]
@@ -186,7 +186,7 @@ async def test_the_unit_of_a_feed_keeps_the_queue_filled(
 async def test_submission_ends_after_its_timeout(
     etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
-    """As a failure that a repetition may mend."""
+    """As a failure that a repetition may correct."""
     Keyring.generate(tmp_path / "key")
     operator = Operator(etcd, cluster, tmp_path / "key")
     file = write_tasks(tmp_path / "sums.jsonl", 1)
@@ -196,11 +196,11 @@ async def test_submission_ends_after_its_timeout(
     assert b"scheduler unreachable, waiting" in said and b"0 of 1 fitting" in wrong
 
 
-async def test_queue_is_paused_resumed_and_drained_by_hand(
+async def test_queue_is_paused_resumed_and_drained_by_commands(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
-    """Each holds at once, a drain across SIGKILL of the leader too; and `--wait` returns when what
-    ran under the first leader has ended under the second."""
+    """Each takes effect at once, a drain also across SIGKILL of the leader; `--wait` returns when
+    the rollouts of the first leader have ended under the second."""
     operator = Operator(etcd, cluster, tmp_path / "key")
     leader = forge.start_scheduler(queue={"rollout_lease_s": "600"})
     first = await forge.leader()
@@ -242,7 +242,7 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     assert [lease.task.task_id for lease in await forge.lease(2)] == ["b", "c"]
 
 
-async def test_tasks_that_no_runner_can_do_are_dropped_by_hand(
+async def test_tasks_without_an_able_runner_are_dropped_by_command(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
     """They hold the head of the window until an operator drops them: queued, running or complete.

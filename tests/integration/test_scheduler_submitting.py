@@ -12,10 +12,11 @@ from forge.client.operator import Operator
 from tests.support.scheduler.cluster import START_S, SchedulerCluster
 
 
-async def test_submission_goes_on_after_the_leader_was_killed(
+async def test_submission_continues_after_the_leader_was_killed(
     forge: SchedulerCluster, tmp_path: Path
 ) -> None:
-    """What the next leader finds in the pool is where the next start of the command goes on."""
+    """The next start of the command continues from the groups that the next leader finds in the
+    pool."""
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"payload": {"n": n}}) + "\n" for n in range(4)))
     leader = forge.start_scheduler()

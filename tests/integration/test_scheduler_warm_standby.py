@@ -11,11 +11,11 @@ from tests.support.scheduler.cluster import (
 )
 
 
-async def test_standby_that_has_scanned_asks_for_what_was_changed_since(
+async def test_standby_scans_only_later_changes(
     forge: SchedulerCluster,
 ) -> None:
-    """Also one that led before and was deposed, and with a shard that was started again between
-    two looks: each has the very queue of the one before it."""
+    """Also one that led before and was deposed, and with a shard that restarted between two scans:
+    each has exactly the queue of the leader before it."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     first = forge.start_scheduler()

@@ -71,7 +71,7 @@ async def system(
     yield System(forge, etcd, cluster, tmp_path / "key")
 
 
-async def test_an_operator_without_the_key_works_until_the_token_is_revoked(system: System) -> None:
+async def test_operator_token_works_until_it_is_revoked(system: System) -> None:
     """The roles limit the commands; revocation reaches running services through the watch."""
     token, token_id = await system.issue("operator")
     operator = system.host_of(token)
@@ -100,7 +100,7 @@ async def test_an_operator_without_the_key_works_until_the_token_is_revoked(syst
     assert (code, f"token {token_id} of operator-host is revoked" in errors) == (2, True)
 
 
-async def test_the_audit_log_names_person_token_and_target_of_each_change(system: System) -> None:
+async def test_audit_log_names_person_token_and_target_of_each_change(system: System) -> None:
     """Of a holder of a token and of the key; refused calls too, reads not."""
     token, token_id = await system.issue("operator")
     viewer, viewer_id = await system.issue("viewer")
@@ -143,7 +143,7 @@ async def test_tokens_are_issued_and_revoked_only_with_the_key(system: System) -
         assert (code, said in errors, errors.count("\n")) == (2, True, 0), errors
 
 
-async def test_a_service_that_starts_late_refuses_revoked_tokens(system: System) -> None:
+async def test_service_that_starts_late_refuses_revoked_tokens(system: System) -> None:
     """It reads the revocations before it listens."""
     token, token_id = await system.issue("operator")
     assert (await system.key_host.types("token", "revoke", token_id))[0] == 0
@@ -156,8 +156,8 @@ async def test_a_service_that_starts_late_refuses_revoked_tokens(system: System)
     assert (code, "is revoked" in errors) == (2, True)
 
 
-async def test_a_revocation_outlives_the_data_of_etcd(own_etcd: EtcdServer, cluster: str) -> None:
-    """A running service keeps its last view; expired records leave with the next change."""
+async def test_revocation_outlives_the_data_of_etcd(own_etcd: EtcdServer, cluster: str) -> None:
+    """A running service keeps its last view; expired records are removed with the next change."""
     coordinator = await Coordinator.connect(own_etcd.endpoint, cluster=cluster)
     try:
         await revoke(coordinator, "stolen", by="a")
@@ -177,7 +177,7 @@ async def test_a_revocation_outlives_the_data_of_etcd(own_etcd: EtcdServer, clus
         await coordinator.close()
 
 
-async def test_a_runner_without_the_key_leases_by_its_token(
+async def test_runner_without_the_key_leases_by_its_token(
     system: System, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
     """Its token leases rollouts and does nothing else."""

@@ -61,8 +61,8 @@ async def trainer(
 async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
 ) -> None:
-    """Each step's is sampled once and told once, in the metrics file; none of its rollouts is
-    trained on, and steps go on whether it does or not."""
+    """Each step's is sampled once and reported once, in the metrics file; none of its rollouts is
+    trained, and steps continue independent of it."""
     client = TrainerClient(coordinator, forge.channels)
     settings = {
         "max_steps": 3,
@@ -129,10 +129,10 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     assert trainer.terminate() == 0
 
 
-async def test_a_step_taken_again_is_evaluated_again(
+async def test_repeated_step_is_evaluated_again(
     tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
 ) -> None:
-    """Killed before a checkpoint: its weights are others now, published as another version."""
+    """Killed before a checkpoint: its new weights differ, and are published as another version."""
     client = TrainerClient(coordinator, forge.channels)
     settings = {"evaluation__tasks": tmp_path / "held_out.jsonl", "evaluation__every_steps": 1}
     forge.start_scheduler(queue={"batch_groups": "1"})
@@ -160,10 +160,10 @@ async def test_a_step_taken_again_is_evaluated_again(
     assert trainer.terminate() == 0
 
 
-async def test_a_stop_does_not_wait_for_an_evaluation(
+async def test_stop_does_not_wait_for_an_evaluation(
     tmp_path: Path, forge: SchedulerCluster, trainer: TrainerProcess
 ) -> None:
-    """SIGTERM while one is in flight, which nobody samples: code 0, and one line with its tag."""
+    """SIGTERM during one that no runner samples: exit code 0, and one line with its tag."""
     forge.start_scheduler(queue={"batch_groups": "1"})
     trainer.start(evaluation__tasks=tmp_path / "held_out.jsonl", evaluation__at_start="true")
 
@@ -177,8 +177,8 @@ async def test_a_stop_does_not_wait_for_an_evaluation(
     assert (left["step"], left["tag"]) == (0, group.group.task.tag)
 
 
-async def test_a_wrong_task_is_told_in_one_line(tmp_path: Path, trainer: TrainerProcess) -> None:
-    """At the start, with file, line and field: nobody finds out after the first twenty steps."""
+async def test_invalid_evaluation_task_is_one_line(tmp_path: Path, trainer: TrainerProcess) -> None:
+    """At the start, with file, line and field."""
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"payload": {}, "domain": "qa"}\n{"payload": {}, "domain": 3}\n')
     trainer.start(evaluation__tasks=wrong, evaluation__every_steps=1)

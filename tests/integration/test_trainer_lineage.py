@@ -89,9 +89,9 @@ async def hosts(
         await services.close()
 
 
-async def test_a_moved_trainer_refuses_to_begin_again(hosts: TwoHosts) -> None:
-    """Without the lineage's checkpoint it ends with one line: place of the checkpoint, and switch.
-    With the switch the old lineage ends, and weight versions still rise."""
+async def test_moved_trainer_without_its_checkpoint_refuses_to_start(hosts: TwoHosts) -> None:
+    """It ends with one line: place of the checkpoint, and switch. With the switch the old lineage
+    ends, and weight versions still rise."""
     version = await hosts.trained_by_first()
     hosts.first.kill()
     hosts.second.start(**SETTINGS)
@@ -112,7 +112,7 @@ async def test_a_moved_trainer_refuses_to_begin_again(hosts: TwoHosts) -> None:
     assert code == 2 and str(hosts.second.checkpoints) in stderr
 
 
-async def test_a_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
+async def test_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
     """It publishes nothing while the first one lives; with the same checkpoints it then continues
     from the newest."""
     version = await hosts.trained_by_first()
@@ -129,7 +129,7 @@ async def test_a_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
     assert await hosts.weight_version() > version
 
 
-async def test_a_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
+async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     """The lineage continues on another host that has its newest checkpoint, and not with an older
     one."""
     await hosts.trained_by_first()
@@ -148,7 +148,7 @@ async def test_a_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     assert hosts.second.logged("rewound")[-1]["step"] == 2
 
 
-async def test_another_checkpoint_of_the_same_step_is_refused(hosts: TwoHosts) -> None:
+async def test_other_checkpoint_of_the_same_step_is_refused(hosts: TwoHosts) -> None:
     """A step may be repeated after a rewind: the record has the fingerprint of its checkpoint."""
     await hosts.trained_by_first()
     hosts.first.kill()
@@ -160,7 +160,7 @@ async def test_another_checkpoint_of_the_same_step_is_refused(hosts: TwoHosts) -
     assert code == 2 and "another checkpoint of step 1" in stderr
 
 
-async def test_a_former_trainers_late_checkpoint_is_set_aside(hosts: TwoHosts) -> None:
+async def test_late_checkpoint_of_a_former_trainer_is_set_aside(hosts: TwoHosts) -> None:
     """The first trainer loses its lease, and finishes the checkpoint of step 2 in the shared
     directory after the second one has continued from step 1."""
     await hosts.trained_by_first()
@@ -180,9 +180,9 @@ async def test_a_former_trainers_late_checkpoint_is_set_aside(hosts: TwoHosts) -
 
 
 @needs_namespaces
-async def test_a_shared_directory_moves_the_run_to_another_host(hosts: TwoHosts) -> None:
-    """Two hosts mount one directory at different paths: the second trainer continues from the
-    first one's checkpoint, and the record names the second host."""
+async def test_shared_directory_moves_the_run_to_another_host(hosts: TwoHosts) -> None:
+    """Two hosts mount one directory at different paths: the second trainer continues from the first
+    one's checkpoint, and the record names the second host."""
     version = await hosts.trained_by_first()
     hosts.first.kill()
     hosts.second.start_on("second-host", hosts.first.checkpoints, **SETTINGS)

@@ -70,8 +70,8 @@ async def stack(
         await services.close()
 
 
-async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
-    """Steps are committed, told, published, checkpointed; then weights are still served."""
+async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
+    """Steps are committed, reported, published, checkpointed; then weights are still served."""
     stack.trainer.start(max_steps=3, checkpoint__every_steps=2)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     last = await stack.client.until_step(3)
@@ -129,9 +129,9 @@ async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusR
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks: int) -> None:
-    """After kill -9, what the checkpoint lacks is trained again, and nothing else; no rank is left
-    behind. The loss is one of the user's own, which every rank finds."""
+async def test_killed_trainer_continues_from_its_checkpoint(stack: Stack, ranks: int) -> None:
+    """After kill -9 only the steps after the checkpoint are trained again; no rank is left behind.
+    The loss is a custom one, which every rank finds."""
     loss = "examples.custom_loss:sapo"
     settings = {
         "max_steps": 5,
@@ -171,9 +171,9 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     assert_counts_balance(await stack.cluster.status())
 
 
-async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> None:
-    """One is saved when asked for and with SIGTERM; the next start goes on from the very step, of
-    sequence ratios here."""
+async def test_requested_checkpoint_and_stop_lose_no_step(stack: Stack) -> None:
+    """One is saved on request and with SIGTERM; the next start continues from that step, here with
+    sequence ratios."""
     stack.trainer.start(checkpoint__every_steps=100, objective__algorithm="gspo")
     await stack.feed(0, GROUPS_PER_STEP)
     await stack.client.until_step(1)
@@ -191,7 +191,8 @@ async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> N
 
 
 async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
-    """Both killed in mid-run and started again: the trainer, a critic's, waits and goes on."""
+    """Both killed in mid-run and started again: the trainer, here with a critic, waits and
+    continues."""
     board = stack.trainer.checkpoints.parent / "board"
     stack.trainer.start(max_steps=2, objective__algorithm="ppo", tensorboard_dir=board)
     await stack.feed(0, GROUPS_PER_STEP)
@@ -209,7 +210,7 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
 
 
 async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
-    """With the scheduler gone, a trainer that waits for it still ends in good order."""
+    """A trainer that waits for a killed scheduler ends in good order."""
     (scheduler,) = stack.cluster.schedulers
     await stack.cluster.kill(scheduler)
     stack.trainer.start()
@@ -222,8 +223,8 @@ async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     assert stack.trainer.logged("stopped")
 
 
-async def test_an_unknown_model_is_told_in_one_line(stack: Stack) -> None:
-    """The process ends with code 2 and names setting and value."""
+async def test_unknown_model_is_one_line(stack: Stack) -> None:
+    """Exit code 2, with setting and value."""
     stack.trainer.start(model_path="/nowhere/at-all")
     code, stderr = stack.trainer.wait()
     assert code == 2
