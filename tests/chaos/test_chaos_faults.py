@@ -66,8 +66,8 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def test_runner_killed_again_and_again_tombstones_nothing(run: ForgeRun) -> None:
-    """Each SIGKILL of the runner loses what it had under way: groups half sealed among it."""
+def test_repeatedly_killed_runner_tombstones_nothing(run: ForgeRun) -> None:
+    """Each SIGKILL of the runner loses its running rollouts, also of half-sealed groups."""
     run.wait_for_step(1)
     for _ in range(RESTARTS):
         lost, step = faults(run), run.last_step()
@@ -80,7 +80,7 @@ def test_runner_killed_again_and_again_tombstones_nothing(run: ForgeRun) -> None
 
 
 def test_overloaded_host_trains_and_tombstones_nothing(run: ForgeRun) -> None:
-    """With 32 processes that never wait beside it, a run is slow, and goes on."""
+    """Beside 32 busy processes a run is slow, and continues."""
     run.wait_for_step(1)
     with busy_processes(BUSY_PROCESSES):
         run.wait_for_step(run.last_step() + MORE)
@@ -115,7 +115,7 @@ def starved(run: ForgeRun, name: str) -> Iterator[None]:
     "name", ["runner", "gateway", "router", "prefill", "decode", "trainer", "scheduler", "pool"]
 )
 def test_starved_service_tombstones_nothing(run: ForgeRun, name: str) -> None:
-    """One service gets hardly any of the processor, and the others have all they need."""
+    """One service gets almost no CPU time, and the others all they need."""
     run.wait_for_step(1)
     with starved(run, name):
         run.wait_for_step(run.last_step() + MORE)
@@ -124,7 +124,7 @@ def test_starved_service_tombstones_nothing(run: ForgeRun, name: str) -> None:
 
 
 def test_full_pool_disk_tombstones_nothing(tmp_path: Path, forge_root: Path) -> None:
-    """While the pool's disk takes no more, rollouts are lost; with room again, training goes on."""
+    """While the pool's disk is full, rollouts are lost; with room again, training continues."""
     # The pool refuses turns below its reserve: that is where a file of ours takes the disk.
     reserve_bytes = shutil.disk_usage(tmp_path).free - ROOM_BYTES
     setting = ("--set", f"pool.store.disk_reserve_bytes={reserve_bytes}")

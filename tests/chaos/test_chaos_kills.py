@@ -18,7 +18,9 @@ MORE = 8
     "victim",
     ["gateway", "pool", "scheduler", "decode", "trainer", "prefill", "router", "runner", "etcd"],
 )
-def test_run_survives_kill_of(victim: str, tmp_path: Path, forge_root: Path) -> None:
+def test_run_survives_the_kill_of_each_service(
+    victim: str, tmp_path: Path, forge_root: Path
+) -> None:
     """SIGKILL in mid-run costs one line on the screen, never the run or a sealed trajectory."""
     # More steps than it can take before the kill, however late that is.
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000)

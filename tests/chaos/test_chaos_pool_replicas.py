@@ -35,11 +35,11 @@ MORE = 15
 """Acknowledged by a shard between one kill and the next."""
 
 
-async def test_three_replicated_shards_lose_nothing_acknowledged(
+async def test_three_replicated_shards_lose_no_acknowledged_write(
     tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> None:
-    """Each round kills the leader, the follower or both of one shard, at a random moment: whoever
-    leads next has every acknowledged record whole, and the other shards notice nothing."""
+    """Each round kills the leader, the follower or both of one shard, at a random moment: the next
+    leader has every acknowledged record whole, and the other shards are not affected."""
     key_file = tmp_path / "key"
     Keyring.generate(key_file)
     shards = {
@@ -96,6 +96,7 @@ async def strike(
     name = draw.choice(SHARDS)
     shard, ledger = shards[name], ledgers[name]
     await ledger.reach(ledger.count + MORE)
+    # A random moment of the load, for the kill.
     await asyncio.sleep(draw.random() * 0.05)
     match draw.choice(["leader", "leader", "follower", "both"]):
         case "leader":

@@ -102,7 +102,7 @@ async def ended(
         await channels.close()
 
 
-async def test_a_coding_agent_does_its_job_and_is_rewarded_for_it(
+async def test_coding_agent_solves_its_task_and_is_rewarded(
     stack: GatewayStack,
     gateway: Instance,
     clients_coordinator: Coordinator,
@@ -137,7 +137,7 @@ async def test_a_coding_agent_does_its_job_and_is_rewarded_for_it(
     assert "AssertionError" in context_text(stack, trajectory, 3)
 
 
-async def test_sub_agents_at_work_at_once_are_one_trajectory(
+async def test_parallel_sub_agents_are_one_trajectory(
     stack: GatewayStack,
     gateway: Instance,
     clients_coordinator: Coordinator,
@@ -171,7 +171,7 @@ async def test_sub_agents_at_work_at_once_are_one_trajectory(
 
 
 @pytest.mark.parametrize("client", IN_PATH, ids=lambda client: client.key)
-async def test_a_base_url_is_all_that_a_client_needs(
+async def test_base_url_is_enough_for_a_client(
     client: Client,
     stack: GatewayStack,
     gateway: Instance,
@@ -179,7 +179,7 @@ async def test_a_base_url_is_all_that_a_client_needs(
     matrix: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """With the session in the path, whatever key the client sends is not looked at."""
+    """With the session in the path, the client's key is ignored."""
     row = matrix(in_path_row(client))
     trajectory_id = f"path-{client.key}:0:0"
     env = environment(gateway, stack.token(trajectory_id), tmp_path, in_path=True)

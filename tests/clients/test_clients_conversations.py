@@ -97,7 +97,7 @@ CLIENTS = [
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.key)
-async def test_a_conversation_with_tools_is_on_record(
+async def test_conversation_with_tools_is_recorded(
     client: Client,
     stack: GatewayStack,
     gateway: Instance,
@@ -105,7 +105,7 @@ async def test_a_conversation_with_tools_is_on_record(
     matrix: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """The client gets its answer, and the pool has three exact turns with all that was seen."""
+    """The client gets its answer, and the pool has three exact turns with all messages."""
     row = matrix(client.row)
     trajectory_id = f"{client.key}:0:0"
     env = environment(gateway, stack.token(trajectory_id), tmp_path, in_path=False)

@@ -83,11 +83,9 @@ def whole_logprobs(ids: list[int], answer: Answer, temperature: float) -> list[f
 
 
 @pytest.mark.parametrize("sampling", CUTS, ids=["top_p", "top_k", "both"])
-async def test_weights_that_have_not_moved_give_a_ratio_of_one(
-    pair: Pair, sampling: Sampling
-) -> None:
-    """The log-prob that training compares with is that of the whole distribution, which the policy
-    that is trained has: a cut is no change of the policy."""
+async def test_unchanged_weights_give_a_ratio_of_1(pair: Pair, sampling: Sampling) -> None:
+    """Training compares with the log-prob of the whole distribution, which belongs to the trained
+    policy: a cut does not change the policy."""
     ids = prompt_ids(20)
     answer = await pair.sample(ids, sampling)
     found = behavior_logprobs(ids, answer, top_p=sampling.top_p, top_k=sampling.top_k)
@@ -96,8 +94,8 @@ async def test_weights_that_have_not_moved_give_a_ratio_of_one(
     assert min(answer.allowed) < -0.1
 
 
-async def test_each_request_of_a_batch_has_its_own_share(pair: Pair) -> None:
-    """Requests without a cut have no such column, and a greedy one has no share to speak of."""
+async def test_each_request_of_a_batch_has_its_own_kept_share(pair: Pair) -> None:
+    """Requests without a cut have no such column, and a greedy one has no share."""
     prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
     asked = [SAMPLED, replace(SAMPLED, top_k=3), replace(GREEDY, top_p=0.5), GREEDY]
     alone = [await pair.sample(*request) for request in zip(prompts, asked, strict=True)]
@@ -109,8 +107,8 @@ async def test_each_request_of_a_batch_has_its_own_share(pair: Pair) -> None:
     assert greedy.allowed == [0.0] * len(greedy.ids)
 
 
-async def test_a_cut_behind_a_grammar_counts_both(pair: Pair) -> None:
-    """The share is of the whole distribution: what neither the grammar nor the cut left out."""
+async def test_kept_share_covers_grammar_and_cut(pair: Pair) -> None:
+    """Of the whole distribution: the part left by both the grammar and the cut."""
     ids = prompt_ids(20)
     digit = Grammar(kind="regex", text="[0-9]{4}")
     held = replace(SAMPLED, grammar=digit, stop_ids=frozenset({END}), top_k=3)

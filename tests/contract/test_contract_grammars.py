@@ -53,9 +53,9 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield started
 
 
-async def test_random_weights_answer_as_the_schema_says(pair: Pair, tmp_path: Path) -> None:
-    """Answers of every seed are valid and end with the stop token; log-probs are those of the
-    distribution that the mask left, and what it left is on record."""
+async def test_answers_of_random_weights_satisfy_the_schema(pair: Pair, tmp_path: Path) -> None:
+    """For every seed, and they end with the stop token; log-probs are those of the masked
+    distribution, with the recorded share."""
     ids = prompt_ids(20)
     for seed, temperature in ((1, 1.0), (2, 1.0), (3, 0.6)):
         answer = await pair.sample(ids, replace(HELD, seed=seed, temperature=temperature))
@@ -70,8 +70,8 @@ async def test_random_weights_answer_as_the_schema_says(pair: Pair, tmp_path: Pa
         assert answer.allowed == pytest.approx(allowed, abs=1e-4)
 
 
-async def test_a_grammar_binds_nobody_else(pair: Pair) -> None:
-    """Requests without one, in the same batch, are answered as they are alone."""
+async def test_grammar_affects_no_other_request(pair: Pair) -> None:
+    """Requests without one, in the same batch, are answered as alone."""
     prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
     free = [replace(SAMPLED, max_tokens=40, seed=n) for n in range(4)]
     alone = [await pair.sample(*request) for request in zip(prompts, free, strict=True)]
@@ -83,8 +83,8 @@ async def test_a_grammar_binds_nobody_else(pair: Pair) -> None:
         jsonschema.validate(json.loads(text_of(answer.ids[:-1])), SCHEMA)
 
 
-async def test_another_worker_goes_on_behind_what_was_matched(pair: Pair) -> None:
-    """Prompt and half an answer, given as matched, are gone on with as if nothing had happened."""
+async def test_another_worker_continues_behind_matched_tokens(pair: Pair) -> None:
+    """Prompt and half an answer, given as matched, continue like the uninterrupted answer."""
     ids = prompt_ids(12)
     whole = await pair.sample(ids, replace(HELD, seed=5))
     for cut in (1, 4, len(whole.ids) - 2):
@@ -93,8 +93,8 @@ async def test_another_worker_goes_on_behind_what_was_matched(pair: Pair) -> Non
         assert rest.ids == whole.ids[cut:]
 
 
-async def test_the_answer_ends_where_its_room_does(pair: Pair) -> None:
-    """max_tokens cuts an answer in the middle, and says so."""
+async def test_answer_under_a_grammar_ends_at_max_tokens(pair: Pair) -> None:
+    """In the middle, with that finish reason."""
     answer = await pair.sample(prompt_ids(5), replace(HELD, max_tokens=4))
     assert len(answer.ids) == 4
     assert answer.finish is Finish.LENGTH
@@ -108,8 +108,8 @@ async def test_the_answer_ends_where_its_room_does(pair: Pair) -> None:
         replace(JSON, matched_tokens=1),
     ],
 )
-async def test_a_grammar_that_cannot_be_is_refused_at_once(pair: Pair, grammar: Any) -> None:
-    """Before the prompt is read: INVALID_ARGUMENT, and nothing is held for it."""
+async def test_invalid_grammar_is_refused_at_once(pair: Pair, grammar: Any) -> None:
+    """Before the prefill: INVALID_ARGUMENT, and no memory is held."""
     with pytest.raises(InvalidArgument):
         await pair.sample([*prompt_ids(4), 9], replace(HELD, grammar=grammar))
     await pair.prefill.idle()

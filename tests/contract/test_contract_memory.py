@@ -35,8 +35,8 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     return lambda **options: factory(tmp_path, **options)
 
 
-async def test_the_prefix_cache_is_bounded(start: Start) -> None:
-    """The least recently used prefix is forgotten once the cache is full."""
+async def test_prefix_cache_is_bounded(start: Start) -> None:
+    """The least recently used prefix is evicted from a full cache."""
     async with start(cache_bytes=96 * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)
         old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
@@ -46,8 +46,8 @@ async def test_the_prefix_cache_is_bounded(start: Start) -> None:
         assert (await pair.sample(old)).cached_tokens == 0
 
 
-async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
-    """Under memory pressure old requests finish and the youngest is told to come again."""
+async def test_youngest_request_is_preempted_when_memory_is_full(start: Start) -> None:
+    """Older requests finish, and the youngest gets a retryable error."""
     async with start(kv_bytes=(256 + 512) * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)
         long = replace(GREEDY, max_tokens=400)
@@ -60,7 +60,7 @@ async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
 
 
 @pytest.mark.parametrize("group", [3, 4, 5])
-async def test_who_gives_way_leaves_the_others_whole(start: Start, group: int) -> None:
+async def test_preempted_request_leaves_the_others_whole(start: Start, group: int) -> None:
     """A group whose rollouts outgrow their rows in the same step: the oldest finish as if alone."""
     model = reference("qwen3")
     async with start(kv_bytes=7 * 64 * TOKEN_BYTES) as pair:
@@ -75,9 +75,9 @@ async def test_who_gives_way_leaves_the_others_whole(start: Start, group: int) -
     assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
 
 
-async def test_prompts_wait_for_room_to_be_held(start: Start) -> None:
-    """However many arrive at once, no more are read than can be held; release, expiry and whoever
-    gives up make room, in the order of arrival."""
+async def test_prompts_wait_for_memory(start: Start) -> None:
+    """Of many at once, no more are prefilled than can be held; release, expiry and cancellation
+    make room, in the order of arrival."""
     async with start(kv_bytes=220 * TOKEN_BYTES) as pair, asyncio.timeout(60):
         await pair.load(published(reference("qwen3")), version=1)
 
@@ -101,10 +101,10 @@ async def test_prompts_wait_for_room_to_be_held(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(512, 0), (511, 2)])
-async def test_memory_below_one_context_is_told_at_the_start(
+async def test_memory_below_one_context_is_refused_at_start(
     start: Start, tokens: int, warned: int
 ) -> None:
-    """By prefill and by decode, with what it takes."""
+    """By prefill and by decode, with the needed size."""
     with capture_logs() as logged:
         async with start(kv_bytes=tokens * TOKEN_BYTES):
             pass
@@ -113,8 +113,8 @@ async def test_memory_below_one_context_is_told_at_the_start(
     assert all(line["context_tokens"] == engines.CONTEXT_TOKENS for line in told)
 
 
-async def test_equal_prompts_take_room_once(start: Start) -> None:
-    """A group's first turns are one piece of work, and one of memory."""
+async def test_equal_prompts_use_memory_once(start: Start) -> None:
+    """The first turns of a group are computed and held once."""
     async with start(kv_bytes=120 * TOKEN_BYTES) as pair, asyncio.timeout(60):
         await pair.load(published(reference("qwen3")), version=1)
         ids = np.asarray(prompt_ids(100), dtype="<i4").tobytes()
@@ -125,7 +125,7 @@ async def test_equal_prompts_take_room_once(start: Start) -> None:
     assert len({span.data for span in spans}) == 1
 
 
-async def test_a_prompt_that_has_no_room_even_alone_is_refused(start: Start) -> None:
+async def test_prompt_larger_than_memory_is_refused(start: Start) -> None:
     """At once, with both sizes."""
     async with start(kv_bytes=99 * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)

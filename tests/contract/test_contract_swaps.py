@@ -14,9 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
-async def test_a_prompt_of_two_weights_is_never_cached(engine: str, tmp_path: Path) -> None:
-    """What decode had of it was read by old weights, what it fetched by new ones: though these are
-    in service by then, it is of neither."""
+async def test_prompt_of_two_weight_versions_is_never_cached(engine: str, tmp_path: Path) -> None:
+    """Decode had a part from old weights and fetched a part from new ones: the prompt belongs to
+    neither, although the new ones are in service by then."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)

@@ -56,7 +56,9 @@ def installed(requirement: str) -> Path:
 @pytest.mark.parametrize(
     ("requirement", "version"), [("protobuf>=6.33,<7", "6."), ("protobuf>=7,<8", "7.")]
 )
-def test_stubs_import_and_round_trip_under(requirement: str, version: str) -> None:
+def test_stubs_import_and_round_trip_under_both_protobuf_lines(
+    requirement: str, version: str
+) -> None:
     """Every generated module imports, and a turn survives serialization, under either line."""
     assert "pool_pb2_grpc" in MODULES
     done = subprocess.run(

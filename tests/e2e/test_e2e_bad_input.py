@@ -31,14 +31,14 @@ def forge(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_unknown_model_is_named(tmp_path: Path) -> None:
-    """A model that is neither known nor a directory nor to be had ends with its name."""
+    """A model that is neither known nor a directory nor downloadable is an error with its name."""
     ended = forge("run", "--model", "no-such/model", "--root", str(tmp_path))
     assert ended.returncode == 2
     assert "no-such/model" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_override_that_is_none_is_named(tmp_path: Path) -> None:
+def test_invalid_override_is_named(tmp_path: Path) -> None:
     """`--set` without service and key is refused before anything starts."""
     ended = forge("run", "--root", str(tmp_path), "--set", "learning_rate=1")
     assert ended.returncode == 2
@@ -64,7 +64,7 @@ def test_status_of_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, untaught_root: Path) -> None:
-    """A service that its settings keep from starting ends the run at once, in its own words."""
+    """At once, with the service's message."""
     run = ForgeRun(
         tmp_path / "run", root=untaught_root, steps=1, extra=("--set", "scheduler.concurency=4")
     )
@@ -77,7 +77,7 @@ def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, untaught_root: 
 
 
 def test_occupied_port_is_named(tmp_path: Path, untaught_root: Path) -> None:
-    """A port that somebody else holds is in the line that ends the run."""
+    """The line that ends the run has the port."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> None:
-    """A run ends with exit code 0, a table per domain, and weights that went through the stream;
-    held-out tasks were measured on the way too."""
+    """A run ends with exit code 0, a table per domain, and weights published through the stream;
+    held-out tasks were evaluated on the way."""
     extra = ("--eval-every-steps", "1")
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=3, extra=extra)
     run.start()
@@ -47,8 +47,8 @@ def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> No
 
 
 def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_root: Path) -> None:
-    """Ctrl-C stops every process; the same command goes on from the step it was at. No rollout
-    for training was given the prompt of a held-out one."""
+    """Ctrl-C stops every process; the same command continues from its step. No training rollout got
+    the prompt of a held-out task."""
     # More steps than it can take before the interrupt, however late that is.
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000)
     run.start()

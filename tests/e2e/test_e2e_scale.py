@@ -55,10 +55,8 @@ def count(instance: Instance, metric: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
 
 
-async def test_newcomers_join_by_their_lease_and_share_the_work(
-    tmp_path: Path, forge_root: Path
-) -> None:
-    """A second decode worker, gateway and pool shard take work in the middle of a run."""
+async def test_joining_services_share_the_work_of_a_run(tmp_path: Path, forge_root: Path) -> None:
+    """A second decode worker, gateway and pool shard get work in the middle of a run."""
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=24)
     run.start()
     await asyncio.to_thread(run.wait_for_step, 1)

@@ -102,7 +102,7 @@ def test_flex_attention_and_its_backward_equal_dense_calls(
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 200])
-def test_a_step_on_a_gpu_equals_one_on_a_cpu(budget: int) -> None:
+def test_step_on_a_gpu_equals_one_on_a_cpu(budget: int) -> None:
     """Whole and relayed, in fp32: loss and every gradient."""
     expected = gradient_on("cpu", budget=1 << 30, autocast=None)
     found = gradient_on("cuda", budget=budget, autocast=None)
@@ -117,9 +117,9 @@ def test_bf16_with_an_fp32_head_stays_close() -> None:
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_model_of_grouped_heads_is_merged_and_steps(autocast: torch.dtype | None) -> None:
-    """The heads of Qwen 3: the check of a few tokens passes, and an update is made of a relayed
-    tree, at the learning rate and with the statistics of a CPU."""
+def test_model_with_grouped_heads_is_merged_and_trained(autocast: torch.dtype | None) -> None:
+    """The heads of Qwen 3: the check of a few tokens passes, and a relayed tree is trained, at the
+    learning rate and with the statistics of a CPU."""
     results = []
     for device in ("cpu", "cuda"):
         policy = TreePolicy(model_of(device, head_dim=128, heads=16), autocast=autocast)
@@ -134,7 +134,7 @@ def test_a_model_of_grouped_heads_is_merged_and_steps(autocast: torch.dtype | No
     assert device_result.stats.entropy == pytest.approx(host.stats.entropy, rel=0.01)
 
 
-def test_a_pass_that_does_not_fit_is_cut_smaller() -> None:
+def test_pass_beyond_gpu_memory_is_cut_smaller() -> None:
     """The allocator's own error: the gradient is that of the whole tree, in smaller passes."""
     rng = Random(7)
     ids = [rng.randrange(VOCABULARY) for _ in range(16_000)]
