@@ -339,7 +339,8 @@ async def test_evicted_sessions_are_rebuilt_from_the_pool(
 async def test_unknown_pool_shard_is_unavailable(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
-    """A session whose shard is absent is refused in time."""
+    """A session whose shard is not served is refused after `pool_wait_s`, with the shard's name,
+    not after the deadline of a call."""
     stack.start_gateway("gateway-hasty", "--pool-wait-s", "0.5")
     gateway = await stack.gateway(coordinator, "gateway-hasty")
     token = stack.token("lost:0:0", pool_shard=f"not-{SHARD}")

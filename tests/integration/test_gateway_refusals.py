@@ -133,7 +133,7 @@ async def test_half_of_a_cut_character_is_replaced(
     assert "cut: \ufffd, whole: \U0001f600" in context_text(stack, trajectory, 0)
 
 
-async def test_context_of_a_domain_is_kept_like_the_models_own(
+async def test_context_of_a_domain_limits_its_sessions(
     stack: GatewayStack, gateway: Instance
 ) -> None:
     """A session whose token has a shorter context reports it, is refused beyond it, and samples up

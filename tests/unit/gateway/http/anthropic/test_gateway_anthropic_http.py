@@ -73,7 +73,9 @@ async def test_errors_before_the_answer_have_their_status(
     assert caught.value.request_id
 
 
-async def test_prompt_beyond_the_context_has_anthropics_error_text(url: str, turns: ScriptedTurns) -> None:
+async def test_prompt_beyond_the_context_has_anthropics_error_text(
+    url: str, turns: ScriptedTurns
+) -> None:
     """Clients that compact their history search for these words."""
     turns.script = [ContextTooLong.of(tokens=9, limit=9)]
     with pytest.raises(anthropic.BadRequestError) as caught:
