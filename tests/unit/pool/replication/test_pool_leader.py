@@ -18,7 +18,7 @@ from forge.core.errors import (
     StaleFence,
     Unavailable,
 )
-from forge.runtime.coordination import Versioned
+from forge.runtime.coordination import Coordinator, Leadership, Versioned
 from services.pool.config import PoolConfig, ReplicationSettings
 from services.pool.readers import Readers
 from services.pool.replication.election import serve_alone
