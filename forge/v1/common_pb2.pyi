@@ -297,9 +297,9 @@ class SampledTokens(_message.Message):
     weight_versions: _builtins.bytes
     """int32 version of the weights that sampled each token."""
     allowed_logprobs: _builtins.bytes
-    """float32 natural log of the total probability of the tokens that grammar, top_k and top_p allowed,
-    in the full distribution at the same temperature: 0 if they excluded no likely token. Empty
-    without a grammar and a cut (top_k 0, top_p 1). `logprobs` plus this is the log-prob of the token
+    """float32 natural log of the total probability of the tokens that grammar, min_tokens, top_k and
+    top_p allowed, in the full distribution at the same temperature: 0 if they excluded no likely
+    token. Empty without a grammar, min_tokens and a cut (top_k 0, top_p 1). `logprobs` plus this is the log-prob of the token
     in the full distribution; docs/training.md has its use.
     """
     top_ids: _builtins.bytes
@@ -385,6 +385,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 samples greedily. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
@@ -397,6 +398,10 @@ class SamplingParams(_message.Message):
     """The same seed, prompt and weights give the same tokens. Unset: a random seed."""
     top_logprobs: _builtins.int
     """Number of likeliest tokens returned with each sampled one, from 0 to 20."""
+    min_tokens: _builtins.int
+    """Stop tokens have probability 0 before this number of sampled tokens; at most max_tokens.
+    INVALID_ARGUMENT at the position where a grammar allows only stop tokens.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampling one of these ends the turn; it is kept as the last sampled token."""
@@ -418,10 +423,11 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
         top_logprobs: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -529,6 +535,7 @@ class Task(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     AGENT_REWARDS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -559,6 +566,10 @@ class Task(_message.Message):
     """The person or customer whose data this is, for erasure by `forge pool erase --user`. At most 200
     bytes; "": none.
     """
+    chat_template_kwargs_json: _builtins.str
+    """Variables of the model's chat template for the rollouts of this task, as a JSON object, e.g.
+    {"enable_thinking": false}; "": those of its domain. At most 4 KiB.
+    """
     def __init__(
         self,
         *,
@@ -573,10 +584,11 @@ class Task(_message.Message):
         priority: _builtins.int = ...,
         agent_rewards: _builtins.bool = ...,
         user: _builtins.str = ...,
+        chat_template_kwargs_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -159,6 +159,7 @@ class ChatRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     CONTEXT_ACTION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
     """JSON array of OpenAI tool definitions; "" for none."""
     context_action: _builtins.str
@@ -166,6 +167,10 @@ class ChatRequest(_message.Message):
     stream: _builtins.bool
     """Streams text while it is sampled. If unset, there is one response, which costs less, and the
     gateway can sample again after the loss of a router.
+    """
+    chat_template_kwargs_json: _builtins.str
+    """Variables of the model's chat template, as a JSON object; they replace those of the same name in
+    the session's token. INVALID_ARGUMENT for a variable that the template does not have.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
@@ -184,10 +189,11 @@ class ChatRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         context_action: _builtins.str = ...,
         stream: _builtins.bool = ...,
+        chat_template_kwargs_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_action", b"context_action", "messages", b"messages", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_kwargs_json", b"chat_template_kwargs_json", "context_action", b"context_action", "messages", b"messages", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,11 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         raise InvalidArgument(
             f"sampling.top_logprobs = {params.top_logprobs}: must be at most {MAX_TOP_LOGPROBS}"
         )
+    if params.min_tokens > params.max_tokens:
+        raise InvalidArgument(
+            f"sampling.min_tokens = {params.min_tokens}: must be at most max_tokens = "
+            f"{params.max_tokens}"
+        )
     return Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -115,6 +120,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         seed=params.seed if params.HasField("seed") else seed,
         grammar=_read_grammar(params) if params.HasField("grammar") else None,
         top_logprobs=params.top_logprobs,
+        min_tokens=params.min_tokens,
     )
 
 
@@ -143,6 +149,8 @@ def sampling_of_rest(
     rest = SamplingParams()
     rest.CopyFrom(params)
     rest.seed, rest.max_tokens = seed, max_tokens
+    # The context may have less room than the request asks for.
+    rest.min_tokens = min(max(0, params.min_tokens - sampled_tokens), max_tokens)
     if rest.HasField("grammar"):
         rest.grammar.matched_tokens += sampled_tokens
     return rest

@@ -48,11 +48,15 @@ class Sampling:
     answer."""
     top_logprobs: int = 0
     """Number of the likeliest tokens to return with each sampled one."""
+    min_tokens: int = 0
+    """Tokens to sample before a stop token is allowed."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a grammar, top_k or top_p removes tokens; then `Tokens.allowed` is filled."""
-        return self.grammar is not None or self.top_k > 0 or self.top_p < 1
+        """Whether a grammar, `min_tokens`, top_k or top_p removes tokens; then `Tokens.allowed` is
+        filled."""
+        held = self.grammar is not None or self.min_tokens > 0
+        return held or self.top_k > 0 or self.top_p < 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,8 @@ class Tokens:
     versions: tuple[int, ...] = ()
     """Version of the weights that sampled each."""
     allowed: tuple[float, ...] = ()
-    """Log of the probability mass left by grammar, top_k and top_p; empty without any of them."""
+    """Log of the probability mass left by grammar, min_tokens, top_k and top_p; empty without
+    any."""
     top: tuple[Likeliest, ...] = ()
     """With `top_logprobs`: that many for each token, at most the vocabulary; else empty."""
 

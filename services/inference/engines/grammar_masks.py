@@ -1,4 +1,4 @@
-"""Grammar masks: compiled grammars, and the state of each answer in its grammar.
+"""Masks of allowed tokens: compiled grammars, and the state of each answer.
 
 Owns llguidance's tokenizer, the cache of compiled grammars and their limits. A thread of its own
 compiles, so that a slow grammar delays only other new ones. Imports no torch: masks are bits, which
@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -38,8 +39,21 @@ def mask_words(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
-class Matcher:
-    """The state of one answer in its grammar. For one thread at a time."""
+class Matcher(Protocol):
+    """The tokens that one answer may continue with. For one thread at a time."""
+
+    def fill(self, mask: Words) -> None:
+        """Write the mask of allowed next tokens. Raises `InvalidArgument` if there is none."""
+
+    def advance(self, token: int) -> None:
+        """Take a sampled token; after one that does not match, `check` raises."""
+
+    def check(self) -> None:
+        """Raises `InvalidArgument` after a token outside the grammar or its limits."""
+
+
+class GrammarMatcher:
+    """The state of one answer in its grammar."""
 
     def __init__(
         self, matcher: LLMatcher, *, stop_ids: frozenset[int], stop: Words, end: Words
@@ -82,6 +96,39 @@ class Matcher:
             )
 
 
+class LengthMatcher:
+    """Allows stop tokens only after `least` tokens, and otherwise what `inner` allows."""
+
+    def __init__(self, inner: Matcher | None, *, least: int, stop: Words) -> None:
+        self._inner = inner
+        self._left = least
+        self._stop = stop
+
+    def fill(self, mask: Words) -> None:
+        """As `Matcher.fill`."""
+        if self._inner is None:
+            mask[:] = ~np.uint32(0)
+        else:
+            self._inner.fill(mask)
+        if self._left > 0:
+            mask &= ~self._stop
+            if not mask.any():
+                raise InvalidArgument(
+                    f"min_tokens needs {self._left} more tokens, but the grammar allows none"
+                )
+
+    def advance(self, token: int) -> None:
+        """As `Matcher.advance`."""
+        self._left -= 1
+        if self._inner is not None:
+            self._inner.advance(token)
+
+    def check(self) -> None:
+        """As `Matcher.check`."""
+        if self._inner is not None:
+            self._inner.check()
+
+
 class Grammars:
     """Compiled grammars of one model."""
 
@@ -95,17 +142,24 @@ class Grammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     async def matcher(self, prompt: Prompt, sampled: Sequence[int] = ()) -> Matcher | None:
-        """Return the state after `sampled`; None without a grammar.
+        """Return the state after `sampled`; None without a grammar and a least length.
 
         Raises `InvalidArgument` for a grammar that does not compile or does not match so far,
         `ResourceExhausted` when too many grammars wait for compilation.
         """
+        inner = await self._grammar_matcher(prompt, sampled)
+        least = prompt.sampling.min_tokens - len(sampled)
+        if least <= 0:
+            return inner
+        return LengthMatcher(inner, least=least, stop=self._bits(prompt.sampling.stop_ids))
+
+    async def _grammar_matcher(self, prompt: Prompt, sampled: Sequence[int]) -> Matcher | None:
         grammar = prompt.sampling.grammar
         if grammar is None:
             return None
         compiled = await self._prototype(grammar)
         assert self._tokenizer is not None
-        matcher = Matcher(
+        matcher = GrammarMatcher(
             compiled.deep_copy(),
             stop_ids=prompt.sampling.stop_ids,
             stop=self._bits(prompt.sampling.stop_ids),

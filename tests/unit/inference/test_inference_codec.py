@@ -47,6 +47,7 @@ def ids(*tokens: int) -> bytes:
         (ids(1), {"temperature": float("inf")}, ("sampling.temperature = inf",)),
         (ids(1), {"grammar": Grammar()}, ("sampling.grammar", "json_schema, regex or lark")),
         (ids(1), {"grammar": Grammar(regex="a")}, ("sampling.grammar", "stop_token_ids")),
+        (ids(1), {"min_tokens": 5}, ("min_tokens = 5", "max_tokens = 4")),
         (
             ids(1),
             {"grammar": Grammar(regex="a", matched_tokens=2), "stop_token_ids": [3]},
@@ -97,11 +98,22 @@ def test_sampling_parameters_reach_the_worker() -> None:
         stop_token_ids=[4, 2],
         seed=2**64 - 1,
         top_logprobs=20,
+        min_tokens=6,
     )
     sampling = codec.read_sampling(params, seed=0)
     rest = codec.sampling_of_rest(params, seed=sampling.seed, max_tokens=9, sampled_tokens=0)
     assert codec.read_sampling(rest, seed=0) == sampling
     assert sampling.seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(("sampled", "room", "least"), [(2, 7, 4), (6, 3, 0), (0, 5, 5)])
+def test_a_continued_answer_needs_the_rest_of_its_least_length(
+    sampled: int, room: int, least: int
+) -> None:
+    """And no more than it has room for."""
+    params = SamplingParams(max_tokens=9, min_tokens=6)
+    rest = codec.sampling_of_rest(params, seed=1, max_tokens=room, sampled_tokens=sampled)
+    assert rest.min_tokens == least
 
 
 def test_sampled_tokens_are_read_back() -> None:

@@ -24,7 +24,7 @@ from forge.core.token_columns import int32_bytes
 from services.inference.engines import grammar_masks as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
 from services.inference.engines.embedded.sampler import draw
-from services.inference.engines.grammar_masks import Grammars, Matcher, mask_words
+from services.inference.engines.grammar_masks import GrammarMatcher, Grammars, mask_words
 from tests.support.gateway.chat_templates import make_tokenizer, save_model
 
 TOKENIZER = make_tokenizer("chatml")
@@ -73,13 +73,15 @@ def prompt_of(grammar: Grammar | None, ids: list[int] | None = None, **sampling:
     )
 
 
-def matcher_of(grammars: Grammars, grammar: Grammar, sampled: list[int] | None = None) -> Matcher:
+def matcher_of(
+    grammars: Grammars, grammar: Grammar, sampled: list[int] | None = None
+) -> GrammarMatcher:
     matcher = asyncio.run(grammars.matcher(prompt_of(grammar), sampled or []))
-    assert matcher is not None
+    assert isinstance(matcher, GrammarMatcher)
     return matcher
 
 
-def allowed(matcher: Matcher) -> set[int]:
+def allowed(matcher: GrammarMatcher) -> set[int]:
     mask = np.zeros(mask_words(VOCABULARY), dtype=np.uint32)
     matcher.fill(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
@@ -166,7 +168,7 @@ schemas = st.recursive(
 )
 
 
-def random_answer(matcher: Matcher, rng: random.Random, *, most: int) -> list[int] | None:
+def random_answer(matcher: GrammarMatcher, rng: random.Random, *, most: int) -> list[int] | None:
     """Tokens drawn evenly from what is allowed, up to the stop token; None when it takes longer."""
     closing = {token for token, piece in PIECES.items() if piece in (b'"', b"}", b"]")}
     sampled: list[int] = []
@@ -313,7 +315,7 @@ def test_compiled_grammars_are_kept_within_a_bound(
         prompts = [prompt_of(Grammar(kind="regex", text=text)) for text in texts]
         return await asyncio.gather(*map(grammars.matcher, prompts), return_exceptions=True)
 
-    assert all(isinstance(one, Matcher) for one in asyncio.run(ask("x1", "x1", "x2", "x1")))
+    assert all(isinstance(one, GrammarMatcher) for one in asyncio.run(ask("x1", "x1", "x2", "x1")))
     asyncio.run(ask("x1"))
     asyncio.run(ask("x3"))
     asyncio.run(ask("x1"))
