@@ -1,8 +1,8 @@
 """Tasks in a JSON Lines file, for `forge queue submit` and the trainer's evaluation.
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
-defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`. The
-reader sets ids, tags and purpose.
+defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`,
+`chat_template_kwargs`. The reader sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.core.tasks.validation import check_task_fields
 from forge.runtime.json_lines import read_json_lines
 from forge.v1 import common_pb2
 
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "agent_rewards": ((bool,), "true or false"),
+    "chat_template_kwargs": ((dict,), "an object"),
     "difficulty": ((int, float), "a number"),
     "domain": ((str,), "a text"),
     "group_size": ((int,), "a whole number"),
@@ -60,6 +62,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
                 "priority": task.priority,
                 "agent_rewards": task.agent_rewards,
                 "user": task.user,
+                "chat_template_kwargs": merged(task.chat_template_kwargs_json),
             }
         )
         for task in tasks
@@ -82,7 +85,9 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
         # A bool is an int to Python, and not to JSON.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise InvalidArgument(f"{field} must be {called}, not {json.dumps(value):.80}")
-        if field != "payload":
+        if field == "chat_template_kwargs" and isinstance(value, dict):
+            task.chat_template_kwargs_json = kwargs_json(value)
+        elif field != "payload":
             _set(task, field, value)
     task.payload_json = json.dumps(line["payload"])
     if not task.domain:

@@ -64,6 +64,8 @@ class Claims:
     """Longest context of the session, prompt and answer; 0: the model's."""
     agent_rewards: bool = False
     """The agent of the session may report rewards of itself."""
+    chat_template_kwargs: str = ""
+    """Variables of the chat template for the session, as a JSON object; "" for none."""
     issued_unix_s: float = 0.0
     expires_unix_s: float = 0.0
     """0: never."""
@@ -154,6 +156,7 @@ class Keyring:
             "shard": claims.pool_shard,
             "context": claims.context_tokens,
             "agent_rewards": claims.agent_rewards,
+            "template": claims.chat_template_kwargs,
             "exp": claims.expires_unix_s,
         }
         compact = {name: value for name, value in payload.items() if value}
@@ -269,6 +272,7 @@ def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> 
         pool_shard=fields.get("shard", ""),
         context_tokens=int(fields.get("context", 0)),
         agent_rewards=bool(fields.get("agent_rewards", False)),
+        chat_template_kwargs=str(fields.get("template", "")),
         issued_unix_s=float(fields.get("iat", 0.0)),
         expires_unix_s=float(fields.get("exp", 0.0)),
     )

@@ -83,7 +83,7 @@ class GatewayApp:
             context_tokens=model.context_tokens,
             tool_format=model.format.name,
             reasoning_format=model.reasoning.name if model.reasoning else "none",
-            looks_back_one_answer=model.looks_back_one_answer,
+            looks_back_one_answer=model.template.looks_back_one_answer,
         )
 
     async def drain(self) -> None:
@@ -137,7 +137,7 @@ class GatewayApp:
             sessions=sessions,
             pool=pool,
             security=self._context.security,
-            model_names=frozenset({turns.model.name, *config.model.aliases}),
+            model_names=tuple(dict.fromkeys((*config.model.aliases, turns.model.name))),
             body_timeout_s=config.connections.body_timeout_s,
             images=image_policy(config.http.images, config.model_path),
             omits_web_search=config.http.web_search == "omit",

@@ -57,6 +57,11 @@ OMITTED_TOOLS = counter(
     "Hosted tools that were left out of requests, by type.",
     ["type"],
 )
+IGNORED_PARAMETERS = counter(
+    "forge_gateway_ignored_parameters_total",
+    "Request fields without effect that X-Forge-Ignored named, by field; unknown: any other.",
+    ["field"],
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers sampled again on another router."
 )

@@ -82,6 +82,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             tools=_tools(request.tools_json),
             sampling=_sampling(request.sampling),
             stop=checked_stops("stop", list(request.stop)),
+            template_kwargs=request.chat_template_kwargs_json,
             context_action=request.context_action,
             stream=request.stream,
             arrived=Moment.now(),
@@ -213,5 +214,9 @@ def _sampling(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
         raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument(f"top_p {sampling.top_p} must be in (0, 1]")
+    if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidArgument(
+            f"min_tokens {sampling.min_tokens} must be at most max_tokens {sampling.max_tokens}"
+        )
     top_logprobs_of(sampling.top_logprobs)
     return sampling

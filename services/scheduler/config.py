@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
+from forge.core.tasks.template_kwargs import merged
 from forge.runtime.agreed_settings import agreed_settings
 from forge.runtime.config import ServiceConfig
 
@@ -24,6 +25,7 @@ IGNORED: Mapping[Mode, frozenset[str]] = {
 """By mode: settings of the queue that have no effect."""
 
 _AGREED = (
+    "domain_chat_template_kwargs",
     "domain_context_tokens",
     "skip_equal_rewards",
     "session_ttl_s",
@@ -40,6 +42,9 @@ class SchedulerConfig(ServiceConfig):
     domain_context_tokens: Mapping[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
     """Longest context of a domain's sessions, prompt and answer, if it is shorter than the model's;
     the gateway enforces it."""
+    domain_chat_template_kwargs: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the model's chat template for a domain's sessions, each a JSON object, e.g.
+    {"enable_thinking": false}; a task and a request may set others."""
     skip_equal_rewards: bool = False
     """Tombstone a training group whose rollouts all have the same outcome; process rewards and
     speeds do not count."""
@@ -73,6 +78,8 @@ class SchedulerConfig(ServiceConfig):
     def validate(self) -> None:
         """Raises `InvalidArgument` for settings without effect and for a short token validity."""
         self._refuse_ignored()
+        for domain, kwargs in self.domain_chat_template_kwargs.items():
+            merged(kwargs, field=f"domain_chat_template_kwargs.{domain}")
         if self.session_ttl_s < self.queue.rollout_timeout_s:
             raise InvalidArgument(
                 f"session_ttl_s = {self.session_ttl_s:g} must be at least queue.rollout_timeout_s "

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.core.errors import Unavailable
+from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.runtime.coordination import Discovery
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.tokens import Claims, Keyring, new_token_id
@@ -276,6 +277,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             pool_shard=grant.pool_shard,
             context_tokens=self._config.domain_context_tokens.get(grant.task.domain, 0),
             agent_rewards=grant.task.agent_rewards,
+            chat_template_kwargs=kwargs_json(
+                merged(
+                    self._config.domain_chat_template_kwargs.get(grant.task.domain, ""),
+                    grant.task.chat_template_kwargs_json,
+                )
+            ),
             expires_unix_s=time.time() + self._config.session_ttl_s,
         )
         grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())

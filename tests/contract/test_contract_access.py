@@ -104,6 +104,7 @@ MATRIX = {
     "ClockService/GetClock": ALL,
     "GET /healthz": ALL,
     "POST /v1/chat/completions": SESSIONS,
+    "POST /v1/completions": SESSIONS,
     "POST /v1/responses": SESSIONS,
     "GET /v1/responses": SESSIONS,
     "GET /v1/responses/{response}": SESSIONS,
@@ -112,6 +113,8 @@ MATRIX = {
     "POST /v1/messages/count_tokens": SESSIONS,
     "GET /v1/models": SESSIONS,
     "GET /v1/models/{model}": SESSIONS,
+    "POST /tokenize": SESSIONS,
+    "POST /detokenize": SESSIONS,
     CLOSE: GRADERS,
     "GET /openapi.json": SESSIONS,
 }
@@ -270,7 +273,7 @@ async def test_every_route_accepts_only_the_credentials_of_its_row() -> None:
         sessions=SimpleNamespace(use_session=no_session),  # type: ignore[arg-type]
         pool=SimpleNamespace(),  # type: ignore[arg-type]
         security=security(),
-        model_names=frozenset({"m"}),
+        model_names=("m",),
         body_timeout_s=60.0,
     )
     server = HttpServer(edge, max_body_bytes=1 << 20, connections=ConnectionSettings())

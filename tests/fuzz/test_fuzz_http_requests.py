@@ -13,9 +13,13 @@ from services.gateway.http import control, request_body
 from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
+from services.gateway.http.images import PlaceholderImages
 from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http.openai.fields import CHAT as CHAT_FIELDS
+from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
 from services.gateway.http.openai.responses_history import history_of
 from services.gateway.http.openai.responses_turn import head_and_turn
+from services.gateway.http.parameters import decode_request
 from tests.support.gateway.chat_templates import make_model
 from tests.support.suite.damaged import damaged_json
 
@@ -53,6 +57,14 @@ CHAT = SAMPLING | {
     "stream_options": {"include_usage": True},
     "parallel_tool_calls": True,
     "modalities": ["text"],
+    "min_tokens": 2,
+    "stop_token_ids": [3],
+    "chat_template_kwargs": {"enable_thinking": True},
+    "reasoning_effort": "low",
+    "continue_final_message": False,
+    "return_token_ids": True,
+    "best_of": 1,
+    "frequency_penalty": 0.5,
 }
 RESPONSES = SAMPLING | {
     "model": "policy",
@@ -132,12 +144,16 @@ def test_chat_completions(body: bytes) -> None:
     """Any body is understood or refused."""
 
     def read() -> None:
-        request = request_body.decode(body, chat_schema.ChatCompletionRequest)
+        request, headers = decode_request(body, chat_schema.ChatCompletionRequest, CHAT_FIELDS)
         chat_schema.sampling_of(request).SerializeToString()
         chat_schema.required_tool(request, MODEL.format)
         chat_schema.stop_of(request)
         chat_schema.choices_of(request)
-        list(chat_schema.messages_of(request))
+        messages = chat_schema.messages_of(request, PlaceholderImages())
+        list(chat_schema.prefill_of(request, messages)[0])
+        MODEL.template_kwargs(
+            chat_schema.template_kwargs_of(request, MODEL.template_variables, headers)
+        )
 
     understood(read)
 
@@ -147,8 +163,8 @@ def test_responses(body: bytes) -> None:
     """Any body is understood or refused; the response can repeat the fields it repeats."""
 
     def read() -> None:
-        request = request_body.decode(body, responses_schema.ResponsesRequest)
-        head, turn = head_and_turn(request, MODEL, NOW)
+        request, headers = decode_request(body, responses_schema.ResponsesRequest, RESPONSES_FIELDS)
+        head, turn = head_and_turn(request, MODEL, NOW, headers)
         turn.sampling.SerializeToString()
         list(history_of(bytes(request.input), request.instructions))
         json_response(head.response("completed", [], usage={}))

@@ -360,7 +360,10 @@ async def test_session_token_is_accepted_in_path_header_and_bearer(
             # Nobody said that it speaks Anthropic's protocol; the path does.
             assert (got.status, (await got.json())["type"]) == (401, "error")
     models = await stack.anthropic(gateway, token).models.list()
-    assert [(model.id, model.max_input_tokens) for model in models.data] == [("model", 4096)]
+    assert [(model.id, model.max_input_tokens) for model in models.data] == [
+        ("policy", 4096),
+        ("model", 4096),
+    ]
 
 
 async def test_a_tool_that_anthropic_defines_is_executed_by_the_agent(

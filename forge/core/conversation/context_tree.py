@@ -93,9 +93,12 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Root(Node):
-    """Root of the conversations with one set of tools; every prompt has the tools."""
+    """Root of the conversations with one set of tools and one choice of template variables; they
+    decide about the beginning of every prompt."""
 
     tools_json: str = ""
+    template_kwargs: str = ""
+    """Variables of the chat template as a JSON object; "" for none."""
 
 
 class ContextTree:
@@ -108,13 +111,19 @@ class ContextTree:
         self.twins = False
         """Whether a request may agree with several paths."""
 
-    def root(self, tools_json: str) -> Root:
-        """Return the root of conversations with these tools."""
+    def root(self, tools_json: str, template_kwargs: str = "") -> Root:
+        """Return the root of conversations with these tools and template variables."""
         for known in self._roots:
-            if known.tools_json == tools_json:
+            if known.tools_json == tools_json and known.template_kwargs == template_kwargs:
                 return known
         # Interned: all sessions have the same few sets of tools.
-        root = Root(parent=None, depth=0, message=None, tools_json=sys.intern(tools_json))
+        root = Root(
+            parent=None,
+            depth=0,
+            message=None,
+            tools_json=sys.intern(tools_json),
+            template_kwargs=sys.intern(template_kwargs),
+        )
         self._roots.append(root)
         return root
 
@@ -172,7 +181,7 @@ def common_depth(left: Node, right: Node) -> int:
             left = left.parent
         elif right.parent is not None:
             right = right.parent
-        else:  # two roots: different tools
+        else:  # two roots: different tools or template variables
             return 0
     return left.depth
 

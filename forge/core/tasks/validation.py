@@ -9,6 +9,7 @@ import re
 from typing import Protocol
 
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.template_kwargs import merged
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_USER_BYTES = 200
@@ -25,6 +26,7 @@ class TaskFields(Protocol):
     difficulty: float
     payload_json: str
     user: str
+    chat_template_kwargs_json: str
 
 
 def check_task_fields(task: TaskFields) -> None:
@@ -36,6 +38,7 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
+    merged(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
     if len(task.user.encode()) > MAX_USER_BYTES:
         raise InvalidArgument(f"user {task.user[:40]!r}... has more than {MAX_USER_BYTES} bytes")
     check_payload(task.payload_json)

@@ -40,6 +40,7 @@ class Prompts:
             request.messages,
             request.tools,
             opening=opening,
+            template_kwargs=request.template_kwargs,
             most=self._limit,
         )
         if request.size_bytes <= LARGE_REQUEST_BYTES:

@@ -76,8 +76,8 @@ class BeginCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountPrompt:
-    """Counts the tokens of a prompt; no call begins."""
+class DraftPrompt:
+    """Makes the prompt of a request; the answer is its `Prompt`. No call begins."""
 
     request: TurnRequest
     opening: str
@@ -207,8 +207,8 @@ class SessionActor(Actor):
             case BeginCall():
                 self._admit()
                 return self._begin(message, await self._prompt(self._conversation, message))
-            case CountPrompt():
-                return (await self._prompt(self._conversation, message)).tokens
+            case DraftPrompt():
+                return await self._prompt(self._conversation, message)
             case EndCall():
                 return self._end(self._conversation, message)
             case Recall():
@@ -258,7 +258,7 @@ class SessionActor(Actor):
         )
         return turns
 
-    async def _prompt(self, conversation: Conversation, ask: BeginCall | CountPrompt) -> Prompt:
+    async def _prompt(self, conversation: Conversation, ask: BeginCall | DraftPrompt) -> Prompt:
         request = ask.request
         if request.prompt_ids:
             return await self._prompts.encode(given(request.prompt_ids))

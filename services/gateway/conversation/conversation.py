@@ -32,6 +32,7 @@ from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.errors import ContextTooLong, InvalidArgument
+from forge.core.tasks.template_kwargs import kwargs_json
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
@@ -43,6 +44,7 @@ from services.gateway.conversation.prefix_match import (
     recognized_prefix,
 )
 from services.gateway.model.chat_model import ChatModel, Tools
+from services.gateway.model.chat_template import ChatTemplate
 
 SESSION_BYTES = 8192
 """Memory of a session without turns, with its actor."""
@@ -156,16 +158,23 @@ class Conversation:
         return len(self.nodes)
 
     def draft(
-        self, messages: Sequence[Message], tools: Tools, *, opening: str = "", most: int = maxsize
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        opening: str = "",
+        template_kwargs: str = "",
+        most: int = maxsize,
     ) -> Draft:
         """Matches `messages` to the context tree and finds the text that must be encoded.
 
-        Raises `InvalidArgument` if the chat template refuses the messages, `ContextTooLong` for
-        more than `most` new messages or tools.
+        Contexts with other tools or other template variables share no node. Raises
+        `InvalidArgument` if the chat template refuses the messages, `ContextTooLong` for more than
+        `most` new messages or tools.
         """
         _require_few(tools, most)
         try:
-            root = self.tree.root(canonical_tools(tools))
+            root = self.tree.root(canonical_tools(tools), template_kwargs)
         except RecursionError:
             raise InvalidArgument("the tools are nested too deeply") from None
         # With twins, a request may agree with several paths and must be matched from the root.
@@ -182,15 +191,17 @@ class Conversation:
             ids = self.prefixes.prompt(node.prompted)
             return Draft(how="repeated", ids=ids, place=place, shared=shared)
         try:
-            return self._rendered(match, place, self.model.renderer(tools), opening)
+            return self._rendered(match, place, tools, opening)
         except TemplateRefused as error:
             raise InvalidArgument(
                 f"the model's chat template refuses the messages: {error}"
             ) from error
 
-    def _rendered(self, match: PrefixMatch, place: Place, render: Render, opening: str) -> Draft:
+    def _rendered(self, match: PrefixMatch, place: Place, tools: Tools, opening: str) -> Draft:
+        template = self.model.template_with(place.root.template_kwargs)
+        render = template.renderer(tools)
         for answer in islice(match.answers(), MAX_ANSWERS_TRIED):
-            text = self._text_after(render, match, answer)
+            text = self._text_after(template, render, match, answer)
             if text is not None:
                 ids, text = self._without_end(answer.turn, text)
                 return Draft(
@@ -298,7 +309,7 @@ class Conversation:
 
     def _adopt(self, place: Place) -> Place:
         """Returns the same place in this conversation's tree."""
-        root = self.tree.root(place.root.tools_json)
+        root = self.tree.root(place.root.tools_json, place.root.template_kwargs)
         return Place(root=root, node=root, beyond=(*place.node.messages(), *place.beyond))
 
     def _store_mark(self, place: Place, after: Node) -> None:
@@ -307,16 +318,18 @@ class Conversation:
         marked = Marked(mark=place.mark, root=place.root, node=after)
         self.marks = [*self.marks[1 - MARKS_KEPT :], marked]
 
-    def _text_after(self, render: Render, match: PrefixMatch, answer: Node) -> str | None:
+    def _text_after(
+        self, template: ChatTemplate, render: Render, match: PrefixMatch, answer: Node
+    ) -> str | None:
         """Returns the text after a sampled answer of the history; None if a branch is needed."""
         assert answer.message is not None, "an answer is a message"
         message, after = answer.message, match.history(answer.depth)
         sampled = answer.opening + self.model.decode(self.prefixes.sampled(answer.turn))
         ends = self.model.end_texts
-        if self.model.looks_back_one_answer:
+        if template.looks_back_one_answer:
             try:
                 return continuation(
-                    self.model.stub_render, STUB, message, sampled, after, end_texts=ends
+                    template.stub_render, STUB, message, sampled, after, end_texts=ends
                 )
             except TemplateRefused:
                 # The template may need a message that the stub lacks.
@@ -348,6 +361,8 @@ class Conversation:
         context: dict[str, Any] = {"shared": depth}
         if parent is None or (not depth and root_of(parent) is not root_of(node)):
             context["tools"] = json.loads(root_of(node).tools_json)
+            if root_of(node).template_kwargs:
+                context["template_kwargs"] = json.loads(root_of(node).template_kwargs)
         new = list(islice(node.ancestors(), 1, node.depth - depth))
         context["messages"] = [to_openai(entry.message) for entry in reversed(new) if entry.message]
         context["answer"] = to_openai(node.message)
@@ -361,7 +376,8 @@ class Conversation:
         """Returns the node before the new messages of a recorded turn."""
         parent = self.nodes[shared.turn] if shared.turn != NO_PARENT else None
         if "tools" in context or parent is None:
-            return self.tree.root(canonical_tools(context.get("tools", [])))
+            tools = canonical_tools(context.get("tools", []))
+            return self.tree.root(tools, kwargs_json(context.get("template_kwargs")))
         depth = context["shared"]
         return next((node for node in parent.ancestors() if node.depth == depth), root_of(parent))
 

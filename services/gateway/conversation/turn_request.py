@@ -33,6 +33,10 @@ class TurnRequest:
     sampling: common_pb2.SamplingParams
     """Its `grammar` applies to the answer, not to reasoning and tool calls."""
     stop: Sequence[str] = ()
+    template_kwargs: str = ""
+    """Variables of the chat template, a JSON object; they replace those of the session's token."""
+    prefill: str = ""
+    """The beginning of the answer, at the end of the prompt."""
     context_action: str = ""
     handle: Handle | None = None
     """Name of the turn, unless the turn is aborted."""

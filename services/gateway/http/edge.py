@@ -54,8 +54,9 @@ class Edge:
     sessions: Sessions
     pool: Pool
     security: Security
-    model_names: frozenset[str]
-    """Names of the model that requests may use; "*": any name."""
+    model_names: tuple[str, ...]
+    """Names of the model that requests may use, in the order of the list of models; "*": any
+    name."""
     body_timeout_s: float
     """Longest time to receive a request body."""
     images: ImagePolicy = REFUSED_IMAGES

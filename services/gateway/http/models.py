@@ -1,4 +1,7 @@
-"""`GET /v1/models` with the one served model, in OpenAI's or Anthropic's format."""
+"""`GET /v1/models` with all names of the served model, in OpenAI's or Anthropic's format.
+
+An answer has the name that its request used, so a client finds both in the list.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +30,35 @@ class Models:
 
     async def _list(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
+        describe = self._anthropic if speaks_anthropic(request) else self._openai
+        models = [describe(claims, name) for name in self._edge.model_names if name != "*"]
         if speaks_anthropic(request):
-            model = self._anthropic(claims)
-            page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
-            return json_response({"data": [model]} | page)
-        return json_response({"object": "list", "data": [self._openai(claims)]})
+            page = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+            return json_response({"data": models} | page)
+        return json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
-        self._edge.check_model(request.match_info["model"])
+        name = request.match_info["model"]
+        self._edge.check_model(name)
         describe = self._anthropic if speaks_anthropic(request) else self._openai
-        return json_response(describe(claims))
+        return json_response(describe(claims, name))
 
-    def _openai(self, claims: Claims) -> dict[str, Any]:
+    def _openai(self, claims: Claims, name: str) -> dict[str, Any]:
         model = self._edge.turns.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "forge",
             "context_tokens": claims.context_limit(model.context_tokens),
         }
 
-    def _anthropic(self, claims: Claims) -> dict[str, Any]:
+    def _anthropic(self, claims: Claims, name: str) -> dict[str, Any]:
         model = self._edge.turns.model
         return {
             "type": "model",
-            "id": model.name,
+            "id": name,
             "display_name": model.name,
             "lifecycle": "active",
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),

@@ -13,16 +13,19 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from services.gateway.http import control
+from services.gateway.http import control, tokens
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.edge import Edge, json_response
-from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http.openai import chat_schema, completions_schema, responses_schema
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": chat_schema.ChatCompletionRequest,
+    "/v1/completions": completions_schema.CompletionRequest,
     "/v1/responses": responses_schema.ResponsesRequest,
     "/v1/messages": schema.MessagesRequest,
     "/v1/messages/count_tokens": schema.CountTokensRequest,
+    "/tokenize": tokens.TokenizeRequest,
+    "/detokenize": tokens.DetokenizeRequest,
     "/v1/forge/close": control.CloseRequest,
 }
 """Request body of each POST, by its path without `/s/{token}`."""
@@ -33,6 +36,7 @@ _ANTHROPIC = {
 }
 _LATE: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     chat_schema.ChatCompletionRequest: {"messages": list[chat_schema.ChatMessage]},
+    tokens.TokenizeRequest: {"messages": list[chat_schema.ChatMessage] | None},
     responses_schema.ResponsesRequest: {"input": str | list[dict[str, Any]]},
     schema.MessagesRequest: _ANTHROPIC,
     schema.CountTokensRequest: _ANTHROPIC,

@@ -7,6 +7,7 @@ strings. Owns no fields: they are in `anthropic`, `openai` and `control`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from services.gateway.model.chat_model import Tools
 MAX_STOPS = 16
 MAX_STOP_CHARS = 65_536
 """Of all stop strings of a request; the answer is searched for each after every token."""
+MAX_STOP_IDS = 128
 MAX_TOP_LOGPROBS = 20
 Request = TypeVar("Request")
 
@@ -89,6 +91,8 @@ def sampling_params(
     temperature: float | None,
     top_p: float | None,
     top_k: int | None = None,
+    min_tokens: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
     max_tokens_name: str = "max_tokens",
 ) -> common_pb2.SamplingParams:
     """Returns the sampling parameters of all protocols; raises `InvalidArgument` out of range."""
@@ -102,6 +106,16 @@ def sampling_params(
     if top_k is not None:
         # Some clients send -1 for "all".
         sampling.top_k = int(max(0, within("top_k", top_k, -1, 2**31 - 1)))
+    if min_tokens:
+        limit = 2**31 - 1 if max_tokens is None else max_tokens
+        sampling.min_tokens = int(within("min_tokens", min_tokens, 0, limit))
+    if stop_token_ids:
+        if len(stop_token_ids) > MAX_STOP_IDS:
+            count = len(stop_token_ids)
+            raise InvalidArgument(f"stop_token_ids has {count} ids; at most {MAX_STOP_IDS}")
+        for at, token in enumerate(stop_token_ids):
+            within(f"stop_token_ids[{at}]", token, 0, 2**31 - 1)
+        sampling.stop_token_ids.extend(stop_token_ids)
     return sampling
 
 

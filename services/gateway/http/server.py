@@ -33,8 +33,10 @@ from services.gateway.http.errors import (
 )
 from services.gateway.http.models import Models
 from services.gateway.http.openai.chat import ChatCompletions
+from services.gateway.http.openai.completions import Completions
 from services.gateway.http.openai.responses import Responses
 from services.gateway.http.openapi import OpenApi
+from services.gateway.http.tokens import Tokens
 from services.gateway.metrics import REQUESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -89,9 +91,11 @@ class HttpServer:
         app.router.add_get("/healthz", self._healthz)
         protocols: tuple[Endpoints, ...] = (
             ChatCompletions(self._edge),
+            Completions(self._edge),
             Responses(self._edge),
             AnthropicMessages(self._edge),
             Models(self._edge),
+            Tokens(self._edge),
             Control(self._edge),
             OpenApi(self._edge),
         )

@@ -1,28 +1,20 @@
 """The model without its weights: tokenizer, chat template, stop tokens, output formats.
 
-Owns encoding, decoding and rendering, and the tests of the chat template at load time: its output
-formats, its form of tool arguments, its dependence on earlier messages. Owns no conversation and no
+Owns encoding and decoding, and the tests of the chat template at load time: its output formats and
+its form of tool arguments (`chat_template` renders). Owns no conversation and no
 weights: torch is never imported. A model directory has the layout of transformers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from forge.core.conversation.continuation import (
-    STUB,
-    Render,
-    TemplateRefused,
-    looks_back_one_answer,
-)
 from forge.core.conversation.messages import Message
 from forge.core.errors import ConfigError
 from forge.core.formats import (
@@ -37,23 +29,22 @@ from forge.core.formats import (
     get_reasoning,
 )
 from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
+from services.gateway.model.chat_template import (
+    ASKED,
+    ChatTemplate,
+    merged_kwargs,
+    variables_of,
+)
 from services.gateway.model.encoding_cache import EncodingCache
 from services.gateway.model.long_text import encode_within
 from services.gateway.model.token_bound import longest_token_bytes
 
-__all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
+__all__ = ["ChatModel", "TextStream", "Tools"]
 
+KEPT_TEMPLATES = 64
+"""Choices of template variables whose tests are kept."""
 FIRST_PROMPT_BYTES = 16 << 20
 """Size of the cache of first prompts, texts and ids."""
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-)
-"""Exceptions of templates for messages and tools that they do not support."""
 
 
 class ChatModel:
@@ -83,23 +74,25 @@ class ChatModel:
         self._longest_token_bytes = longest_token_bytes(self._backend)
         self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
-        self._text_arguments = self._takes_text_only()
         template = str(tokenizer.chat_template)
+        self.template_variables = variables_of(template)
+        objects, texts = (
+            ChatTemplate(tokenizer, {}, text_arguments=as_text) for as_text in (False, True)
+        )
+        self._text_arguments = not objects.rendered(_CALLED, SAMPLE_TOOLS) and bool(
+            texts.rendered(_CALLED, SAMPLE_TOOLS)
+        )
+        written = self._written_call(texts if self._text_arguments else objects)
         self.format: OutputFormat = get_format(
-            detect_format(template, self._written_call()) if tool_format == "auto" else tool_format
+            detect_format(template, written) if tool_format == "auto" else tool_format
         )
         self.reasoning: ReasoningFormat | None = get_reasoning(
             detect_reasoning(template) if reasoning_format == "auto" else reasoning_format
         )
         self._hidden_ids = self._hidden(tokenizer)
-        self.opens_reasoning = self.reasoning is not None and self.reasoning.opened_by(
-            self._rendered(_ASKED, None, generation_prompt=True)
-        )
-        self._stub_text = self._rendered(STUB, None, generation_prompt=True)
-        self.looks_back_one_answer = bool(self._stub_text) and all(
-            looks_back_one_answer(self.renderer(tools), self.stub_render, end_texts=self.end_texts)
-            for tools in (None, SAMPLE_TOOLS)
-        )
+        self.template = self._template({})
+        """The chat template without variables of a request."""
+        self._templates: dict[str, ChatTemplate] = {}
 
     @classmethod
     def load(
@@ -134,36 +127,27 @@ class ChatModel:
             **formats,
         )
 
-    def renderer(self, tools: Tools | None) -> Render:
-        """Returns the function that renders messages with these tools."""
+    def template_with(self, kwargs: str) -> ChatTemplate:
+        """Returns the chat template with these variables, as `template_kwargs` returns them."""
+        if not kwargs:
+            return self.template
+        if kwargs not in self._templates:
+            if len(self._templates) >= KEPT_TEMPLATES:
+                # Threads draft large prompts: another one may have dropped it.
+                self._templates.pop(next(iter(self._templates)), None)
+            self._templates[kwargs] = self._template(json.loads(kwargs))
+        return self._templates[kwargs]
 
-        def render(messages: Sequence[Message], generation_prompt: bool) -> str:
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    [
-                        template_message(message, text_arguments=self._text_arguments)
-                        for message in messages
-                    ],
-                    tools=list(tools) if tools else None,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                )
-            except _TEMPLATE_ERRORS as error:
-                raise TemplateRefused(str(error)) from error
-            return cast(str, text)
+    def template_kwargs(self, *layers: str) -> str:
+        """Returns the variables of JSON objects together, later objects first, in one spelling.
+        Raises `InvalidArgument` for a variable that the chat template does not have."""
+        return merged_kwargs(self.template_variables, *layers) if any(layers) else ""
 
-        return render
-
-    def stub_render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Renders messages after `STUB`, without tools; the text of `STUB` alone is cached."""
-        if messages is STUB and generation_prompt:
-            return self._stub_text
-        return self.renderer(None)(messages, generation_prompt)
-
-    def encode(self, text: str) -> bytes:
-        """Returns int32 ids; special tokens in the text are recognized, none are added."""
+    def encode(self, text: str, *, special: bool = False) -> bytes:
+        """Returns int32 ids; special tokens in the text are recognized. `special` adds those of the
+        tokenizer, as before a text without a template."""
         # A batch of one: only the batch call skips the offsets, which saves a quarter of the time.
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         return int32_bytes(encoded.ids)
 
     def encode_within(self, text: str, room: int, *, first: bool) -> tuple[int, bytes]:
@@ -188,6 +172,10 @@ class ChatModel:
         numbers = int32_array(ids) if isinstance(ids, bytes) else ids
         shown = [i for i in numbers if i not in self._hidden_ids]
         return cast(str, self._backend.decode(shown, skip_special_tokens=False))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, with special tokens."""
+        return cast(str, self._backend.decode(list(ids), skip_special_tokens=False))
 
     def reasoning_tokens(self, answer: Message, sampled_ids: bytes) -> int:
         """Returns the number of reasoning tokens of an answer, with the closing tag."""
@@ -235,33 +223,25 @@ class ChatModel:
         kept = {self._backend.token_to_id(mark) for mark in marks}
         return (frozenset(tokenizer.all_special_ids) | self.stop_ids) - kept
 
-    def _takes_text_only(self) -> bool:
-        """Returns True if the template needs call arguments as JSON text, not an object."""
-        self._text_arguments = False
-        if self._rendered(_CALLED, SAMPLE_TOOLS):
-            return False
-        self._text_arguments = True
-        return bool(self._rendered(_CALLED, SAMPLE_TOOLS))
+    def _template(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
+        return ChatTemplate(
+            self._tokenizer,
+            kwargs,
+            text_arguments=self._text_arguments,
+            end_texts=self.end_texts,
+            reasoning=self.reasoning,
+        )
 
-    def _written_call(self) -> str:
+    def _written_call(self, template: ChatTemplate) -> str:
         """Returns a sample call as the template writes it; "" if it writes no calls."""
-        before = self._rendered(_ASKED, SAMPLE_TOOLS, generation_prompt=True)
-        after = self._rendered(_CALLED, SAMPLE_TOOLS)
+        before = template.rendered(ASKED, SAMPLE_TOOLS, generation_prompt=True)
+        after = template.rendered(_CALLED, SAMPLE_TOOLS)
         if not before or not after:
             return ""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
         written = after[sum(1 for _ in same) :]
         ends = [at for end in self.end_texts if end and (at := written.rfind(end)) >= 0]
         return written[: max(ends)] if ends else written
-
-    def _rendered(
-        self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = False
-    ) -> str:
-        """Renders sample messages; returns "" if the template refuses them."""
-        try:
-            return self.renderer(tools)(messages, generation_prompt)
-        except TemplateRefused:
-            return ""
 
 
 class TextStream:
@@ -312,42 +292,6 @@ class TextStream:
         return text
 
 
-def template_message(message: Message, *, text_arguments: bool = False) -> dict[str, Any]:
-    """Returns a message in the form of chat templates: the arguments of calls as an object if
-    possible, or as text for templates that need text."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        plain["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments or "{}"
-                    if text_arguments
-                    else _object_or_text(call.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name:
-        plain["name"] = message.name
-    return plain
-
-
-def _object_or_text(arguments: str) -> Any:
-    try:
-        # msgspec also refuses half surrogates, which no tokenizer can encode.
-        value = msgspec.json.decode(arguments or "{}")
-    except (msgspec.MsgspecError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -358,7 +302,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_ASKED = (Message(role="user", content="."),)
-_CALLED = (*_ASKED, Message(role="assistant", tool_calls=(SAMPLE_CALL,)))
+_CALLED = (*ASKED, Message(role="assistant", tool_calls=(SAMPLE_CALL,)))
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that show whether its template opened the reasoning."""

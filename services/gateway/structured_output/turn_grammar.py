@@ -48,6 +48,14 @@ async def check(request: TurnRequest) -> None:
                 "a response format and a required tool call exclude each other: "
                 "remove response_format or tool_choice"
             )
+        if request.prefill:
+            raise InvalidArgument(
+                "a response format and the beginning of an answer (prefill) exclude each other"
+            )
+        if request.sampling.min_tokens:
+            raise InvalidArgument(
+                "min_tokens is not supported with a response format: the answer may end before"
+            )
         if request.stop:
             raise InvalidArgument(
                 "stop is not supported with a response format: it would cut the answer"
@@ -58,6 +66,10 @@ async def check(request: TurnRequest) -> None:
             await check_schema_of(
                 _object(answer.json_schema, field), strict=not answer.lenient, field=field
             )
+    if request.prefill and request.required_tool is not None:
+        raise InvalidArgument(
+            "tool_choice requires a call, and the beginning of the answer (prefill) is text"
+        )
     if request.call_tools:
         for at, tool in enumerate(request.tools):
             if _is_strict(tool):

@@ -33,9 +33,10 @@ _TOP_COLUMNS = ("top_ids", "top_logprobs")
 class TokenLogprob:
     """One sampled token, for clients that request log-probs."""
 
+    token_id: int
     text: str
     logprob: float
-    top: Sequence[tuple[str, float]] = ()
+    top: Sequence[tuple[int, str, float]] = ()
     """The likeliest tokens at its position with their log-probs, likeliest first, if requested."""
 
 
@@ -49,13 +50,19 @@ class AnswerParser:
         *,
         new_call_id: Callable[[], str],
         opening: str = "",
+        prefill: str = "",
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         parallel_calls: bool = True,
     ) -> None:
+        """`prefill`: the end of `opening` that the agent has sent itself; its deltas are not
+        returned. `min_tokens`: a stop string before that many tokens is text."""
         self._model = model
         self._new_parser = new_parser
         self._new_call_id = new_call_id
         self._opening = opening
+        self._prefill = prefill
+        self._min_tokens = min_tokens
         self._stop = tuple(text for text in stop if text)
         self._parallel_calls = parallel_calls
         self.restart()
@@ -77,8 +84,10 @@ class AnswerParser:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
+        self._hidden = len(self._prefill)
+        """Characters of the content that are not returned, because the agent has them."""
         if self._opening:
-            self._add_deltas(self._parser.feed(self._opening))
+            self._new_text(self._add_deltas(self._parser.feed(self._opening)))
 
     def add_response(self, response: inference_pb2.SampleResponse) -> list[Delta]:
         """Adds a router's response; returns the new deltas."""
@@ -87,7 +96,20 @@ class AnswerParser:
         if self.complete:
             self._last = response
             deltas += self.finish()
-        return deltas
+        return self._new_text(deltas)
+
+    def _new_text(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the deltas without the prefill, which the parser may hold back in part."""
+        new: list[Delta] = []
+        for delta in deltas:
+            if self._hidden and isinstance(delta, TextDelta):
+                shown = delta.text[self._hidden :]
+                self._hidden -= len(delta.text) - len(shown)
+                delta = TextDelta(text=shown)
+                if not shown:
+                    continue
+            new.append(delta)
+        return new
 
     def feed(self, tokens: common_pb2.SampledTokens) -> list[Delta]:
         """Adds tokens; returns the deltas that later tokens cannot change."""
@@ -105,7 +127,9 @@ class AnswerParser:
             deltas = self._add_deltas(self._parser.feed(self._stream.feed(ids)))
         else:
             for position, token_id in enumerate(ids):
-                text = self._until_stop(self._stream.feed((token_id,)))
+                text = self._stream.feed((token_id,))
+                if self.length + position >= self._min_tokens:
+                    text = self._until_stop(text)
                 deltas += self._add_deltas(self._parser.feed(text))
                 if self.stopped:
                     count = position + 1
@@ -133,6 +157,11 @@ class AnswerParser:
             reasoning="".join(self._reasoning),
             tool_calls=tuple(self._calls),
         )
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return len(self._columns["ids"]) // TOKEN_BYTES
 
     def tokens(self) -> common_pb2.SampledTokens:
         """Returns the tokens so far, with every requested column."""
@@ -167,18 +196,20 @@ class AnswerParser:
         ids = int32_array(bytes(self._columns["ids"]))
         logprobs = float32_array(bytes(self._columns["logprobs"]))
         return [
-            TokenLogprob(text=self._model.piece(token_id), logprob=logprob, top=top)
+            TokenLogprob(
+                token_id=token_id, text=self._model.piece(token_id), logprob=logprob, top=top
+            )
             for token_id, logprob, top in zip(ids, logprobs, self._top(len(ids)), strict=True)
         ]
 
-    def _top(self, count: int) -> Iterator[Sequence[tuple[str, float]]]:
+    def _top(self, count: int) -> Iterator[Sequence[tuple[int, str, float]]]:
         """Yields the likeliest tokens per position, without those of probability 0."""
         ids = int32_array(bytes(self._columns["top_ids"]))
         logprobs = float32_array(bytes(self._columns["top_logprobs"]))
         width = len(ids) // count if count else 0
         for start in range(0, count * width, width) if width else ():
             pairs = zip(ids[start : start + width], logprobs[start : start + width], strict=True)
-            yield [(self._model.piece(i), logprob) for i, logprob in pairs if isfinite(logprob)]
+            yield [(i, self._model.piece(i), logprob) for i, logprob in pairs if isfinite(logprob)]
         if not width:
             yield from repeat((), count)
 
@@ -237,7 +268,9 @@ def turn_parser(
         # Some chat templates refuse ids of another length.
         new_call_id=lambda: secrets.token_hex(5)[:9],
         opening=opening,
+        prefill=request.prefill,
         stop=request.stop,
+        min_tokens=request.sampling.min_tokens,
         parallel_calls=request.parallel_calls,
     )
 

@@ -12,9 +12,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
+from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginCall, CountPrompt, EndCall
+from services.gateway.actors.session import BeginCall, DraftPrompt, EndCall
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
@@ -59,6 +61,7 @@ class Turns:
         Closing the generator aborts the turn. Raises `ContextTooLong`, `SessionClosed`,
         `ResourceExhausted`, `Unavailable`, `InvalidArgument`.
         """
+        request = self._with_template(session, request)
         await check(request)
         opening = self._opening(request)
         with self._sessions.count_call(session):
@@ -95,7 +98,7 @@ class Turns:
                 turn_index = await self._end(session, end_call(sampled))
                 if call.aborted or sampled is None:
                     raise SessionClosed("the session was closed during this call")
-                yield _turn(parser, sampled, turn_index=turn_index, prompt=prompt)
+                yield _turn(parser, sampled, request, turn_index=turn_index, prompt=prompt)
             finally:
                 call.cancel_attempt()
                 if not ended:
@@ -111,9 +114,21 @@ class Turns:
 
     async def count_prompt_tokens(self, session: Session, request: TurnRequest) -> int:
         """Counts the tokens of the prompt of `request`; records no turn."""
-        count = CountPrompt(request=request, opening=self._opening(request))
-        tokens: int = await session.actor.ask(count, timeout_s=ASK_TIMEOUT_S)
-        return tokens
+        return len(await self.prompt_ids(session, request)) // TOKEN_BYTES
+
+    async def prompt_ids(self, session: Session, request: TurnRequest) -> bytes:
+        """Returns the int32 ids of the prompt of `request`; records no turn."""
+        request = self._with_template(session, request)
+        ask = DraftPrompt(request=request, opening=self._opening(request))
+        prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
+        return prompt.ids
+
+    def _with_template(self, session: Session, request: TurnRequest) -> TurnRequest:
+        """Returns the request with the template variables of its session too."""
+        ours, theirs = session.claims.chat_template_kwargs, request.template_kwargs
+        if request.prompt_ids or not (ours or theirs):
+            return request
+        return replace(request, template_kwargs=self.model.template_kwargs(ours, theirs))
 
     async def _begin(
         self, session: Session, request: TurnRequest, opening: str, call: SampleCall
@@ -136,6 +151,7 @@ class Turns:
         sampling.CopyFrom(request.sampling)
         room = session.claims.context_limit(self.model.context_tokens) - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
+        sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
         sampling.ClearField("grammar")
         if grammar is not None:
@@ -149,12 +165,15 @@ class Turns:
         )
 
     def _opening(self, request: TurnRequest) -> str:
-        if request.required_tool is None:
-            return ""
-        opening = self.model.format.opening(request.required_tool or None)
+        opening = request.prefill
+        if request.required_tool is not None:
+            opening = self.model.format.opening(request.required_tool or None)
         reasoning = self.model.reasoning
-        # If the template opens the reasoning, the reasoning must end before the call.
-        return reasoning.closing + opening if reasoning and self.model.opens_reasoning else opening
+        if not opening or reasoning is None:
+            return opening
+        # If the template opens the reasoning, the reasoning must end before the opening.
+        template = self.model.template_with(request.template_kwargs)
+        return reasoning.closing + opening if template.opens_reasoning else opening
 
     async def _end(self, session: Session, end: EndCall) -> int:
         # Shielded: an agent that leaves at this moment must not cancel the record.
@@ -170,10 +189,13 @@ async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) ->
         # At once: the router must not sample behind a stop string.
         call.cancel_attempt()
         return None
+    before = parser.length
     deltas = parser.add_response(response)
     return Piece(
         deltas=deltas,
         tokens=response.tokens,
+        ids=response.tokens.ids[: (parser.length - before) * TOKEN_BYTES],
+        prompt_ids=prompt.ids,
         prompt_tokens=prompt.tokens,
         last=parser.complete,
     )
@@ -184,10 +206,19 @@ def _sampled_answer(parser: AnswerParser | None, request: TurnRequest) -> Sample
     return parser.sampled_answer(parsed=not request.prompt_ids) if parser else None
 
 
-def _turn(parser: AnswerParser, sampled: SampledAnswer, *, turn_index: int, prompt: Prompt) -> Turn:
+def _turn(
+    parser: AnswerParser,
+    sampled: SampledAnswer,
+    request: TurnRequest,
+    *,
+    turn_index: int,
+    prompt: Prompt,
+) -> Turn:
     return Turn(
         turn_index=turn_index,
         message=sampled.answer or parser.message(),
+        prefill=request.prefill,
+        prompt_ids=prompt.ids,
         sampled=sampled,
         prompt_tokens=prompt.tokens,
         stop_text=parser.stop_text,

@@ -70,11 +70,17 @@ QWEN3 = """
         {%- endif %}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
 """
 
 # Qwen 2.5: the same without reasoning, so that history is never rewritten.
 CHATML = """
+{%- if style is defined %}{{- '<|im_start|>system\\n' + style + '<|im_end|>\\n' }}{%- endif %}
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- else %}

@@ -76,8 +76,13 @@ class Session:
         self.model = make_model(self.family)
         self.conversation = Conversation(model=self.model)
 
-    def prompt(self, messages: Sequence[Message], opening: str = "") -> Prompt:
-        return self.whole(self.conversation.draft(messages, self.tools, opening=opening))
+    def prompt(
+        self, messages: Sequence[Message], opening: str = "", template_kwargs: str = ""
+    ) -> Prompt:
+        draft = self.conversation.draft(
+            messages, self.tools, opening=opening, template_kwargs=template_kwargs
+        )
+        return self.whole(draft)
 
     def whole(self, draft: Draft) -> Prompt:
         """The prompt of a draft, its text encoded."""
@@ -91,9 +96,10 @@ class Session:
         ended: bool = True,
         by_character: bool = False,
         opening: str = "",
+        template_kwargs: str = "",
     ) -> Message:
         """One call: the engine says `text`, spelt canonically or one character at a time."""
-        prompt = self.prompt(messages, opening)
+        prompt = self.prompt(messages, opening, template_kwargs)
         ids = self.spelt(text, by_character=by_character)
         if ended:
             ids += int32_bytes(sorted(self.model.stop_ids)[:1])
@@ -164,7 +170,7 @@ class Session:
 
     def template(self, messages: Sequence[Message]) -> str:
         """The template's own rendering."""
-        return self.model.renderer(self.tools)(messages, True)
+        return self.model.template.renderer(self.tools)(messages, True)
 
     def check_record(self) -> None:
         """What a trainer composes of the turns is what the engine was sent and sampled, with the

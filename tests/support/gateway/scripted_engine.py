@@ -142,6 +142,8 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
             "prompt_ids": list(int32_array(request.prompt_ids)),
             "sampled_ids": sampled,
             "max_tokens": request.sampling.max_tokens,
+            "min_tokens": request.sampling.min_tokens,
+            "stop_token_ids": list(request.sampling.stop_token_ids),
         }
         with Path(self._requests_file).open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -182,7 +184,7 @@ def start_scripted_engine(*settings: str) -> ServiceProcess:
 
 def _answer_begins(model: ChatModel) -> str:
     """What the template writes before an answer."""
-    render, ask = model.renderer(None), [Message(role="user", content="?")]
+    render, ask = model.template.renderer(None), [Message(role="user", content="?")]
     return render(ask, True)[len(render(ask, False)) :]
 
 

@@ -38,7 +38,13 @@ class ScriptedTurns:
             if isinstance(step, Exception):
                 raise step
             deltas = [TextDelta(text=step)] if step else []
-            yield Piece(deltas=deltas, tokens=common_pb2.SampledTokens(), prompt_tokens=5)
+            yield Piece(
+                deltas=deltas,
+                tokens=common_pb2.SampledTokens(),
+                ids=b"",
+                prompt_ids=bytes(20),
+                prompt_tokens=5,
+            )
         message = Message(role="assistant", content="".join(map(str, self.script)))
         sampled = SampledAnswer(
             columns=common_pb2.SampledTokens(ids=b"", logprobs=b"", weight_versions=b""),
@@ -48,6 +54,8 @@ class ScriptedTurns:
         yield Turn(
             turn_index=0,
             message=message,
+            prefill="",
+            prompt_ids=bytes(20),
             sampled=sampled,
             prompt_tokens=5,
             stop_text="",
@@ -78,7 +86,7 @@ async def served(
         sessions=cast(Any, AnySession()),
         pool=cast(Any, None),
         security=cast(Any, security),
-        model_names=frozenset({turns.model.name}),
+        model_names=(turns.model.name,),
         body_timeout_s=connections.body_timeout_s,
     )
     server = HttpServer(edge, max_body_bytes=max_body_bytes, connections=connections)

@@ -106,7 +106,9 @@ class WildAgent:
         if not output.takes_tools or not self.session.tools or self.chance(0.9):
             return ""
         reasoning = self.session.model.reasoning
-        closing = reasoning.closing if reasoning and self.session.model.opens_reasoning else ""
+        closing = (
+            reasoning.closing if reasoning and self.session.model.template.opens_reasoning else ""
+        )
         return closing + output.opening("look")
 
     def spoken(self, opening: str) -> str:
@@ -123,7 +125,7 @@ class WildAgent:
             if self.chance(0.1):
                 text = text[: self.random.randrange(len(text))]
         if model.reasoning is not None and self.chance(0.6):
-            begun = "" if model.opens_reasoning else f"{model.reasoning.open}\n"
+            begun = "" if model.template.opens_reasoning else f"{model.reasoning.open}\n"
             text = f"{begun}{self.text()}{model.reasoning.closing}{text}"
         return text
 

@@ -27,9 +27,12 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
 from services.gateway.http.images import REFUSED, GivenImage, ImagePolicy
+from services.gateway.http.prefill import split_prefill
 
 _Heard = tuple[str, Image | None]
 """The text of a block, and the image that it stands for."""
+
+_USER = re.compile(rb'"role"\s*:\s*"user"')
 
 ACCOUNTING = "x-anthropic-billing-header:"
 """Begins the accounting line that Claude Code puts before its system prompt. The line differs in
@@ -63,6 +66,10 @@ class Block(msgspec.Struct):
     source: Source | None = None
 
 
+class _Role(msgspec.Struct):
+    role: str
+
+
 class InputMessage(msgspec.Struct):
     """A message of the request."""
 
@@ -84,6 +91,25 @@ def messages_of(request: CountTokensRequest, images: ImagePolicy = REFUSED) -> H
         comma = b"" if messages[1:].lstrip().startswith(b"]") else b","
         messages = b'[{"role":"system","content":' + system + b"}" + comma + messages[1:]
     return History(messages, _Reader(array=messages, has_system=has_system, images=images))
+
+
+def prefill_of(request: CountTokensRequest, messages: History) -> tuple[Sequence[Message], str]:
+    """Returns the messages of the prompt and the beginning of the answer, "" for none."""
+    return (
+        split_prefill(messages) if _ends_with_assistant(bytes(request.messages)) else (messages, "")
+    )
+
+
+def _ends_with_assistant(array: bytes) -> bool:
+    """Returns True if the last message is the assistant's; most requests end before the decoder."""
+    at = array.rfind(b'"assistant"')
+    if at < 0 or _USER.search(array, at):
+        return False
+    try:
+        roles = msgspec.json.decode(array, type=list[_Role])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # The decoder will raise the error with its place.
+    return bool(roles) and roles[-1].role == "assistant"
 
 
 def _without_accounting(system: bytes) -> bytes:
@@ -131,11 +157,6 @@ class _Reader:
                 messages += _system(message)
             else:
                 messages += _messages(message, self._where(at), self.images)
-        if messages and messages[-1].role == "assistant":
-            raise InvalidArgument(
-                f"{self._where(len(decoded) - 1)} is the assistant's: "
-                "the beginning of an answer (prefill) is not supported"
-            )
         return messages
 
     def _where(self, at: int) -> str:

@@ -23,11 +23,11 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
-from services.gateway.http.anthropic.history import messages_of
+from services.gateway.http.anthropic.history import messages_of, prefill_of
 from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
-from services.gateway.http.request_body import decode
+from services.gateway.http.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
@@ -56,7 +56,9 @@ class AnthropicMessages:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = decode(await edge.read_body(request), schema.MessagesRequest)
+        asked, headers = decode_request(
+            await edge.read_body(request), schema.MessagesRequest, schema.FIELDS
+        )
         sampling = schema.sampling_of(asked)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(asked)))
         turn = self._turn(
@@ -65,10 +67,15 @@ class AnthropicMessages:
             stop=schema.stops_of(asked),
             stream=bool(asked.stream),
             arrived=arrived,
+            headers=headers,
         )
         async with edge.sessions.use_session(claims) as session:
             answer = MessagesAnswer(
-                turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
+                turns=edge.turns,
+                session=session,
+                request=turn,
+                shown=schema.shown_of(asked),
+                model=asked.model,
             )
             if not turn.stream:
                 return json_response(await answer.complete(), headers=turn.headers)
@@ -83,12 +90,14 @@ class AnthropicMessages:
     async def _count(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        asked = decode(await edge.read_body(request), schema.CountTokensRequest)
-        turn = self._turn(asked, arrived=Moment.now(), sampling=common_pb2.SamplingParams())
+        asked, headers = decode_request(
+            await edge.read_body(request), schema.CountTokensRequest, schema.COUNT_FIELDS
+        )
+        sampling = common_pb2.SamplingParams()
+        turn = self._turn(asked, arrived=Moment.now(), sampling=sampling, headers=headers)
         async with edge.sessions.use_session(claims) as session:
-            return json_response(
-                {"input_tokens": await edge.turns.count_prompt_tokens(session, turn)}
-            )
+            tokens = await edge.turns.count_prompt_tokens(session, turn)
+            return json_response({"input_tokens": tokens}, headers=headers)
 
     def _turn(
         self,
@@ -96,14 +105,18 @@ class AnthropicMessages:
         *,
         arrived: Moment,
         sampling: common_pb2.SamplingParams,
+        headers: dict[str, str],
         stop: Sequence[str] = (),
         stream: bool = False,
     ) -> TurnRequest:
         self._edge.check_model(asked.model)
         schema.check(asked)
         tools = schema.tools_of(asked)
+        messages, prefill = prefill_of(asked, messages_of(asked, self._edge.images))
         return TurnRequest(
-            messages=messages_of(asked, self._edge.images),
+            messages=messages,
+            prefill=prefill,
+            headers=headers,
             tools=tools,
             call_tools=schema.calls_tools(asked),
             parallel_calls=schema.parallel_calls(asked),
@@ -123,6 +136,8 @@ class MessagesAnswer:
     session: Session
     request: TurnRequest
     shown: Shown
+    model: str
+    """Name of the model in the request, and in the answer."""
     message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     @property
@@ -183,7 +198,7 @@ class MessagesAnswer:
             "id": self.message_id,
             "type": "message",
             "role": "assistant",
-            "model": self.turns.model.name,
+            "model": self.model,
         }
         return head | fields
 
@@ -248,7 +263,7 @@ class Blocks:
 
 def content_of(turn: Turn, shown: Shown) -> list[dict[str, Any]]:
     """Returns the blocks of a complete answer: thinking, text, calls."""
-    message = turn.message
+    message = turn.said
     blocks: list[dict[str, Any]] = []
     if message.reasoning and shown is not Shown.NOTHING:
         text = message.reasoning if shown is Shown.TEXT else ""

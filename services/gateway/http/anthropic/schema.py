@@ -1,8 +1,8 @@
 """Anthropic Messages requests: schema and checks.
 
 Owns the fields besides the conversation: tools, sampling, thinking; `history` decodes the
-conversation. Unknown fields are ignored, because clients send many. A known field with a wrong type
-or an unsupported effect is refused.
+conversation. A known field with a wrong type or an unsupported effect is refused; unknown ones are
+named in a header of the response.
 """
 
 from __future__ import annotations
@@ -23,12 +23,24 @@ from services.gateway.http.anthropic.client_tools import (
     client_tool,
     known_types,
 )
+from services.gateway.http.parameters import Fields
 from services.gateway.http.request_body import checked_stops, sampling_params, tool_to_call
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 
 EDITS_WITHOUT_EFFECT = ("clear_thinking_",)
 """Context edits without effect: the chat template decides which thinking stays."""
+
+
+_HARMLESS = frozenset(
+    {"metadata", "service_tier", "speed", "inference_geo", "diagnostics", "cache_control", "betas"}
+)
+FIELDS = Fields(harmless=_HARMLESS)
+"""Fields that are not used."""
+COUNT_FIELDS = Fields(
+    harmless=_HARMLESS | {"max_tokens", "stream", "temperature", "top_p", "top_k", "stop_sequences"}
+)
+"""Those of a request for a number of tokens."""
 
 
 class Tool(msgspec.Struct):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +23,15 @@ from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.choices import Choice, merged
+from services.gateway.http.openai.fields import CHAT
+from services.gateway.http.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import Turn
+from services.gateway.turns.types import Piece, Turn
 
 
 class ChatCompletions:
@@ -46,16 +48,22 @@ class ChatCompletions:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = request_body.decode(
-            await edge.read_body(request), chat_schema.ChatCompletionRequest
+        asked, headers = decode_request(
+            await edge.read_body(request), chat_schema.ChatCompletionRequest, CHAT
         )
         edge.check_model(asked.model)
         sampling = chat_schema.sampling_of(asked)
         sampling.MergeFrom(
             common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
         )
+        messages = chat_schema.messages_of(asked, edge.images)
+        before, prefill = chat_schema.prefill_of(asked, messages)
+        variables = edge.turns.model.template_variables
         turn = TurnRequest(
-            messages=chat_schema.messages_of(asked, edge.images),
+            messages=before,
+            prefill=prefill,
+            template_kwargs=chat_schema.template_kwargs_of(asked, variables, headers),
+            headers=headers,
             tools=chat_schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
             parallel_calls=asked.parallel_tool_calls is not False,
@@ -71,14 +79,18 @@ class ChatCompletions:
                 turns=edge.turns,
                 session=session,
                 request=turn,
+                model=asked.model,
                 choices=choices,
                 logprobs=bool(asked.logprobs),
+                echo=bool(asked.echo),
+                token_ids=bool(asked.return_token_ids),
+                ids_as_text=bool(asked.return_tokens_as_token_ids),
                 include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
             )
             if turn.stream:
                 # OpenAI's clients expect an error event.
                 return await stream_events(
-                    request, completion.events(), error_event=_error_event, headers=turn.headers
+                    request, completion.events(), error_event=error_event, headers=turn.headers
                 )
             return json_response(await completion.complete(), headers=turn.headers)
 
@@ -90,9 +102,17 @@ class Completion:
     turns: Turns
     session: Session
     request: TurnRequest
+    model: str
+    """Name of the model in the request, and in the answer."""
     choices: int
     logprobs: bool
     include_usage: bool
+    echo: bool = False
+    """The answer begins with the prefill."""
+    token_ids: bool = False
+    """The ids of prompt and answer are returned."""
+    ids_as_text: bool = False
+    """Log-probs name tokens by their ids."""
     completion_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -102,8 +122,9 @@ class Completion:
         return self.envelope(
             "chat.completion",
             [self._choice(index, turn) for index, turn in enumerate(turns)],
-            system_fingerprint=_fingerprint(turns),
+            system_fingerprint=fingerprint(turns),
             usage=usage(turns),
+            **self.prompt_ids(turns[0].prompt_ids),
         )
 
     async def _turns(self) -> list[Turn]:
@@ -121,7 +142,7 @@ class Completion:
         """Yields the answer as server-sent events, simultaneous ones together; the last item is an
         `Ending`."""
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
-        return choices[0].events() if len(choices) == 1 else _merged(self, choices)
+        return choices[0].events() if len(choices) == 1 else merged(choices, end=self.end)
 
     def end(self, turns: list[Turn]) -> bytes:
         """Returns the events after those of all choices."""
@@ -136,13 +157,21 @@ class Completion:
             "id": self.completion_id,
             "object": kind,
             "created": self.created,
-            "model": self.turns.model.name,
+            "model": self.model,
             "choices": choices,
             **more,
         }
 
+    def prompt_ids(self, ids: bytes) -> dict[str, Any]:
+        """Returns the field with the ids of the prompt, if they are requested."""
+        return {"prompt_token_ids": list(int32_array(ids))} if self.token_ids else {}
+
+    def logprobs_of(self, turn: Turn) -> dict[str, Any]:
+        """Returns the log-probs of a choice."""
+        return {"content": token_logprobs(turn, ids_as_text=self.ids_as_text), "refusal": None}
+
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
-        message = to_openai(turn.message)
+        message = to_openai(turn.message if self.echo else turn.said)
         if turn.message.tool_calls and not turn.message.content:
             message["content"] = None
         choice: dict[str, Any] = {
@@ -152,23 +181,27 @@ class Completion:
             "logprobs": None,
         }
         if self.logprobs:
-            choice["logprobs"] = {"content": token_logprobs(turn), "refusal": None}
+            choice["logprobs"] = self.logprobs_of(turn)
+        if self.token_ids:
+            choice["token_ids"] = list(int32_array(turn.sampled.ids))
         return choice
 
 
-class _StreamedChoice:
+class _StreamedChoice(Choice):
     """The chunks of one choice."""
 
     def __init__(self, completion: Completion, index: int) -> None:
+        super().__init__()
         self._completion = completion
         self._index = index
         self._calls = 0
-        self.turn: Turn | None = None
+        self._begun = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the chunks of each piece together; a single choice also ends the completion."""
         run = self._completion.turns.run_turn(self._completion.session, self._completion.request)
-        chunks = [self._chunk({"role": "assistant", "content": ""})]
+        begun = self._completion.request.prefill if self._completion.echo else ""
+        chunks = [self._chunk({"role": "assistant", "content": begun})]
         async with aclosing(run) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Turn):
@@ -178,6 +211,8 @@ class _StreamedChoice:
                     yield Ending(last + self._completion.end([piece])) if alone else last
                     return
                 chunks += [self._chunk(self._delta(delta)) for delta in piece.deltas]
+                if self._completion.token_ids:
+                    chunks = self._with_ids(chunks, piece)
                 # The last piece is sent with the end, after the turn is recorded.
                 if chunks and not piece.last:
                     yield b"".join(map(sse, chunks))
@@ -199,46 +234,22 @@ class _StreamedChoice:
         chunk = self._chunk({})
         chunk["choices"][0]["finish_reason"] = finish_reason(turn)
         if self._completion.logprobs:
-            chunk["choices"][0]["logprobs"] = {"content": token_logprobs(turn), "refusal": None}
+            chunk["choices"][0]["logprobs"] = self._completion.logprobs_of(turn)
         return chunk
+
+    def _with_ids(self, chunks: list[dict[str, Any]], piece: Piece) -> list[dict[str, Any]]:
+        """Returns the chunks of a piece with its ids, which may have no text yet; the first one
+        has the ids of the prompt."""
+        if not self._begun:
+            self._begun = True
+            chunks[0] |= self._completion.prompt_ids(piece.prompt_ids)
+        chunks = chunks or [self._chunk({})]
+        chunks[-1]["choices"][0]["token_ids"] = list(int32_array(piece.ids))
+        return chunks
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
         return self._completion.envelope("chat.completion.chunk", [choice])
-
-
-async def _merged(
-    completion: Completion, choices: Sequence[_StreamedChoice]
-) -> AsyncGenerator[bytes, None]:
-    """Yields the events of several choices as they arrive; the first error ends all choices."""
-    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(maxsize=64)
-
-    async def drain(choice: _StreamedChoice) -> None:
-        try:
-            async with aclosing(choice.events()) as events:
-                async for event in events:
-                    await queue.put(event)
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(drain(choice)) for choice in choices]
-    try:
-        left = len(tasks)
-        while left:
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                left -= 1
-            else:
-                yield event
-        turns = [choice.turn for choice in choices if choice.turn is not None]
-        yield Ending(completion.end(turns))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def finish_reason(turn: Turn) -> str:
@@ -261,24 +272,29 @@ def usage(turns: list[Turn]) -> dict[str, Any]:
     }
 
 
-def _fingerprint(turns: list[Turn]) -> str:
+def fingerprint(turns: list[Turn]) -> str:
     """Returns the newest weight version among the sampled tokens."""
     versions = [v for turn in turns for v in int32_array(turn.sampled.columns.weight_versions)[-1:]]
     return f"weights-{max(versions)}" if versions else ""
 
 
-def token_logprobs(turn: Turn) -> list[dict[str, Any]]:
-    """Returns the log-probs of a turn in OpenAI's format."""
+def token_logprobs(turn: Turn, *, ids_as_text: bool = False) -> list[dict[str, Any]]:
+    """Returns the log-probs of a turn in OpenAI's format. `ids_as_text`: tokens are named by id."""
     return [
-        _logprob(token.text, token.logprob)
-        | {"top_logprobs": [_logprob(text, logprob) for text, logprob in token.top]}
+        _logprob(token.token_id, token.text, token.logprob, ids_as_text)
+        | {"top_logprobs": [_logprob(*likely, ids_as_text) for likely in token.top]}
         for token in turn.token_logprobs()
     ]
 
 
-def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _logprob(token_id: int, text: str, logprob: float, as_id: bool) -> dict[str, Any]:
+    return {
+        "token": f"token_id:{token_id}" if as_id else text,
+        "logprob": logprob,
+        "bytes": list(text.encode()),
+    }
 
 
-def _error_event(error: ForgeError) -> bytes:
+def error_event(error: ForgeError) -> bytes:
+    """Returns the event of an error in a stream."""
     return sse(openai_error(Failure.of(error)))

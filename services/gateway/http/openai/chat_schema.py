@@ -1,14 +1,13 @@
 """OpenAI chat completion requests: schema and checks.
 
 Owns the conversion of a request body to a `TurnRequest`. A field is refused if its type is wrong,
-or if ignoring it would change the form of the answer. Other fields are ignored (docs/gateway.md
-lists the usual ones).
+or if it asks for an effect that is not here; `fields` has those that are not used.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,9 +17,13 @@ from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
+from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.images import REFUSED, ImagePolicy
 from services.gateway.http.openai.content import Part, content_of
+from services.gateway.http.openai.guided import Guided, guided_grammar_of
+from services.gateway.http.parameters import add_ignored
+from services.gateway.http.prefill import split_prefill
 from services.gateway.http.request_body import (
     checked_stops,
     sampling_params,
@@ -96,7 +99,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ChatCompletionRequest(msgspec.Struct):
+class ChatCompletionRequest(Guided, kw_only=True):
     """The used fields of a request."""
 
     model: str
@@ -121,11 +124,57 @@ class ChatCompletionRequest(msgspec.Struct):
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     web_search_options: dict[str, Any] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """Sets the template's variable of this name, if it has one."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 def messages_of(request: ChatCompletionRequest, images: ImagePolicy = REFUSED) -> History:
     """Returns the messages; reading an invalid one raises `InvalidArgument`."""
     return History(memoryview(request.messages), partial(_read_messages, images))
+
+
+def prefill_of(
+    request: ChatCompletionRequest, messages: Sequence[Message]
+) -> tuple[Sequence[Message], str]:
+    """Returns the messages of the prompt and the beginning of the answer, "" for none. Raises
+    `InvalidArgument` for flags that contradict each other."""
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise InvalidArgument(
+                "continue_final_message = true needs add_generation_prompt = false: the prompt "
+                "ends with the last message"
+            )
+        return split_prefill(messages)
+    if request.add_generation_prompt is False:
+        raise InvalidArgument(
+            "add_generation_prompt = false is not supported without continue_final_message = true: "
+            "every prompt ends where an answer begins"
+        )
+    if request.echo:
+        raise InvalidArgument("echo = true needs continue_final_message = true")
+    return messages, ""
+
+
+def template_kwargs_of(
+    request: ChatCompletionRequest, variables: Collection[str], headers: dict[str, str]
+) -> str:
+    """Returns the variables of the chat template. Without a variable for it, `reasoning_effort` is
+    named in `headers`."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        if "reasoning_effort" in variables:
+            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        else:
+            add_ignored(headers, "reasoning_effort")
+    return kwargs_json(kwargs)
 
 
 def _read_messages(images: ImagePolicy, array: bytes, first: int) -> list[Message]:
@@ -166,6 +215,8 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
     )
     if request.seed is not None:
         sampling.seed = request.seed % 2**64
@@ -176,10 +227,13 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
 
 
 async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Grammar | None:
-    """Returns the grammar of `response_format`; raises `InvalidArgument` if not enforceable."""
-    wanted = request.response_format
-    if wanted is None:
-        return None
+    """Returns the grammar of `response_format` or of guided decoding; raises `InvalidArgument` if
+    it cannot be enforced."""
+    wanted, guided = request.response_format, await guided_grammar_of(request)
+    if guided is not None and wanted is not None and wanted.type != "text":
+        raise InvalidArgument("response_format and guided decoding exclude each other")
+    if wanted is None or guided is not None:
+        return guided
     described = wanted.json_schema
     if wanted.type == "json_schema" and described is None:
         raise InvalidArgument("response_format.json_schema is missing")

@@ -16,14 +16,15 @@ from services.gateway.actors.session import Forget
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import deletion
 from services.gateway.errors import UnknownResponse
-from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
+from services.gateway.http.openai.fields import RESPONSES
 from services.gateway.http.openai.responses_events import Events
 from services.gateway.http.openai.responses_items import response_key
 from services.gateway.http.openai.responses_recall import recall, stored_response
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_socket import ResponsesSocket
 from services.gateway.http.openai.responses_turn import Response, draft_of, failure_events
+from services.gateway.http.parameters import decode_request
 from services.gateway.turns.run import ASK_TIMEOUT_S
 
 
@@ -44,9 +45,8 @@ class Responses:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked = request_body.decode(await edge.read_body(request), ResponsesRequest)
-        draft = await draft_of(asked, edge, arrived)
-        headers = draft.turn.headers
+        asked, headers = decode_request(await edge.read_body(request), ResponsesRequest, RESPONSES)
+        draft = await draft_of(asked, edge, arrived, headers)
         async with edge.sessions.use_session(claims) as session:
             response = await draft.response(edge, session)
             if not draft.turn.stream:

@@ -85,7 +85,7 @@ def stored_response(recalled: Recalled, key: str, model: ChatModel) -> dict[str,
     head = Head(
         key=key,
         created_at=turn.facts["created_at"],
-        model=model.name,
+        model=turn.facts.get("model", model.name),
         instructions=_instructions(recalled),
         tools=responses_tools(recalled.tools, names),
         names=names,

@@ -1,21 +1,23 @@
 """OpenAI Responses requests: schema and checks.
 
 Owns the fields besides the conversation: sampling, echoed fields; `responses_history` decodes the
-conversation, `responses_tools` the tools. Unknown fields are ignored, because clients send many. A
-known field with a wrong type or an unsupported effect is refused.
+conversation, `responses_tools` the tools. A known field with a wrong type or an unsupported effect
+is refused; unknown ones are named in a header of the response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.openai.responses_tools import flat_name
+from services.gateway.http.parameters import add_ignored
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_METADATA = 16
@@ -84,6 +86,7 @@ class ResponsesRequest(msgspec.Struct):
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
     prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     background: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -134,6 +137,23 @@ def wanted_tool(request: ResponsesRequest) -> str | None:
             "a function or a custom tool with a name is"
         )
     return flat_name(choice["name"], choice.get("namespace"))
+
+
+def template_kwargs_of(
+    request: ResponsesRequest, variables: Collection[str], headers: dict[str, str]
+) -> str:
+    """Returns the variables of the chat template. Options without effect are named in `headers`:
+    `reasoning.effort` without a variable for it, and `text.verbosity`."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    effort = (request.reasoning or {}).get("effort")
+    if effort is not None:
+        if "reasoning_effort" in variables:
+            kwargs.setdefault("reasoning_effort", effort)
+        else:
+            add_ignored(headers, "reasoning.effort")
+    if (request.text or {}).get("verbosity") not in (None, "medium"):
+        add_ignored(headers, "text.verbosity")
+    return kwargs_json(kwargs)
 
 
 def echoed(request: ResponsesRequest) -> dict[str, Any]:

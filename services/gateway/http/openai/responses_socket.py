@@ -24,12 +24,14 @@ from forge.runtime.tokens import Claims
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error
+from services.gateway.http.openai.fields import RESPONSES
 from services.gateway.http.openai.responses_events import Event, Events
 from services.gateway.http.openai.responses_history import items_of
 from services.gateway.http.openai.responses_items import response_key
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_turn import Draft, draft_of, failure_events
-from services.gateway.http.request_body import decode, without_lone_surrogates
+from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_body import without_lone_surrogates
 from services.gateway.metrics import REQUESTS
 
 HEARTBEAT_S = 30.0
@@ -107,9 +109,11 @@ class ResponsesSocket:
     async def _respond(self, text: str) -> bool:
         try:
             claims = self._edge.claims(self._request)
-            asked = decode(without_lone_surrogates(text.encode()), ClientEvent)
+            asked, headers = decode_request(
+                without_lone_surrogates(text.encode()), ClientEvent, RESPONSES
+            )
             if asked.type not in _BOOKKEEPING:
-                await self._create(claims, asked)
+                await self._create(claims, asked, headers)
                 REQUESTS.labels("websocket", "200").inc()
         except ConnectionError:
             return False
@@ -122,13 +126,13 @@ class ResponsesSocket:
             return not isinstance(refusal, Unauthenticated | PermissionDenied)
         return True
 
-    async def _create(self, claims: Claims, asked: ClientEvent) -> None:
+    async def _create(self, claims: Claims, asked: ClientEvent, headers: dict[str, str]) -> None:
         arrived = Moment.now()
         _check(asked)
         known = self._continue(asked)
         # A response that fails cannot be continued.
         self._latest, self._warm = "", None
-        draft = await draft_of(asked, self._edge, arrived, names_all=True)
+        draft = await draft_of(asked, self._edge, arrived, headers, names_all=True)
         if asked.generate is False:
             await self._warm_up(claims, asked, draft, known)
         elif await self._generate(claims, draft, known):

@@ -63,15 +63,21 @@ class Draft:
 
 
 async def draft_of(
-    asked: ResponsesRequest, edge: Edge, arrived: Moment, *, names_all: bool = False
+    asked: ResponsesRequest,
+    edge: Edge,
+    arrived: Moment,
+    headers: dict[str, str],
+    *,
+    names_all: bool = False,
 ) -> Draft:
-    """Checks a request. `names_all`: also a response that is not stored gets a name. Raises
-    `UnknownModel` and `InvalidArgument`."""
+    """Checks a request. `headers`: those of its response so far. `names_all`: also a response that
+    is not stored gets a name. Raises `UnknownModel` and `InvalidArgument`."""
     edge.check_model(asked.model)
     head, turn = head_and_turn(
         asked,
         edge.turns.model,
         arrived,
+        headers,
         omit_web_search=edge.omits_web_search,
         names_all=names_all,
     )
@@ -145,6 +151,7 @@ def head_and_turn(
     asked: ResponsesRequest,
     model: ChatModel,
     arrived: Moment,
+    headers: dict[str, str],
     *,
     omit_web_search: bool = False,
     names_all: bool = False,
@@ -156,7 +163,7 @@ def head_and_turn(
     head = Head(
         key=uuid.uuid4().hex,
         created_at=arrived.unix_s,
-        model=model.name,
+        model=asked.model,
         instructions=asked.instructions,
         tools=responses_tools(tools, names),
         names=names,
@@ -171,6 +178,7 @@ def head_and_turn(
     sampling.top_logprobs = request_body.top_logprobs_of(asked.top_logprobs)
     wanted = responses_schema.wanted_tool(asked)
     stored = asked.store is not False
+    headers |= count_omitted(asked_tools.omitted)
     turn = TurnRequest(
         tools=tools,
         call_tools=asked.tool_choice != "none",
@@ -181,7 +189,10 @@ def head_and_turn(
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=_handle(head, stored=stored) if stored or names_all else None,
         stream=bool(asked.stream),
-        headers=count_omitted(asked_tools.omitted),
+        template_kwargs=responses_schema.template_kwargs_of(
+            asked, model.template_variables, headers
+        ),
+        headers=headers,
         arrived=arrived,
     )
     return head, turn
@@ -190,6 +201,7 @@ def head_and_turn(
 def _handle(head: Head, *, stored: bool) -> Handle:
     facts: dict[str, Any] = {
         "created_at": head.created_at,
+        "model": head.model,
         "instructed": bool(head.instructions),
         "echoed": responses_schema.remembered(head.echoed),
     }

@@ -21,7 +21,7 @@ from forge.v1 import common_pb2
 from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
 from services.gateway.actors.session import (
     BeginCall,
-    CountPrompt,
+    DraftPrompt,
     SessionActor,
     SessionSettings,
 )
@@ -117,7 +117,7 @@ async def test_prompt_beyond_the_context_is_not_tokenized(
     actor = await session(actors, texts, "t:0:0")
     message: Any = begin("a" * 10 * MIB)
     if counts:
-        message = CountPrompt(request=message.request, opening="")
+        message = DraftPrompt(request=message.request, opening="")
     with pytest.raises(ContextTooLong, match=r"\d{6} tokens > 511 maximum \(at least\)"):
         await actor.ask(message, timeout_s=TIMEOUT_S)
     assert not texts.long
@@ -186,6 +186,6 @@ async def test_too_many_messages_are_refused_before_they_are_rendered(
     many = replace(
         request("a"), messages=[Message(role="user", content="a")] * 600, size_bytes=size_bytes
     )
-    count = CountPrompt(request=many, opening="")
+    count = DraftPrompt(request=many, opening="")
     with pytest.raises(ContextTooLong, match=r"600 tokens > 511 maximum \(at least\)"):
         await actor.ask(count, timeout_s=TIMEOUT_S)

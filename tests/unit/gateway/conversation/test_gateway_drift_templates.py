@@ -57,7 +57,7 @@ class Speaker:
 
     def written(self, history: list[Message], answer: Message) -> str | None:
         """What the template writes for it; None if it is not to be found behind a prompt."""
-        render = self.session.model.renderer(self.session.tools)
+        render = self.session.model.template.renderer(self.session.tools)
         before, closed = render(history, True), render([*history, answer], False)
         if closed.startswith(before):
             body = closed[len(before) :]

@@ -11,7 +11,8 @@ import pytest
 from forge.core.conversation.continuation import TemplateRefused
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ConfigError
-from services.gateway.model.chat_model import ChatModel, template_message
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.chat_template import template_message
 from tests.support.gateway.chat_templates import FAMILIES, make_model, save_model
 
 
@@ -65,7 +66,7 @@ def test_templates_that_need_the_whole_history_are_detected(family: str) -> None
     """Templates that count from the start, move the tools, or drop earlier reasoning cannot be
     rendered in part."""
     whole = {"numbered", "mistral", "kimi"}
-    assert make_model(family).looks_back_one_answer == (family not in whole)
+    assert make_model(family).template.looks_back_one_answer == (family not in whole)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_prompt_end_decides_whether_the_answer_starts_with_reasoning(
 ) -> None:
     """Without a forced opening."""
     model = make_model(family)
-    prompt = model.renderer(None)(messages, True)
+    prompt = model.template.renderer(None)(messages, True)
     assert model.starts_inside(model.encode(prompt)) == inside
     opening = "\n</think>\n\n" + model.format.opening("look")
     assert model.starts_inside(model.encode(prompt + opening), opening=opening) == inside
@@ -112,9 +113,11 @@ def test_template_errors_are_invalid_arguments() -> None:
     """For any exception over an odd conversation."""
     calls = (ToolCall(name="a", arguments="{}"),) * 2
     with pytest.raises(TemplateRefused, match="single tool-calls"):
-        make_model("llama3").renderer(None)([Message(role="assistant", tool_calls=calls)], True)
+        make_model("llama3").template.renderer(None)(
+            [Message(role="assistant", tool_calls=calls)], True
+        )
     with pytest.raises(TemplateRefused):
-        make_model("llama3").renderer(None)([], True)
+        make_model("llama3").template.renderer(None)([], True)
 
 
 @pytest.mark.parametrize(

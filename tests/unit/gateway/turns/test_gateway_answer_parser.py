@@ -149,14 +149,14 @@ def test_answer_has_the_top_logprobs_of_its_tokens() -> None:
     answer = parser_of()
     read_whole = [*answer.feed(sent), *answer.finish()]
     assert read_whole
-    assert [token.top for token in answer.token_logprobs()] == [
+    assert [[top[1:] for top in token.top] for token in answer.token_logprobs()] == [
         [("a", -0.5), ("x", -1.0)],
         [("b", -0.5), ("y", -1.0)],
         [("c", -0.25)],
     ]
     stopped = parser_of(stop=["b"])
     stopped.feed(sent)
-    assert [token.top[0][0] for token in stopped.token_logprobs()] == ["a", "b"]
+    assert [token.top[0][1] for token in stopped.token_logprobs()] == ["a", "b"]
     sent.top_ids = sent.top_ids[:-8]
     with pytest.raises(DataLoss, match="unequal"):
         parser_of().feed(sent)

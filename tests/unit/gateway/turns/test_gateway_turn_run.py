@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginCall, EndCall
 from services.gateway.conversation.agent_time import Moment
@@ -26,7 +27,7 @@ class Session:
     """A session that closes once its call's answer is waited for."""
 
     def __init__(self) -> None:
-        self.claims = SimpleNamespace(trajectory_id="t:0:0", context_limit=lambda tokens: tokens)
+        self.claims = Claims(subject="s", scopes=frozenset(), trajectory_id="t:0:0")
         self.ended: list[EndCall] = []
         self.abort: Any = None
         self.actor = self

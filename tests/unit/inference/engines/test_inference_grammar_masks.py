@@ -24,7 +24,12 @@ from forge.core.token_columns import int32_bytes
 from services.inference.engines import grammar_masks as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
 from services.inference.engines.embedded.sampler import draw
-from services.inference.engines.grammar_masks import GrammarMatcher, Grammars, mask_words
+from services.inference.engines.grammar_masks import (
+    GrammarMatcher,
+    Grammars,
+    Matcher,
+    mask_words,
+)
 from tests.support.gateway.chat_templates import make_tokenizer, save_model
 
 TOKENIZER = make_tokenizer("chatml")
@@ -81,7 +86,7 @@ def matcher_of(
     return matcher
 
 
-def allowed(matcher: GrammarMatcher) -> set[int]:
+def allowed(matcher: Matcher) -> set[int]:
     mask = np.zeros(mask_words(VOCABULARY), dtype=np.uint32)
     matcher.fill(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")

@@ -35,6 +35,7 @@ def turn_of(message: Message, **changes: Any) -> Turn:
         answer=message,
     )
     fields: dict[str, Any] = {"turn_index": 0, "prompt_tokens": 5, "stop_text": ""} | changes
+    fields = {"prefill": "", "prompt_ids": b""} | fields
     columns: dict[str, Any] = {"tokens": common_pb2.SampledTokens, "token_logprobs": list}
     return Turn(message=message, sampled=sampled, **columns, **fields)
 

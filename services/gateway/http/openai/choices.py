@@ -1,0 +1,59 @@
+"""The events of several choices of one streamed answer, as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from services.gateway.http.edge import Ending
+from services.gateway.turns.types import Turn
+
+MAX_QUEUED_EVENTS = 64
+
+
+class Choice(ABC):
+    """One streamed choice."""
+
+    def __init__(self) -> None:
+        self.turn: Turn | None = None
+        """The finished turn, after the last event."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of the choice."""
+
+
+async def merged(
+    choices: Sequence[Choice], *, end: Callable[[list[Turn]], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events of all choices, then `end` of their turns as an `Ending`; the first error
+    ends all choices."""
+    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(maxsize=MAX_QUEUED_EVENTS)
+
+    async def drain(choice: Choice) -> None:
+        try:
+            async with aclosing(choice.events()) as events:
+                async for event in events:
+                    await queue.put(event)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(drain(choice)) for choice in choices]
+    try:
+        left = len(tasks)
+        while left:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+        yield Ending(end([choice.turn for choice in choices if choice.turn is not None]))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

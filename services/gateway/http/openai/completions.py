@@ -1,0 +1,239 @@
+"""OpenAI's completions: text or token ids in, text and token ids out, complete or streamed.
+
+For agents that render prompts themselves. A turn over ids is recorded like any other; its answer is
+not parsed. `chat` owns the events of several choices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from forge.core.formats import TextDelta
+from forge.core.token_columns import int32_array
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.openai import completions_schema as schema
+from services.gateway.http.openai.chat import error_event, fingerprint, finish_reason, usage
+from services.gateway.http.openai.choices import Choice, merged
+from services.gateway.http.openai.fields import COMPLETIONS
+from services.gateway.http.parameters import decode_request
+from services.gateway.sessions import Session
+from services.gateway.turns.answer_parser import TokenLogprob
+from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Piece, Turn
+
+
+class Completions:
+    """`POST /v1/completions`."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
+        router.add_post(f"{prefix}/v1/completions", self._create)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        arrived = Moment.now()
+        edge = self._edge
+        claims = edge.claims(request)
+        asked, headers = decode_request(
+            await edge.read_body(request), schema.CompletionRequest, COMPLETIONS
+        )
+        edge.check_model(asked.model)
+        model = edge.turns.model
+        sampling, stop = await schema.sampling_of(asked), schema.stop_of(asked)
+        limit = claims.context_limit(model.context_tokens)
+        prompts = [
+            TurnRequest(
+                prompt_ids=await schema.prompt_ids(
+                    model, prompt, special=asked.add_special_tokens is not False, limit=limit
+                ),
+                sampling=sampling,
+                stop=stop,
+                stream=bool(asked.stream),
+                headers=headers,
+                arrived=arrived,
+            )
+            for prompt in schema.prompts_of(asked)
+        ]
+        async with edge.sessions.use_session(claims) as session:
+            completion = Completion(
+                turns=edge.turns,
+                session=session,
+                model=asked.model,
+                requests=[one for one in prompts for _ in range(schema.answers_of(asked))],
+                prompts=len(prompts),
+                asked=asked,
+            )
+            if not asked.stream:
+                return json_response(await completion.complete(), headers=headers)
+            return await stream_events(
+                request, completion.events(), error_event=error_event, headers=headers
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """The answers to one request."""
+
+    turns: Turns
+    session: Session
+    model: str
+    requests: Sequence[TurnRequest]
+    """One per choice: the choices of a prompt are adjacent."""
+    prompts: int
+    asked: schema.CompletionRequest
+    completion_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def complete(self) -> dict[str, Any]:
+        """Returns the completion object."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.turns.finish_turn(self.session, request))
+                for request in self.requests
+            ]
+        turns = [task.result() for task in tasks]
+        choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
+        return self.envelope(
+            choices, system_fingerprint=fingerprint(turns), usage=self._usage(turns)
+        )
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the answers as server-sent events; the last item is an `Ending`."""
+        choices = [_StreamedChoice(self, index) for index in range(len(self.requests))]
+        return merged(choices, end=self.end)
+
+    def end(self, turns: list[Turn]) -> bytes:
+        """Returns the events after those of all choices."""
+        options = self.asked.stream_options
+        if options is None or not options.include_usage:
+            return b"data: [DONE]\n\n"
+        return sse(self.envelope([], usage=self._usage(turns))) + b"data: [DONE]\n\n"
+
+    def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Returns an object with the fields that all events share."""
+        return {
+            "id": self.completion_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+    def choice(self, index: int, text: str) -> dict[str, Any]:
+        """Returns a choice without end."""
+        return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+
+    def echoed(self, index: int) -> str:
+        """Returns the text before an answer."""
+        return self.turns.model.decode(self.requests[index].prompt_ids) if self.asked.echo else ""
+
+    def prompt_ids(self, index: int) -> dict[str, Any]:
+        """Returns the field with the ids of a choice's prompt, if they are requested."""
+        if not self.asked.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(int32_array(self.requests[index].prompt_ids))}
+
+    def end_of(self, turn: Turn) -> dict[str, Any]:
+        """Returns the last fields of a choice."""
+        last: dict[str, Any] = {"finish_reason": finish_reason(turn)}
+        if self.asked.logprobs is not None:
+            tokens = turn.token_logprobs()
+            as_ids = bool(self.asked.return_tokens_as_token_ids)
+            last["logprobs"] = logprobs(tokens, as_ids=as_ids)
+        return last
+
+    def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
+        text = self.echoed(index) + turn.message.content
+        choice = self.choice(index, text) | self.end_of(turn) | self.prompt_ids(index)
+        if self.asked.return_token_ids:
+            choice["token_ids"] = list(int32_array(turn.sampled.ids))
+        return choice
+
+    def _usage(self, turns: list[Turn]) -> dict[str, Any]:
+        each = len(self.requests) // self.prompts
+        groups = [usage(turns[at : at + each]) for at in range(0, len(turns), each)]
+        prompt, sampled, cached = (
+            sum(one["prompt_tokens"] for one in groups),
+            sum(one["completion_tokens"] for one in groups),
+            sum(one["prompt_tokens_details"]["cached_tokens"] for one in groups),
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class _StreamedChoice(Choice):
+    """The chunks of one choice."""
+
+    def __init__(self, completion: Completion, index: int) -> None:
+        super().__init__()
+        self._completion = completion
+        self._index = index
+        self._begun = False
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields a chunk for each piece, and one at the end."""
+        completion, index = self._completion, self._index
+        run = completion.turns.run_turn(completion.session, completion.requests[index])
+        async with aclosing(run) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Turn):
+                    self.turn = piece
+                    last = completion.choice(index, "") | completion.end_of(piece)
+                    yield sse(completion.envelope([last]))
+                elif choice := self._new(piece):
+                    yield sse(completion.envelope([choice]))
+
+    def _new(self, piece: Piece) -> dict[str, Any]:
+        """Returns the choice with the new part of the answer; {} without one."""
+        completion, ids = self._completion, bool(self._completion.asked.return_token_ids)
+        text = "".join(delta.text for delta in piece.deltas if isinstance(delta, TextDelta))
+        first, self._begun = not self._begun, True
+        if first:
+            text = completion.echoed(self._index) + text
+        if not (text or (ids and (piece.ids or first))):
+            return {}
+        choice = completion.choice(self._index, text)
+        if ids:
+            choice["token_ids"] = list(int32_array(piece.ids))
+            choice |= completion.prompt_ids(self._index) if first else {}
+        return choice
+
+
+def logprobs(tokens: Sequence[TokenLogprob], *, as_ids: bool) -> dict[str, Any]:
+    """Returns log-probs in the format of completions; offsets count from the answer's begin."""
+
+    def name(token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if as_ids else text
+
+    offsets: list[int] = []
+    length = 0
+    for token in tokens:
+        offsets.append(length)
+        length += len(token.text)
+    return {
+        "tokens": [name(token.token_id, token.text) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [
+            {name(i, text): logprob for i, text, logprob in token.top}
+            | {name(token.token_id, token.text): token.logprob}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,129 @@
+"""OpenAI's completion requests: schema, checks, and prompts as token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from forge.core.errors import ContextTooLong, InvalidArgument
+from forge.core.token_columns import int32_bytes
+from forge.v1 import common_pb2
+from services.gateway.http.openai.chat_schema import StreamOptions
+from services.gateway.http.openai.guided import Guided, guided_grammar_of
+from services.gateway.http.request_body import checked_stops, sampling_params, within
+from services.gateway.model.chat_model import ChatModel
+
+MAX_PROMPTS = 128
+MAX_ANSWERS = 128
+MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+"""As in OpenAI's API."""
+LARGE_TEXT_CHARS = 32_768
+"""Longer texts are encoded on a thread."""
+
+
+class CompletionRequest(Guided, kw_only=True):
+    """The used fields of a request."""
+
+    model: str
+    prompt: str | list[str | int | list[int]] = ""
+    """A text, token ids, or several of either."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    """Number of likeliest tokens at each position."""
+    echo: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    add_special_tokens: bool | None = None
+    """Special tokens of the tokenizer before a text, as its begin of text; true by default."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+async def sampling_of(request: CompletionRequest) -> common_pb2.SamplingParams:
+    """Returns the sampling parameters; raises `InvalidArgument` out of range."""
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    sampling = sampling_params(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )
+    if request.seed is not None:
+        sampling.seed = request.seed % 2**64
+    if request.logprobs is not None:
+        sampling.top_logprobs = int(within("logprobs", request.logprobs, 0, MAX_LOGPROBS))
+        if request.echo:
+            raise InvalidArgument(
+                "echo = true with logprobs is not supported: log-probs are those of sampled tokens"
+            )
+    sampling.MergeFrom(common_pb2.SamplingParams(grammar=await guided_grammar_of(request)))
+    return sampling
+
+
+def stop_of(request: CompletionRequest) -> list[str]:
+    """Returns the stop strings; raises `InvalidArgument` for too many."""
+    stop = request.stop or []
+    return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
+
+
+def answers_of(request: CompletionRequest) -> int:
+    """Returns the number of answers to each prompt."""
+    return int(within("n", 1 if request.n is None else request.n, 1, MAX_ANSWERS))
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Returns the prompts; raises `InvalidArgument` for none, and for too many answers."""
+    given = request.prompt
+    prompts: list[str | list[int]] = []
+    if isinstance(given, str):
+        prompts = [given]
+    elif given and all(isinstance(one, int) for one in given):
+        prompts = [[one for one in given if isinstance(one, int)]]
+    else:
+        prompts = [one for one in given if not isinstance(one, int)]
+        if len(prompts) < len(given):
+            raise InvalidArgument("prompt mixes token ids with texts or lists")
+    if not prompts or not all(prompts):
+        raise InvalidArgument("prompt must not be empty: a text or token ids")
+    answers = len(prompts) * answers_of(request)
+    if len(prompts) > MAX_PROMPTS or answers > MAX_ANSWERS:
+        raise InvalidArgument(
+            f"{len(prompts)} prompts, {answers} answers; at most {MAX_PROMPTS} and {MAX_ANSWERS}"
+        )
+    return prompts
+
+
+async def prompt_ids(
+    model: ChatModel, prompt: str | Sequence[int], *, special: bool, limit: int
+) -> bytes:
+    """Returns the int32 ids of a prompt. Raises `ContextTooLong` for a text that is beyond `limit`
+    tokens however it is encoded, and `InvalidArgument` for ids beyond the vocabulary."""
+    if isinstance(prompt, str):
+        least = model.least_tokens(prompt)
+        if least >= limit:
+            raise ContextTooLong.of(tokens=least, limit=limit, at_least=True)
+        if len(prompt) > LARGE_TEXT_CHARS:
+            return await asyncio.to_thread(model.encode, prompt, special=special)
+        return model.encode(prompt, special=special)
+    return checked_ids("prompt", model, prompt)
+
+
+def checked_ids(name: str, model: ChatModel, ids: Sequence[int]) -> bytes:
+    """Returns int32 ids. Raises `InvalidArgument` for ids beyond the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < model.vocabulary_tokens):
+        raise InvalidArgument(
+            f"{name} must have ids from 0 to {model.vocabulary_tokens - 1}; "
+            f"they are from {min(ids)} to {max(ids)}"
+        )
+    return int32_bytes(ids)

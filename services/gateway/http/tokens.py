@@ -1,0 +1,116 @@
+"""`POST /tokenize` and `POST /detokenize`, in the format of vLLM.
+
+A conversation is tokenized as the prompt of a request in this session: earlier answers have their
+sampled ids. Records no turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from forge.core.errors import InvalidArgument
+from forge.core.tasks.template_kwargs import kwargs_json
+from forge.core.token_columns import int32_array
+from forge.runtime.tokens import Claims
+from forge.v1 import common_pb2
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.completions_schema import checked_ids, prompt_ids
+from services.gateway.http.parameters import Fields, decode_request
+
+_FIELDS = Fields(harmless=frozenset({"user", "request_id"}))
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of `/tokenize`: a prompt, or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    """An array of `ChatMessage`."""
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Before a prompt; true by default."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of `/detokenize`."""
+
+    tokens: list[int]
+    model: str = ""
+
+
+class Tokens:
+    """The endpoints for tokens."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
+        router.add_post(f"{prefix}/tokenize", self._tokenize)
+        router.add_post(f"{prefix}/detokenize", self._detokenize)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        edge = self._edge
+        claims = edge.claims(request)
+        asked, headers = decode_request(await edge.read_body(request), TokenizeRequest, _FIELDS)
+        if asked.model:
+            edge.check_model(asked.model)
+        if (asked.prompt is None) == (not bytes(asked.messages)):
+            raise InvalidArgument("either prompt or messages is needed")
+        model = edge.turns.model
+        limit = claims.context_limit(model.context_tokens)
+        if asked.prompt is None:
+            ids = await self._of_messages(claims, asked)
+        else:
+            special = asked.add_special_tokens is not False
+            ids = await prompt_ids(model, asked.prompt, special=special, limit=limit)
+        tokens = list(int32_array(ids))
+        strings = [model.piece(token) for token in tokens] if asked.return_token_strs else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": limit,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        return json_response(answer, headers=headers)
+
+    async def _of_messages(self, claims: Claims, asked: TokenizeRequest) -> bytes:
+        chat = chat_schema.ChatCompletionRequest(
+            model=asked.model,
+            messages=asked.messages,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+        )
+        messages = chat_schema.messages_of(chat, self._edge.images)
+        before, prefill = chat_schema.prefill_of(chat, messages)
+        turn = TurnRequest(
+            messages=before,
+            prefill=prefill,
+            tools=chat_schema.tools_of(asked.tools),
+            template_kwargs=kwargs_json(asked.chat_template_kwargs),
+            sampling=common_pb2.SamplingParams(),
+            arrived=Moment.now(),
+        )
+        async with self._edge.sessions.use_session(claims) as session:
+            return await self._edge.turns.prompt_ids(session, turn)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        edge = self._edge
+        edge.claims(request)
+        asked, headers = decode_request(await edge.read_body(request), DetokenizeRequest, _FIELDS)
+        if asked.model:
+            edge.check_model(asked.model)
+        model = edge.turns.model
+        checked_ids("tokens", model, asked.tokens)
+        return json_response({"prompt": model.text_of(asked.tokens)}, headers=headers)
