@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from forge.agents.attempts import Attempts, Limits
+from forge.agents.command_setup import make_command
 from forge.agents.config import RunnerConfig
+from forge.agents.control_groups import CONTROL_GROUPS
 from forge.agents.domains import Domains
 from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
@@ -18,9 +20,9 @@ from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import CALL_S, Runner
 from forge.agents.sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
-from forge.agents.scaffolds import command as commands
 from forge.agents.scoring import Scorer
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
+from forge.core.errors import FailedPrecondition
 from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -28,9 +30,6 @@ from forge.v1 import scheduler_pb2
 
 ABANDON_SHARE = 0.3
 """Share of the drain time that is reserved to stop the rollouts that did not end."""
-
-_SECRETS = ("key_file", "token_file", "tls_key", "command_tls_key", "etcd_password_file")
-"""Settings that name files with secrets."""
 
 
 class RunnerApp:
@@ -65,14 +64,17 @@ class RunnerApp:
 
     async def start(self) -> None:
         """Checks the sandbox and the reward functions, then starts to lease rollouts."""
+        _adopt_control_groups()
         SANDBOX.unsafe = self._config.unsafe_sandbox
         if problem := await SANDBOX.problem():
             log.warning("unsafe_sandbox" if SANDBOX.unsafe else "no_sandbox", reason=problem)
         try:
             await self._rewards.check()
+            await self._scaffolds.check()
         except BaseException:
             # `stop` is not called after a failed start.
             await self._rewards.close()
+            await self._scaffolds.close()
             raise
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
@@ -141,25 +143,19 @@ class RunnerApp:
         )
 
 
+def _adopt_control_groups() -> None:
+    try:
+        CONTROL_GROUPS.adopt()
+    except FailedPrecondition as error:
+        log.info("no_control_groups", reason=str(error))
+
+
 def _make_scaffolds(config: RunnerConfig) -> Scaffolds:
-    override = None
-    if config.command:
-        override = commands.Command(
-            config.command,
-            limits=commands.Limits(
-                memory_bytes=config.command_memory_mb << 20,
-                processes=config.command_processes,
-            ),
-            pass_environment=config.pass_environment,
-            tls_ca=config.tls_ca,
-            tls_cert=config.command_tls_cert,
-            tls_key=config.command_tls_key,
-        )
     return Scaffolds(
         timeout_s=config.call_timeout_s,
         tls_ca=config.tls_ca,
         extra=named_references("scaffolds", config.scaffolds),
-        override=override,
+        override=make_command(config) if config.command else None,
     )
 
 
@@ -178,7 +174,7 @@ def _make_rewards(config: RunnerConfig) -> RewardPool:
                 entry.partition("=")[2].partition(":")[0] for entry in config.reward_functions
             ],
             read=config.reward_read,
-            secrets=[getattr(config, name) for name in _SECRETS],
+            secrets=config.secret_files,
             network=config.reward_network,
             tmp_bytes=config.reward_tmp_mb << 20,
         ),

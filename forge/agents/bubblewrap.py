@@ -3,50 +3,26 @@
 Owns the file system, the namespaces, the user and the system calls of a program;
 `forge.agents.sandbox` owns its limits. The program sees the interpreter, its standard library and
 shared libraries, all read-only, and nothing else: no /proc, no network, no other process. The
-filter is an allow-list: it has no fork, no thread, no socket, no shared memory, no ptrace.
-
-libseccomp compiles the filter: it knows the numbers of every architecture. Every Debian and Fedora
-has it, so ctypes is enough and no binding is a dependency.
+filter is `forge.agents.seccomp`'s allow-list.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from forge.agents import seccomp
 from forge.core.errors import FailedPrecondition
 
 UNPRIVILEGED_ID: Final = 65534
 """User and group of every program."""
-
-_ALLOW: Final = 0x7FFF0000
-_REFUSE: Final = 0x00050000 | errno.EPERM
-_SYSTEM_CALLS: Final = """
-read readv pread64 write writev close lseek fcntl
-open openat access faccessat faccessat2 stat lstat fstat newfstatat statx
-readlink readlinkat getdents64 getcwd
-mmap munmap mremap mprotect madvise brk
-rt_sigaction rt_sigprocmask rt_sigreturn rt_sigtimedwait rt_sigsuspend sigaltstack pause
-restart_syscall futex set_robust_list set_tid_address rseq arch_prctl
-sched_yield sched_getaffinity
-getpid gettid getppid getuid geteuid getgid getegid getresuid getresgid getgroups
-getrlimit setrlimit prlimit64 getrusage times time gettimeofday sysinfo uname getrandom
-clock_gettime clock_getres clock_nanosleep nanosleep poll ppoll select pselect6
-execve wait4 exit exit_group
-setgroups setresgid setresuid
-"""
-"""The calls that CPython needs to start, to import and to compute. The last two lines are for the
-start: execve runs the interpreter, wait4 is bubblewrap's, and the last ones give root up."""
 
 _LIBRARIES: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -60,17 +36,6 @@ class Bubblewrap:
     system_calls: bytes
     """A program of the Berkeley packet filter."""
 
-    @contextmanager
-    def filter_file(self) -> Iterator[int]:
-        """Returns a descriptor of the filter, for one start: a reader moves its offset."""
-        descriptor = os.memfd_create("filter")
-        try:
-            os.write(descriptor, self.system_calls)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
 
 def find() -> Bubblewrap:
     """Raises `FailedPrecondition` with the missing package."""
@@ -83,7 +48,7 @@ def find() -> Bubblewrap:
             "--chdir",
             "/",
         ),
-        system_calls=_system_calls(),
+        system_calls=seccomp.allow_list(),
     )
 
 
@@ -145,32 +110,3 @@ def _file_system() -> Iterator[str]:
     for device in _DEVICES:
         yield from ("--dev-bind", device, device)
     yield from ("--remount-ro", "/")
-
-
-def _system_calls() -> bytes:
-    try:
-        library = ctypes.CDLL("libseccomp.so.2")
-    except OSError:
-        raise FailedPrecondition("there is no libseccomp") from None
-    library.seccomp_init.restype = ctypes.c_void_p
-    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE)))
-    try:
-        for name in _SYSTEM_CALLS.split():
-            number = library.seccomp_syscall_resolve_name(name.encode())
-            # Newer architectures lack some of the older calls.
-            if number >= 0:
-                _check(library.seccomp_rule_add_array(context, _ALLOW, number, 0, None))
-        descriptor = os.memfd_create("filter")
-        try:
-            _check(library.seccomp_export_bpf(context, descriptor))
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            return os.read(descriptor, 1 << 16)
-        finally:
-            os.close(descriptor)
-    finally:
-        library.seccomp_release(context)
-
-
-def _check(result: int) -> None:
-    if result < 0:
-        raise FailedPrecondition(f"libseccomp compiles no filter: {os.strerror(-result)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -48,21 +48,47 @@ class RunnerConfig(ServiceConfig):
     command: str = ""
     """Program that runs as the agent of every task, instead of the task's scaffold; {prompt},
     {task_id} and {domain} are replaced."""
+    command_sandbox: Literal["bubblewrap", "container", "none"] = "bubblewrap"
+    """How the command starts: in bubblewrap, in a container (podman or docker), or on the host
+    with resource limits alone. "none" is for agents that you trust like the runner."""
+    command_network: Literal["gateway", "host"] = "gateway"
+    """Network of a sandboxed command: its gateway alone, or the host's."""
+    container_engine: str = "podman"
+    """Program of command_sandbox = container: podman or docker, with further words if needed."""
+    container_image: str = ""
+    """Image of tasks without `image` in their payload."""
+    container_pull: Literal["never", "missing"] = "never"
+    """Whether a missing image is pulled for a rollout."""
+    container_user: str = ""
+    """User in the container; empty: the image's, and nobody (65534) under a root runner."""
+    command_read: tuple[str, ...] = ()
+    """Files and directories that a sandboxed command reads, besides the system, Python, the working
+    directory and the installation of its program."""
+    command_write: tuple[str, ...] = ()
+    """Directories of the host that a sandboxed command writes, besides its private /tmp."""
+    command_home: str = ""
+    """Directory that is copied to HOME of each sandboxed command, e.g. with its settings; empty:
+    HOME is an empty directory."""
+    command_tmp_mb: Annotated[int, Meta(ge=1)] = 1024
+    """Size of the private /tmp of each sandboxed command, in MiB; it has the working directory and
+    HOME."""
     command_memory_mb: Annotated[int, Meta(ge=0)] = 2048
-    """Private memory of each process of the command, in MiB; 0: no limit."""
+    """Private memory of each process of the command, in MiB; of all its processes together in a
+    container or a delegated control group; 0: no limit."""
     command_tls_cert: str = ""
     """PEM client certificate for the command, in FORGE_TLS_CERT, if gateways require one from gRPC
     clients; empty: none."""
     command_tls_key: str = ""
     """PEM private key of command_tls_cert."""
     command_processes: Annotated[int, Meta(ge=0)] = 4096
-    """Maximum processes and threads of the runner's user, over all commands; 0: no limit."""
+    """Maximum processes and threads of each command; without a container or a delegated control
+    group, of its user over all commands; 0: no limit."""
     pass_environment: tuple[str, ...] = ()
     """Names of the runner's variables that commands and reward functions also get, e.g.
     JUDGE_API_KEY; PATH, HOME, LANG and a few others always pass."""
     unsafe_sandbox: bool = False
-    """Run programs of models (domain code) and reward functions with resource limits only, on a
-    host that cannot run the sandbox; otherwise such a host refuses them."""
+    """Run programs of models (domain code), reward functions and commands with resource limits
+    only, on a host that cannot run the sandbox; otherwise such a host refuses them."""
     scaffolds: tuple[str, ...] = ()
     """Additional scaffolds, each name=module:factory."""
     domains: tuple[str, ...] = ()
@@ -85,3 +111,14 @@ class RunnerConfig(ServiceConfig):
     """Size of the private /tmp of each reward process, in MiB."""
     reward_processes: Annotated[int, Meta(ge=0)] = 4096
     """Maximum processes and threads of the user of reward functions; 0: no limit."""
+
+    @property
+    def secret_files(self) -> tuple[str, ...]:
+        """Files that no sandbox shows."""
+        return (
+            self.key_file,
+            self.token_file,
+            self.tls_key,
+            self.command_tls_key,
+            self.etcd_password_file,
+        )

@@ -1,7 +1,8 @@
-"""The sandbox of a process that runs a user's code for long: a root directory of its own.
+"""The sandbox of a process that runs other people's code for long: a root directory of its own.
 
-Owns its file system, namespaces and user; the process sets its own limits. It has the packages of
-Python and of the system, read-only, a private /tmp, /dev/shm and /proc, and no other process.
+Owns its file system, namespaces, user and filter of system calls; the process sets its own limits.
+It has the packages of Python and of the system, read-only, a private /tmp, /dev/shm and /proc, and
+no other process. Reward functions and commands have it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import importlib.util
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from forge.agents import bubblewrap
+from forge.agents import bubblewrap, seccomp
 from forge.agents.child import clean_environment, last_lines
+from forge.agents.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
 
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -33,8 +36,16 @@ class ProcessSandbox:
 
     modules: Collection[str] = ()
     """Modules whose directories it imports from."""
+    programs: Collection[str] = ()
+    """Programs and scripts, shown with their installations."""
     read: Collection[str] = ()
     """Further files and directories, read-only."""
+    write: Collection[str] = ()
+    """Directories of the host that it writes."""
+    owner: str = "reward"
+    """First word of the settings of `read` and `write`, for errors."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Content of further files, by path."""
     secrets: Collection[str] = ()
     """Files that stay hidden, with their directories where no module is in them."""
     network: bool = False
@@ -52,17 +63,23 @@ class ProcessSandbox:
 
     async def problem(self) -> str:
         """Returns the reason if this host cannot run the sandbox; "" if it can. Raises
-        `ConfigError` for a path of `read` that does not exist."""
-        for path in self.read:
-            if not os.path.lexists(path):
-                raise ConfigError(f"reward_read: there is no {path}")
+        `ConfigError` for a path of a setting that does not exist."""
+        for setting, paths in (("read", self.read), ("write", self.write)):
+            for path in paths:
+                if not os.path.lexists(path):
+                    raise ConfigError(f"{self.owner}_{setting}: there is no {path}")
         try:
-            command = self.command(sys.executable, "-I", "-S", "-c", "")
+            with self.command(sys.executable, "-I", "-S", "-c", "") as (command, descriptors):
+                probe = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=DEVNULL,
+                    stdout=DEVNULL,
+                    stderr=PIPE,
+                    env=self.environment(()),
+                    pass_fds=descriptors,
+                )
         except FailedPrecondition as error:
             return str(error)
-        probe = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=self.environment(())
-        )
         _, errors = await probe.communicate()
         lines = last_lines(errors.decode(errors="replace"), chars=200)
         return (lines[-1] if lines else "bwrap failed") if probe.returncode else ""
@@ -71,27 +88,42 @@ class ProcessSandbox:
         """Returns the variables of the process."""
         return clean_environment(passed) | {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
-    def command(self, *words: str) -> tuple[str, ...]:
-        """Returns the command line that runs `words` in the sandbox."""
-        return (
-            bubblewrap.executable(),
-            *bubblewrap.namespaces(network=self.network),
-            *self._file_system(),
-            "--",
-            *words,
-        )
+    @contextmanager
+    def command(self, *words: str) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Returns the command line that runs `words` in the sandbox, and the descriptors that it
+        needs, for one start. Raises `FailedPrecondition` without bubblewrap or libseccomp."""
+        with ExitStack() as stack:
+            system_calls = stack.enter_context(seccomp.filter_file(seccomp.deny_list()))
+            contents: list[str] = []
+            descriptors = [system_calls]
+            for path, text in self.files.items():
+                content = stack.enter_context(seccomp.filter_file(text.encode()))
+                contents += ("--perms", "0444", "--ro-bind-data", str(content), path)
+                descriptors.append(content)
+            yield (
+                (
+                    bubblewrap.executable(),
+                    *bubblewrap.namespaces(network=self.network),
+                    *self._file_system(tuple(contents)),
+                    *("--seccomp", str(system_calls)),
+                    "--",
+                    *words,
+                ),
+                tuple(descriptors),
+            )
 
-    def _file_system(self) -> Iterator[str]:
-        """Later entries cover earlier ones."""
-        sources = {path for entry in self._sources() for path in _without_home(entry)}
+    def _file_system(self, contents: tuple[str, ...]) -> Iterator[str]:
+        """Later entries cover earlier ones. `contents`: the words of `files`."""
+        sources = {path for entry in self._sources() for path in without_home(entry)}
+        sources.discard(Path("/tmp"))
         environment = (Path(os.environ[name]) for name in _CERTIFICATES if os.environ.get(name))
         python = {Path(sys.prefix), Path(sys.base_prefix), *environment}
-        chosen = {Path(path).absolute() for path in self.read}
-        etc = {Path("/etc", name) for name in _SETTINGS}
+        chosen = {Path(path).absolute() for path in (*self.read, *self.write)}
+        etc = {Path("/etc", name) for name in _SETTINGS} - set(map(Path, self.files))
         named = {path for path in sources | python | etc | chosen if path.exists()}
         # bubblewrap mounts nothing over a link: real paths are mounted, and links made to them.
         shown = {path.resolve() for path in named}
-        links = {path for path in named - shown if not _is_within(path, (*shown, *_SYSTEM))}
+        links = {path for path in named - shown if not is_within(path, (*shown, *_SYSTEM))}
         kept = {path.resolve() for path in python | chosen}
         for name in _SYSTEM:
             if Path(name).is_symlink():
@@ -103,7 +135,7 @@ class ProcessSandbox:
         yield from ("--perms", "1777", "--size", size, "--tmpfs", "/tmp")
         # bubblewrap makes the missing parents with the mode of the host's, for example 700 for
         # /root.
-        parents = {parent for path in shown | links for parent in path.parents}
+        parents = {parent for path in shown | links for parent in path.parents} | {Path("/etc")}
         for parent in sorted(parent for parent in parents if not _is_system(parent)):
             yield from ("--perms", "0755", "--dir", str(parent))
         yield from (*(("--proc", "/proc") if self.proc else ()), "--dev", "/dev")
@@ -116,13 +148,17 @@ class ProcessSandbox:
         for source in sources & shown - kept:
             covers.update(_private_entries(source, shown))
         yield from _cover(path for path in covers if covers.isdisjoint(path.parents))
+        yield from contents
+        for place in self.write:
+            yield from ("--bind", os.path.realpath(place), os.path.realpath(place))
         directory = Path.cwd()
-        yield from ("--chdir", str(directory) if _is_within(directory, shown) else "/")
+        yield from ("--chdir", str(directory) if is_within(directory, shown) else "/")
         yield from ("--remount-ro", "/dev", "--remount-ro", "/")
 
     def _sources(self) -> Iterator[Path]:
-        """Directories from which the process imports."""
+        """Directories from which the process imports, and those of its programs."""
         yield Path.cwd()
+        yield from shown_directories(self.programs)
         yield Path(__file__).parents[2]
         yield from (Path(entry) for entry in sys.path if entry)
         for name in self.modules:
@@ -138,7 +174,7 @@ class ProcessSandbox:
     def _secret_paths(self, shown: Collection[Path]) -> Iterator[Path]:
         for secret in self.secrets:
             path = Path(secret).resolve()
-            if secret and path.exists() and _is_within(path, shown):
+            if secret and path.exists() and is_within(path, shown):
                 holds_source = any(root.is_relative_to(path.parent) for root in shown)
                 yield path if holds_source else path.parent
 
@@ -157,22 +193,7 @@ def _bind(path: Path) -> Iterator[str]:
 
 
 def _is_system(path: Path) -> bool:
-    return _is_within(path, _SYSTEM) or path == Path("/")
-
-
-def _is_within(path: Path, roots: Iterable[str | Path]) -> bool:
-    return any(path.is_relative_to(root) for root in roots)
-
-
-def _without_home(directory: Path) -> Iterator[Path]:
-    """Returns the directory; of the home directory, and those above it, only Python modules."""
-    path = directory.resolve()
-    if not Path.home().resolve().is_relative_to(path):
-        yield path
-    elif path.is_dir() and path != Path("/"):
-        for entry in path.iterdir():
-            if entry.suffix == ".py" or (entry / "__init__.py").is_file():
-                yield entry
+    return is_within(path, _SYSTEM) or path == Path("/")
 
 
 def _private_entries(directory: Path, shown: Collection[Path]) -> Iterator[Path]:

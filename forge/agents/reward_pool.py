@@ -18,7 +18,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from forge.agents.child import (
     killed_from_outside,
     last_lines,
 )
+from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.own_time import OutOfTime, within
 from forge.agents.process_sandbox import ProcessSandbox
@@ -261,6 +262,8 @@ class _Worker:
         self._calls = 0
         self._process: Process | None = None
         self._stderr = OutputTail(STDERR_BYTES)
+        self._group = ControlGroup()
+        self._held = ExitStack()
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -298,6 +301,7 @@ class _Worker:
         assert self._reading
         await asyncio.wait([self._reading], timeout=LAST_LINES_S)
         self._reading.cancel()
+        self._held.close()
 
     async def _start(self) -> Process:
         box, passed = self._sandbox, self._pass_environment
@@ -305,14 +309,23 @@ class _Worker:
         parent, user = (1, UNPRIVILEGED_ID) if box else (os.getpid(), 0)
         numbers = (self._limits.memory_bytes, self._limits.processes, parent, user)
         words = (sys.executable, "-m", "forge.agents.reward_worker", *map(str, numbers))
-        self._process = await asyncio.create_subprocess_exec(
-            *(box.command(*words) if box else words),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env=box.environment(passed) if box else clean_environment(passed),
-            start_new_session=True,
+        memory_bytes, tmp = self._limits.memory_bytes, box.tmp_bytes if box else 0
+        self._group = group = self._held.enter_context(
+            CONTROL_GROUPS.group(
+                memory_bytes=memory_bytes and memory_bytes + tmp, processes=self._limits.processes
+            )
         )
+        with box.command(*words) if box else nullcontext((words, ())) as (command, descriptors):
+            self._process = await asyncio.create_subprocess_exec(
+                *group.words,
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=box.environment(passed) if box else clean_environment(passed),
+                start_new_session=True,
+                pass_fds=descriptors,
+            )
         assert self._process.stderr
         self._reading = asyncio.create_task(self._stderr.read(self._process.stderr))
         return self._process
@@ -325,11 +338,14 @@ class _Worker:
         code = process.returncode
         if self._sandbox and code is not None and code > SIGNALLED:
             code = SIGNALLED - code
+        over_limit = self._group.over_limit()
         how = "closed the pipe of its answers" if code is None else how_it_ended(code)
+        how += ", over its limit on memory" if over_limit else ""
         await self.end()
         lines = last_lines(self.stderr, chars=200)
         output = f"; it printed: {lines[-1]}" if lines else ""
-        return (_Killed if killed_from_outside(code) else _Died)(f"its process {how}{output}")
+        killed = killed_from_outside(code) and not over_limit
+        return (_Killed if killed else _Died)(f"its process {how}{output}")
 
 
 async def _exchange(process: Process, frame: bytes) -> _Answer:

@@ -61,3 +61,10 @@ class Scaffold(Protocol):
 
     async def close(self) -> None:
         """Frees connections and processes."""
+
+
+class CheckedScaffold(Scaffold, Protocol):
+    """A scaffold that needs something of its host."""
+
+    async def check(self) -> None:
+        """Raises `ConfigError` with the remedy if this host lacks it."""

@@ -22,9 +22,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from forge.agents import bubblewrap
+from forge.agents import bubblewrap, seccomp
 from forge.agents.bubblewrap import Bubblewrap
 from forge.agents.child import kill_group
+from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
 
@@ -32,6 +33,11 @@ REMEDY: Final = (
     "install bubblewrap and libseccomp2 (apt-get install bubblewrap libseccomp2) and allow user "
     "namespaces, or set unsafe_sandbox=true"
 )
+
+WRAPPER_BYTES: Final = 64 << 20
+"""Memory of bubblewrap, and of the kernel for the sandbox, in its control group."""
+PROCESSES: Final = 8
+"""Processes in its control group; two are bubblewrap's."""
 
 # Starting Python without `site` takes 6 ms: cheap enough for a process per run, which needs no
 # trust in the program that ran before. Importing `signal` in place of `_signal` would double that.
@@ -149,12 +155,14 @@ class Sandbox:
 
     async def _run(self, program: str) -> ProgramResult:
         started_s = time.monotonic()
-        process = await self._start()
-        try:
-            output, error = await self._finish(process, program.encode(errors="replace"))
-        finally:
-            kill_group(process)
-            await process.wait()
+        memory_bytes = self._limits.memory_bytes + WRAPPER_BYTES
+        with CONTROL_GROUPS.group(memory_bytes=memory_bytes, processes=PROCESSES) as group:
+            process = await self._start(group)
+            try:
+                output, error = await self._finish(process, program.encode(errors="replace"))
+            finally:
+                kill_group(process)
+                await process.wait()
         return ProgramResult(output=output, error=error, wall_s=time.monotonic() - started_s)
 
     def _slot(self) -> asyncio.Semaphore:
@@ -164,12 +172,14 @@ class Sandbox:
             self._slots = (loop, asyncio.Semaphore(self._concurrency))
         return self._slots[1]
 
-    async def _start(self) -> Process:
+    async def _start(self, group: ControlGroup) -> Process:
         limits, wrapper = self._limits, self._wrapper
         user = bubblewrap.UNPRIVILEGED_ID if wrapper else 0
         numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, user)
-        with wrapper.filter_file() if wrapper else nullcontext(-1) as system_calls:
+        filtered = seccomp.filter_file(wrapper.system_calls) if wrapper else nullcontext(-1)
+        with filtered as system_calls:
             return await asyncio.create_subprocess_exec(
+                *group.words,
                 *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
                 *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
                 *map(str, numbers),

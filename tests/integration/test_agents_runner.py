@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -164,12 +164,15 @@ def outcomes(group: scheduler_pb2.BatchGroup) -> list[float]:
     ]
 
 
-async def started(runner: ServiceProcess, children: int) -> list[psutil.Process]:
-    """The processes of a runner, once there are so many: programs, and those of its rewards."""
+async def started(runner: ServiceProcess, word: str, count: int) -> list[psutil.Process]:
+    """The processes of a runner, once so many have this first word."""
 
     def found() -> list[psutil.Process]:
-        there = psutil.Process(runner.pid).children()
-        return there if len(there) >= children else []
+        with suppress(psutil.NoSuchProcess):
+            there = psutil.Process(runner.pid).children(recursive=True)
+            if sum(word in Path(each.cmdline()[0]).name for each in there) >= count:
+                return there
+        return []
 
     return await until(found)
 
@@ -207,13 +210,14 @@ async def test_runner_with_only_a_token_completes_a_group(system: Cluster, tmp_p
 async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
     """`--command` runs a program that uses the OpenAI SDK. A crashed attempt is repeated: the
     program succeeds the second time, the reward function never, and its group is tombstoned."""
+    tmp_path.chmod(0o777)
     ran = f"{tmp_path}/{{task_id}}"
     crash_once = (
         f"test -e {ran} || {{ touch {ran}; echo no luck >&2; exit 3; }}; "
         f'exec {sys.executable} {EXAMPLES / "black_box.py"} "$0"'
     )
     command = f"--command=sh -c '{crash_once}' {{prompt}}"
-    system.start_runner(f"{REWARDED},{CRASHING}", command)
+    system.start_runner(f"{REWARDED},{CRASHING}", f"--command-write={tmp_path}", command)
     groups = await system.ended(
         task("program", size=1), task("unscored", domain="crashing", size=1)
     )
@@ -281,7 +285,7 @@ async def test_another_runner_completes_the_work_of_a_killed_one(own_system: Clu
     tasks = [task(f"t{number}", size=1) for number in range(4)]
     ending = asyncio.create_task(own_system.ended(*tasks))
     await own_system.running(4)
-    processes = await started(first, 4 + 1)
+    processes = await started(first, "sleep", 4)
     first.kill()
     own_system.start_runner(REWARDED)
     groups = await ending
@@ -334,11 +338,14 @@ async def test_running_rollouts_pass_to_the_next_leader_at_once(own_system: Clus
 
 async def test_sigterm_lets_running_rollouts_end(system: Cluster, tmp_path: Path) -> None:
     """A stopped runner finishes its rollouts, reports them and exits with 0."""
+    tmp_path.chmod(0o755)
     go_on = tmp_path / "go-on"
     program = f'{sys.executable} {EXAMPLES / "black_box.py"} "$0"'
     held = f"until test -e {go_on}; do sleep 0.05; done; exec {program}"
     command = f"--command=sh -c '{held}' {{prompt}}"
-    runner = system.start_runner(REWARDED, f"--drain-s={START_S}", command)
+    runner = system.start_runner(
+        REWARDED, f"--drain-s={START_S}", f"--command-read={tmp_path}", command
+    )
     ending = asyncio.create_task(system.ended(task("slow", size=1)))
     await system.running(1)
     runner.terminate()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from forge.agents.plugins import load_attribute
-from forge.agents.rollout import Scaffold
+from forge.agents.rollout import CheckedScaffold, Scaffold
 from forge.core.entry_points import installed
 from forge.core.errors import NotFound
 
@@ -35,7 +35,7 @@ class Scaffolds:
         timeout_s: float,
         tls_ca: str = "",
         extra: Mapping[str, str] = MappingProxyType({}),
-        override: Scaffold | None = None,
+        override: CheckedScaffold | None = None,
     ) -> None:
         """`extra` adds "module:factory" entries; `override` runs every task instead."""
         added = {name: entry.value for name, entry in installed(ENTRY_POINTS).items()}
@@ -67,6 +67,11 @@ class Scaffolds:
             if name not in self._made:
                 self._made[name] = factory(**self._options)
         return self._made[name]
+
+    async def check(self) -> None:
+        """Raises `ConfigError` if this host cannot run the scaffold of every task."""
+        if self._override is not None:
+            await self._override.check()
 
     async def close(self) -> None:
         """Closes all created scaffolds."""

@@ -1,7 +1,8 @@
 """Runs any program as an agent; its output is the answer.
 
-Owns the process: its environment, limits, output and end. The program itself calls the model,
-through the variables that every OpenAI, Anthropic or Forge client reads.
+Owns its words, environment and output; `forge.agents.launchers` owns its process, directories,
+limits and end. The program itself calls the model, through the variables that every OpenAI,
+Anthropic or Forge client reads.
 """
 
 from __future__ import annotations
@@ -9,16 +10,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import re
 import shlex
 import shutil
-import stat
-import sys
-import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from asyncio.subprocess import Process
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from forge.agents.child import (
@@ -30,42 +26,39 @@ from forge.agents.child import (
     last_lines,
 )
 from forge.agents.environments.base import Episode, Transcript
+from forge.agents.installations import names_file
+from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, Program, Request
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
 
-OUTPUT_BYTES = 64 << 10
-"""Kept end of standard output, and of standard error."""
 LOGGED_CHARS = 4000
 """Part of each of them in the runner's log, for a failed program."""
 REPORTED_CHARS = 300
 """Part of standard error in the report to the scheduler."""
-# Sets the limits in the program's process and then executes the program: Python code between fork
-# and exec would be unsafe in a process with threads. The program ends with the runner.
-_LAUNCHER = """
-import ctypes, os, resource, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-if os.getppid() != int(sys.argv[3]):
-    sys.exit("the runner is gone")
-kinds = (resource.RLIMIT_DATA, resource.RLIMIT_NPROC)
-for kind, limit in zip(kinds, map(int, sys.argv[1:3])):
-    if limit:
-        resource.setrlimit(kind, (limit, limit))
-os.execvp(sys.argv[4], sys.argv[4:])
-"""
 _PLACEHOLDER = re.compile(r"\{(prompt|task_id|domain)\}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one program; 0: no limit. The rollout limits its time."""
+def command_words(command: str, *, on_host: bool = True) -> list[str]:
+    """Returns the words of a command. A program of the host, and words that name a file of it,
+    become absolute paths, because it starts in another directory.
 
-    memory_bytes: int
-    """Private writable memory of each of its processes (RLIMIT_DATA)."""
-    processes: int
-    """Processes and threads of the runner's user, over all rollouts (RLIMIT_NPROC)."""
+    Raises `ConfigError` when the command cannot be split, or names no program.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"command = {command!r}: {error}") from None
+    if not words:
+        raise ConfigError("command is empty: name the program to run as the agent")
+    if not on_host:
+        return words
+    program = shutil.which(words[0])
+    if program is None:
+        raise ConfigError(f"command: there is no program {words[0]!r}")
+    files = [str(Path(word).absolute()) if names_file(word) else word for word in words[1:]]
+    return [str(Path(program).absolute()), *files]
 
 
 class Command:
@@ -78,27 +71,20 @@ class Command:
 
     def __init__(
         self,
-        command: str,
+        words: Sequence[str],
         *,
-        limits: Limits,
+        launcher: Launcher,
         pass_environment: Collection[str] = (),
         tls_ca: str = "",
         tls_cert: str = "",
         tls_key: str = "",
     ) -> None:
-        """The program gets the paths of the PEM files. Raises `ConfigError` when the command cannot
-        be split, or names no program."""
-        try:
-            self._words = shlex.split(command)
-        except ValueError as error:
-            raise ConfigError(f"command = {command!r}: {error}") from None
-        if not self._words:
-            raise ConfigError("command is empty: name the program to run as the agent")
-        if shutil.which(self._words[0]) is None:
-            raise ConfigError(f"command: there is no program {self._words[0]!r}")
+        """`words`: of `command_words`. The program gets the paths of the PEM files. Raises
+        `ConfigError` when they are incomplete."""
         if bool(tls_cert) != bool(tls_key):
             raise ConfigError("command_tls_cert and command_tls_key must be set together")
-        self._limits = limits
+        self._words = words
+        self._launcher = launcher
         self._pass_environment = pass_environment
         self._tls_ca = tls_ca
         self._client_certificate = (
@@ -110,73 +96,60 @@ class Command:
         prompt = _prompt(episode)
         fields = {"prompt": prompt, "task_id": rollout.task_id, "domain": rollout.domain}
         words = [_PLACEHOLDER.sub(lambda match: fields[match[1]], word) for word in self._words]
-        scratch = Path(tempfile.mkdtemp(prefix="forge-rollout-"))
+        request = self._request(words, rollout, episode, prompt)
         try:
-            environment = self._environment(rollout, episode, prompt, scratch)
-            output = await self._execute(words, environment, rollout)
-            answer = _written(Path(environment["FORGE_ANSWER"])) or _last_line(output)
-        finally:
-            # In a thread: a program may have written gigabytes.
-            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            async with self._launcher.start(request) as program:
+                output = await self._output(program, words[0], rollout)
+                answer = program.answer() or _last_line(output)
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            raise InvalidArgument("the task is too long for a command line") from error
         session = AgentSession(rollout.gateway.channel, rollout.session_token)
         return Transcript(answer=answer, turns=(await session.open()).turns)
 
-    async def close(self) -> None:
-        """Nothing to free: a cancelled rollout kills its program."""
+    async def check(self) -> None:
+        """As `CheckedScaffold.check`."""
+        await self._launcher.check()
 
-    async def _execute(
-        self, words: list[str], environment: Mapping[str, str], rollout: Rollout
-    ) -> str:
+    async def close(self) -> None:
+        """Frees the launcher; a cancelled rollout ends its program."""
+        await self._launcher.close()
+
+    async def _output(self, program: Program, name: str, rollout: Rollout) -> str:
         """Returns standard output of the program. Raises `RuntimeError` when it fails,
         `ResourceExhausted` when its host kills it."""
-        process = await self._start(words, environment)
         output, errors = OutputTail(OUTPUT_BYTES), OutputTail(OUTPUT_BYTES)
-        succeeded = killed = False
+        succeeded = over_limit = False
         try:
-            await _to_the_end(process, output, errors)
-            succeeded = process.returncode == 0
-            killed = killed_from_outside(process.returncode)
+            await _to_the_end(program.process, output, errors)
+            succeeded = program.returncode == 0
+            over_limit = not succeeded and await program.is_over_limit()
         finally:
-            kill_group(process)
-            await process.wait()
             if not succeeded:
                 # Also for a stopped program: its last output shows where it hung.
                 log.warning(
                     "program_failed",
                     trajectory_id=rollout.trajectory_id,
                     task_id=rollout.task_id,
-                    returncode=process.returncode,
+                    returncode=program.returncode,
+                    over_limit=over_limit,
                     stderr=last_lines(errors.text, chars=LOGGED_CHARS),
                     stdout=last_lines(output.text, chars=LOGGED_CHARS),
                 )
-        if not succeeded:
-            lines = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
-            ended = how_it_ended(process.returncode or 0)
-            text = f"{words[0]} {ended}: {lines or 'nothing on standard error'}"
-            raise ResourceExhausted(text) if killed else RuntimeError(text)
-        return output.text
+        if succeeded:
+            return output.text
+        lines = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
+        ended = how_it_ended(program.returncode or 0)
+        ended += ", over its limit on memory" if over_limit else ""
+        text = f"{name} {ended}: {lines or 'nothing on standard error'}"
+        killed = killed_from_outside(program.returncode) and not over_limit
+        raise ResourceExhausted(text) if killed else RuntimeError(text)
 
-    async def _start(self, words: list[str], environment: Mapping[str, str]) -> Process:
-        """Starts the program. Raises `InvalidArgument` when the task is too long."""
-        settings = (self._limits.memory_bytes, self._limits.processes, os.getpid())
-        try:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, *map(str, settings), *words),
-                env=environment,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            if error.errno != errno.E2BIG:
-                raise
-            raise InvalidArgument("the task is too long for a command line") from error
-
-    def _environment(
-        self, rollout: Rollout, episode: Episode, prompt: str, scratch: Path
-    ) -> dict[str, str]:
-        """Returns the variables of the program: `PASSED`, the gateway's address and the task."""
+    def _request(
+        self, words: list[str], rollout: Rollout, episode: Episode, prompt: str
+    ) -> Request:
+        """Returns the program with its variables: `PASSED`, the gateway's address and the task."""
         gateway, token = rollout.gateway, rollout.session_token
         inherited = clean_environment(self._pass_environment)
         host = gateway.grpc_address.rpartition(":")[0]
@@ -189,7 +162,7 @@ class Command:
             # Not the complete payload: it may have the expected answer.
             "inputs": rollout.payload.get("inputs", {}),
         }
-        return inherited | {
+        variables = {
             "OPENAI_BASE_URL": f"{gateway.http_url}/v1",
             "OPENAI_API_KEY": token,
             # Anthropic's clients add /v1.
@@ -197,13 +170,19 @@ class Command:
             "ANTHROPIC_API_KEY": token,
             "FORGE_GRPC_ADDR": gateway.grpc_address,
             "FORGE_SESSION_TOKEN": token,
-            **self._trust(inherited),
             "FORGE_TASK_JSON": json.dumps(task),
             "NO_PROXY": unproxied,
             "no_proxy": unproxied,
-            "TMPDIR": str(scratch),
-            "FORGE_ANSWER": str(scratch / "answer"),
         }
+        return Request(
+            words=words,
+            variables=variables,
+            inherited=inherited,
+            passed=[name for name in self._pass_environment if name in inherited],
+            certificates=self._trust(inherited),
+            gateway=gateway,
+            image=rollout.payload.get("image", ""),
+        )
 
     def _trust(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables with which clients trust the cluster's certificate authority."""
@@ -211,7 +190,7 @@ class Command:
             return {}
         # Python's and Node's clients read the last two; a value in the environment stays.
         names = ("FORGE_TLS_CA", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
-        trusted = {name: inherited.get(name, self._tls_ca) for name in names}
+        trusted = {name: self._tls_ca for name in names if name not in inherited}
         return trusted | self._client_certificate
 
 
@@ -232,17 +211,6 @@ def _prompt(episode: Episode) -> str:
             text: str = message["content"]
             return text
     raise InvalidArgument("the task has no user message to run a command with")
-
-
-def _written(answer_file: Path) -> str:
-    try:
-        # A link of the program could lead to a file that only the runner may read.
-        opened = os.open(answer_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    with os.fdopen(opened, "rb") as file:
-        regular = stat.S_ISREG(os.fstat(opened).st_mode)
-        return file.read(OUTPUT_BYTES).decode(errors="replace").strip() if regular else ""
 
 
 def _last_line(text: str) -> str:

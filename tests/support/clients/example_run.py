@@ -11,8 +11,11 @@ from pathlib import Path
 
 from forge.agents.domains import PromptDomain
 from forge.agents.environments.base import Transcript
+from forge.agents.launchers.base import Limits
+from forge.agents.launchers.wrapped import SandboxLauncher
+from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.rollout import Gateway, Rollout
-from forge.agents.scaffolds.command import Command, Limits
+from forge.agents.scaffolds.command import Command, command_words
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
@@ -55,7 +58,11 @@ async def run_example(
         max_tokens=64,
         temperature=None,
     )
-    scaffold = Command(command, limits=Limits(memory_bytes=0, processes=0))
+    words, limits = command_words(command), Limits(memory_bytes=0, processes=0)
+    sandbox = ProcessSandbox(tmp_bytes=limits.tmp_bytes)
+    launcher = SandboxLauncher(sandbox, limits=limits, words=words)
+    await launcher.check()
+    scaffold = Command(words, launcher=launcher)
     transcript = await scaffold.run(rollout, PromptDomain("code").episode({"prompt": prompt}))
     await channels.close()
     async with stack.agent(gateway, token) as session:

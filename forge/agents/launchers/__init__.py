@@ -1,0 +1,5 @@
+"""How the program of a rollout starts: on the host, in bubblewrap, or in a container.
+
+`base` has the interface. It imports the sandbox, control groups and children of `forge.agents`;
+`forge.agents.scaffolds.command` uses it.
+"""

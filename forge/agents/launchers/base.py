@@ -1,0 +1,107 @@
+"""The interface of launchers: `Launcher`, the `Request` that it gets, the `Program` that it starts.
+
+Owns the part that all have: reading the answer. A launcher owns directories, network, limits and
+the end of its programs; it does not know tasks, domains or rewards.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from forge.agents.rollout import Gateway
+
+OUTPUT_BYTES: Final = 64 << 10
+"""Kept end of standard output, of standard error, and the longest answer file."""
+ANSWER: Final = "answer"
+"""Name of the answer file."""
+_SIGNALLED: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one program; 0: no limit. The rollout limits its time."""
+
+    memory_bytes: int
+    """Private writable memory of each of its processes (RLIMIT_DATA); of all together in a
+    container and in a delegated control group."""
+    processes: int
+    """Its processes and threads; without a container or a control group those of the user."""
+    tmp_bytes: int = 1 << 30
+    """Size of its /tmp, and of its /dev/shm. Not on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A program to start."""
+
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    """The gateway and the task."""
+    inherited: Mapping[str, str]
+    """Variables of the runner that describe its host, e.g. PATH."""
+    passed: Sequence[str] = ()
+    """Names of the inherited variables that a setting passes."""
+    certificates: Mapping[str, str] = field(default_factory=dict)
+    """PEM files of the host, by the variable that names them."""
+    gateway: Gateway
+    image: str = ""
+    """Image of the task; "": the launcher's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A started program; the end of its context ends it."""
+
+    process: Process
+    answer: Callable[[], str]
+    """Reads the answer file; "" without one."""
+    wrapped: bool = True
+    """The exit code is that of a wrapper, which adds 128 to the number of a signal."""
+    over_limit: Callable[[], Awaitable[bool]] | None = None
+    """Whether the kernel has killed it because of its own limit on memory."""
+
+    async def is_over_limit(self) -> bool:
+        """Returns the result of `over_limit`."""
+        return self.over_limit is not None and await self.over_limit()
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; negative: the number of the signal that ended it; None: it runs."""
+        code = self.process.returncode
+        if self.wrapped and code is not None and code > _SIGNALLED:
+            return _SIGNALLED - code
+        return code
+
+
+class Launcher(Protocol):
+    """Starts programs; one instance serves all rollouts of a runner, concurrently."""
+
+    async def check(self) -> None:
+        """Raises `ConfigError` if this host cannot start programs so."""
+
+    def start(self, request: Request) -> AbstractAsyncContextManager[Program]:
+        """Starts a program. Raises `OSError` if its words or variables are too long, and
+        `RuntimeError` with the reason if it cannot start."""
+
+    async def close(self) -> None:
+        """Frees all resources."""
+
+
+def read_answer(directory: Path | int) -> str:
+    """Returns the answer file of a directory, which a path or a descriptor names."""
+    at, path = (directory, Path()) if isinstance(directory, int) else (None, directory)
+    try:
+        # A link of the program could lead to a file that only the runner may read.
+        opened = os.open(path / ANSWER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    except OSError:
+        return ""
+    with os.fdopen(opened, "rb") as file:
+        regular = stat.S_ISREG(os.fstat(opened).st_mode)
+        return file.read(OUTPUT_BYTES).decode(errors="replace").strip() if regular else ""

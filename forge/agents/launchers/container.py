@@ -1,0 +1,222 @@
+"""Programs in containers of podman or docker, with an image per task.
+
+Owns the engine's command line and the removal of its containers. The engine owns images, files and
+limits. The program's shell waits for the network of the gateway before it becomes the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import uuid
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from forge.agents.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.child import kill_group, last_lines
+from forge.agents.launchers import container_removal
+from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.launchers.gateway_network import (
+    gateway_addresses,
+    gateway_network,
+    host_names,
+)
+from forge.core.errors import ConfigError, InvalidArgument
+
+_ANSWERS: Final = "/forge"
+_ANSWER_BYTES: Final = 1 << 20
+_CERTIFICATES: Final = "/run/forge-tls"
+_OPEN_FILES: Final = 4096
+# The program gets no standard input: it is the runner's to start it.
+_START: Final = 'echo + && read -r _ && exec "$@" </dev/null'
+_KILLED: Final = 137
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSettings:
+    """What all containers of a runner share."""
+
+    engine: str
+    """podman or docker, with further words of its command line."""
+    image: str = ""
+    """Image of tasks without one."""
+    pull: str = "never"
+    """never or missing."""
+    user: str = ""
+    """User inside; "": the image's, under a root runner an unprivileged one."""
+    host_network: bool = False
+    read: Sequence[str] = ()
+    write: Sequence[str] = ()
+
+
+class ContainerLauncher:
+    """Starts programs in containers."""
+
+    def __init__(self, settings: ContainerSettings, *, limits: Limits, runner: str) -> None:
+        """`runner`: label of its containers; those of an earlier process with it are removed.
+        Raises `ConfigError`."""
+        self._settings = settings
+        self._limits = limits
+        self._label = f"forge.runner={runner}"
+        self._engine = shlex.split(settings.engine)
+        self._removal: Process | None = None
+        if not self._engine or shutil.which(self._engine[0]) is None:
+            raise ConfigError(f"container_engine: there is no program {settings.engine!r}")
+
+    async def check(self) -> None:
+        """As `Launcher.check`."""
+        await self._ask("ps", "--quiet", failure="container_engine")
+        if self._settings.image and self._settings.pull == "never":
+            await self._ask("image", "inspect", self._settings.image, failure="container_image")
+        # It outlives the runner after SIGKILL, and removes what the runner cannot.
+        self._removal = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(Path(container_removal.__file__))),
+            *(self._label, *self._engine),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            start_new_session=True,
+        )
+        assert self._removal.stdout
+        await self._removal.stdout.readline()
+
+    @asynccontextmanager
+    async def start(self, request: Request) -> AsyncIterator[Program]:
+        """As `Launcher.start`. Raises `InvalidArgument` for a task without an image."""
+        image = request.image or self._settings.image
+        if not isinstance(image, str) or not image or image.startswith("-"):
+            raise InvalidArgument(
+                f"payload 'image' must name an image, is {image!r}; or set container_image"
+            )
+        name = f"forge-{uuid.uuid4().hex}"
+        async with AsyncExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+            process = await self._start(name, image, request, directory)
+            stack.push_async_callback(self._end, name, process)
+            assert process.stdin and process.stdout
+            if not await process.stdout.readline():
+                raise RuntimeError(f"no container of image {image}: {await _reason(process)}")
+            addresses = [] if self._settings.host_network else gateway_addresses(request.gateway)
+            pid = int(await self._ask("inspect", "--format", "{{.State.Pid}}", name))
+            answers = await stack.enter_async_context(
+                gateway_network(pid, addresses, directory=_ANSWERS)
+            )
+            process.stdin.write(b"+\n")
+            process.stdin.close()
+            yield Program(
+                process=process,
+                answer=partial(read_answer, answers),
+                over_limit=partial(self._over_limit, name, process),
+            )
+
+    async def close(self) -> None:
+        """As `Launcher.close`; removes containers that are left."""
+        if self._removal is not None:
+            assert self._removal.stdin
+            self._removal.stdin.close()
+            await self._removal.wait()
+
+    async def _start(self, name: str, image: str, request: Request, directory: Path) -> Process:
+        variables = {
+            **request.variables,
+            **{name: request.inherited[name] for name in request.passed},
+            **{name: f"{_CERTIFICATES}/{name}" for name in request.certificates},
+            "TMPDIR": "/tmp",
+            "FORGE_ANSWER": f"{_ANSWERS}/{ANSWER}",
+        }
+        for variable, path in request.certificates.items():
+            # The user inside may be another one than the owner of the file.
+            (directory / variable).write_bytes(Path(path).read_bytes())
+            (directory / variable).chmod(0o444)
+        directory.chmod(0o755)
+        mounts = [f"{directory}:{_CERTIFICATES}:ro"] if request.certificates else []
+        return await asyncio.create_subprocess_exec(
+            *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
+            *self._options(request, mounts),
+            *(word for variable in variables for word in ("--env", variable)),
+            *("--entrypoint", "/bin/sh", image, "-c", _START, "forge", *request.words),
+            env={**_engine_environment(), **variables},
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+        )
+
+    def _options(self, request: Request, mounts: Sequence[str]) -> list[str]:
+        settings, limits = self._settings, self._limits
+        words = [f"--network={'host' if settings.host_network else 'none'}"]
+        words += [f"--pull={settings.pull}", "--stop-timeout=0"]
+        words += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        words += [f"--ulimit=nofile={_OPEN_FILES}:{_OPEN_FILES}", "--ulimit=core=0:0"]
+        if limits.processes:
+            words += [f"--pids-limit={limits.processes}"]
+            words += [f"--ulimit=nproc={limits.processes}:{limits.processes}"]
+        if limits.memory_bytes:
+            memory_bytes = limits.memory_bytes + limits.tmp_bytes
+            # Equal limits: no swap.
+            words += [f"--memory={memory_bytes}", f"--memory-swap={memory_bytes}"]
+        words += [f"--tmpfs=/tmp:rw,exec,size={limits.tmp_bytes},mode=1777"]
+        words += [f"--tmpfs={_ANSWERS}:rw,size={_ANSWER_BYTES},mode=1777"]
+        if not settings.host_network:
+            names = host_names(gateway_addresses(request.gateway)).items()
+            words += [f"--add-host={name}:{number}" for name, number in names]
+        if user := settings.user or (f"{UNPRIVILEGED_ID}:{UNPRIVILEGED_ID}" * (os.getuid() == 0)):
+            words += [f"--user={user}"]
+        mounts = [*mounts, *(f"{path}:{path}:ro" for path in map(_absolute, settings.read))]
+        mounts += [f"{path}:{path}:rw" for path in map(_absolute, settings.write)]
+        return words + [f"--volume={mount}" for mount in mounts]
+
+    async def _over_limit(self, name: str, process: Process) -> bool:
+        if process.returncode != _KILLED:
+            return False
+        return await self._ask("inspect", "--format", "{{.State.OOMKilled}}", name) == "true"
+
+    async def _end(self, name: str, process: Process) -> None:
+        kill_group(process)
+        await process.wait()
+        with suppress(RuntimeError):
+            # Else the removal at the end of the runner does it.
+            await asyncio.shield(self._ask("rm", "--force", name))
+
+    async def _ask(self, *words: str, failure: str = "") -> str:
+        """Returns the output of a command of the engine. Raises `RuntimeError` with its error;
+        `ConfigError` if `failure` names a setting."""
+        process = await asyncio.create_subprocess_exec(
+            *self._engine, *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+        output, errors = await process.communicate()
+        if process.returncode == 0:
+            return output.decode(errors="replace").strip()
+        lines = last_lines(errors.decode(errors="replace"), chars=300) or ["no reason"]
+        text = f"{shlex.join([*self._engine, *words[:2]])}: {lines[-1]}"
+        raise ConfigError(f"{failure}: {text}") if failure else RuntimeError(text)
+
+
+def _engine_environment() -> dict[str, str]:
+    """Returns the variables with which an engine finds its settings, without secrets of others."""
+    names = ("PATH", "HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "TMPDIR")
+    prefixes = ("DOCKER_", "CONTAINER", "XDG_DATA_")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(prefixes)
+    }
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
+async def _reason(process: Process) -> str:
+    assert process.stderr
+    lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=300)
+    return lines[-1] if lines else "the engine gives no reason"

@@ -1,0 +1,141 @@
+"""Programs in bubblewrap, with a private /tmp and the gateway as their network.
+
+Owns what a command sees; `forge.agents.process_sandbox` owns how the sandbox is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from forge.agents.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.child import kill_group, last_lines
+from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
+from forge.agents.installations import names_file
+from forge.agents.launchers import entry
+from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
+from forge.agents.launchers.handover import Handover
+from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox import REMEDY
+from forge.core.errors import ConfigError
+
+_CERTIFICATES: Final = "/etc/forge-tls"
+_USERS: Final = {
+    "/etc/passwd": f"agent:x:{UNPRIVILEGED_ID}:{UNPRIVILEGED_ID}::{entry.HOME}:/bin/sh\n",
+    "/etc/group": f"agent:x:{UNPRIVILEGED_ID}:\n",
+}
+
+
+class SandboxLauncher:
+    """Starts programs in bubblewrap."""
+
+    def __init__(
+        self, sandbox: ProcessSandbox, *, limits: Limits, home: str = "", words: Sequence[str] = ()
+    ) -> None:
+        """`home`: a directory copied to HOME; `words`: the command, shown with its installations.
+        The sandbox has the network of the host, or the gateway alone."""
+        files = [word for word in words if names_file(word)]
+        read = [*sandbox.read, home] if home else sandbox.read
+        self._sandbox = replace(sandbox, programs=files, read=read)
+        self._limits = limits
+        self._home = str(Path(home).absolute()) if home else ""
+
+    async def check(self) -> None:
+        """As `Launcher.check`."""
+        self._sandbox = await self._sandbox.fitted()
+        if problem := await self._sandbox.problem():
+            raise ConfigError(f"no sandbox for commands: {problem}; {REMEDY}")
+
+    @asynccontextmanager
+    async def start(self, request: Request) -> AsyncIterator[Program]:
+        """As `Launcher.start`."""
+        async with AsyncExitStack() as stack:
+            handover = stack.enter_context(Handover())
+            limits = self._limits
+            memory_bytes = limits.memory_bytes and limits.memory_bytes + limits.tmp_bytes
+            group = stack.enter_context(
+                CONTROL_GROUPS.group(memory_bytes=memory_bytes, processes=limits.processes)
+            )
+            process = await self._start(request, handover, group)
+            stack.push_async_callback(_end, process)
+            parcel = await handover.receive()
+            if parcel is None:
+                raise RuntimeError(f"the sandbox did not start: {await _last_line(process)}")
+            (answers,) = parcel.descriptors
+            stack.callback(os.close, answers)
+            if not self._sandbox.network:
+                addresses = gateway_addresses(request.gateway)
+                await stack.enter_async_context(gateway_network(parcel.pid, addresses))
+            handover.reply()
+            yield Program(
+                process=process,
+                answer=partial(read_answer, answers),
+                over_limit=partial(asyncio.to_thread, group.over_limit),
+            )
+
+    async def close(self) -> None:
+        """As `Launcher.close`: nothing to free."""
+
+    async def _start(self, request: Request, handover: Handover, group: ControlGroup) -> Process:
+        names, contents = _certificates(request.certificates)
+        files = {**_USERS, **contents}
+        if not self._sandbox.network:
+            files["/etc/hosts"] = hosts_file(gateway_addresses(request.gateway))
+        sandbox = replace(self._sandbox, files=files)
+        channel = handover.theirs.fileno()
+        user = UNPRIVILEGED_ID if os.getuid() == 0 else 0
+        numbers = (channel, self._limits.memory_bytes, self._limits.processes, user)
+        # The interpreter without its virtual environment starts faster.
+        first = (os.path.realpath(sys.executable), "-I", "-S", str(Path(entry.__file__)))
+        with sandbox.command(*first, *map(str, numbers), self._home, *request.words) as (
+            command,
+            descriptors,
+        ):
+            process = await asyncio.create_subprocess_exec(
+                *group.words,
+                *command,
+                env={**request.inherited, **request.variables, **names, **_PLACES},
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+                pass_fds=(*descriptors, channel),
+            )
+        handover.started()
+        return process
+
+
+_PLACES: Final = {
+    "HOME": entry.HOME,
+    "TMPDIR": "/tmp",
+    "USER": "agent",
+    "LOGNAME": "agent",
+    "FORGE_ANSWER": f"{entry.ANSWERS}/{ANSWER}",
+}
+
+
+def _certificates(files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the variables inside, and the content of the files by their path inside."""
+    inside = {path: f"{_CERTIFICATES}/{number}.pem" for number, path in enumerate(files.values())}
+    contents = {inside[path]: Path(path).read_text() for path in inside}
+    return {name: inside[path] for name, path in files.items()}, contents
+
+
+async def _end(process: Process) -> None:
+    kill_group(process)
+    await process.wait()
+
+
+async def _last_line(process: Process) -> str:
+    assert process.stderr
+    lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=200)
+    return lines[-1] if lines else "no reason"
