@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -22,9 +23,8 @@ from typing import Any, Final
 from forge.core.errors import FailedPrecondition
 
 _ALLOW: Final = 0x7FFF0000
-_REFUSE: Final = 0x00050000 | errno.EPERM
-_ABSENT: Final = 0x00050000 | errno.ENOSYS
-"""As a kernel without the call: programs then use an older one."""
+_ERROR: Final = 0x00050000
+"""With the number of the error in its lower half."""
 _ALLOWED: Final = """
 read readv pread64 write writev close lseek fcntl
 open openat access faccessat faccessat2 stat lstat fstat newfstatat statx
@@ -63,6 +63,11 @@ _LAST_FAMILY: Final = 64
 _EQUAL: Final = 4
 _GREATER_OR_EQUAL: Final = 5
 _MASKED_EQUAL: Final = 7
+_OPERATORS: Final = {
+    _EQUAL: "SCMP_CMP_EQ",
+    _GREATER_OR_EQUAL: "SCMP_CMP_GE",
+    _MASKED_EQUAL: "SCMP_CMP_MASKED_EQ",
+}
 _32_BITS: Final = 0xFFFFFFFF
 
 
@@ -90,7 +95,7 @@ def filter_file(program: bytes) -> Iterator[int]:
 @cache
 def allow_list() -> bytes:
     """Returns the filter of programs of a model. Raises `FailedPrecondition` without libseccomp."""
-    with _Compiler(otherwise=_REFUSE) as compiler:
+    with _Compiler(otherwise=_ERROR | errno.EPERM) as compiler:
         for name in _ALLOWED.split():
             compiler.add(_ALLOW, name)
         return compiler.program()
@@ -101,19 +106,40 @@ def deny_list() -> bytes:
     """Returns the filter of commands and reward functions. Raises `FailedPrecondition` without
     libseccomp."""
     with _Compiler(otherwise=_ALLOW) as compiler:
-        for name in _REFUSED.split():
-            compiler.add(_REFUSE, name)
-        for name in _MISSING.split():
-            compiler.add(_ABSENT, name)
-        # A user namespace of its own would give a process capabilities, and so more of the kernel.
-        compiler.add(_REFUSE, "clone", 0, _MASKED_EQUAL, _CLONE_NEWUSER, _CLONE_NEWUSER)
-        # It types into the terminal of the runner.
-        compiler.add(_REFUSE, "ioctl", 1, _MASKED_EQUAL, _32_BITS, _TIOCSTI)
-        for family in range(_LAST_FAMILY):
-            if family not in _FAMILIES:
-                compiler.add(_REFUSE, "socket", 0, _EQUAL, family)
-        compiler.add(_REFUSE, "socket", 0, _GREATER_OR_EQUAL, _LAST_FAMILY)
+        for number, name, comparison in _refused():
+            compiler.add(_ERROR | number, name, *comparison)
         return compiler.program()
+
+
+def container_profile() -> str:
+    """Returns the deny-list as a profile of podman and docker: their own may be missing."""
+    rules = [
+        {"names": [name], "action": "SCMP_ACT_ERRNO", "errnoRet": number}
+        | ({"args": [_argument(*comparison)]} if comparison else {})
+        for number, name, comparison in _refused()
+    ]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules})
+
+
+def _argument(index: int, operator: int, first: int, second: int = 0) -> dict[str, object]:
+    return {"index": index, "op": _OPERATORS[operator], "value": first, "valueTwo": second}
+
+
+def _refused() -> Iterator[tuple[int, str, tuple[int, ...]]]:
+    """Yields error number, call, and argument, operator and one or two numbers of a comparison."""
+    for name in _REFUSED.split():
+        yield errno.EPERM, name, ()
+    for name in _MISSING.split():
+        # As from a kernel without the call: programs then use an older one.
+        yield errno.ENOSYS, name, ()
+    # A user namespace of its own would give a process capabilities, and so more of the kernel.
+    yield errno.EPERM, "clone", (0, _MASKED_EQUAL, _CLONE_NEWUSER, _CLONE_NEWUSER)
+    # It types into the terminal of the runner.
+    yield errno.EPERM, "ioctl", (1, _MASKED_EQUAL, _32_BITS, _TIOCSTI)
+    for family in range(_LAST_FAMILY):
+        if family not in _FAMILIES:
+            yield errno.EPERM, "socket", (0, _EQUAL, family)
+    yield errno.EPERM, "socket", (0, _GREATER_OR_EQUAL, _LAST_FAMILY)
 
 
 class _Compiler:

@@ -70,9 +70,11 @@ def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
         f"--output {tmp_path / 'mini.json'} --task {{prompt}}"
     )
     env = os.environ | SETTINGS | {"HOME": str(tmp_path)}
+    written = f"--command-write={tmp_path}"
     reward = "--reward-functions=repair=tests.support.clients.coding_job:repaired"
     passed = f"--pass-environment={','.join(SETTINGS)}"
-    argv = [sys.executable, "-m", "forge.agents", *shared, reward, passed, f"--command={mini}"]
+    argv = [sys.executable, "-m", "forge.agents", *shared, reward, passed, written]
+    argv.append(f"--command={mini}")
     stack.processes["scheduler"] = subprocess.Popen(
         [sys.executable, "-m", "services.scheduler", *shared], text=True
     )
@@ -115,6 +117,9 @@ async def test_coding_agent_solves_its_task_and_is_rewarded(
     folder = tmp_path / "job"
     folder.mkdir()
     coding_job.prepare(folder)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        # The sandbox of a root runner has another user.
+        path.chmod(path.stat().st_mode | 0o666 | 0o111 * path.is_dir())
     task = common_pb2.Task(
         task_id="repair",
         domain="repair",

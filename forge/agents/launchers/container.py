@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from forge.agents import seccomp
 from forge.agents.bubblewrap import UNPRIVILEGED_ID
 from forge.agents.child import kill_group, last_lines
 from forge.agents.launchers import container_removal
@@ -35,6 +36,7 @@ from forge.core.errors import ConfigError, InvalidArgument
 _ANSWERS: Final = "/forge"
 _ANSWER_BYTES: Final = 1 << 20
 _CERTIFICATES: Final = "/run/forge-tls"
+_PROFILE: Final = "seccomp.json"
 _OPEN_FILES: Final = 4096
 # The program gets no standard input: it is the runner's to start it.
 _START: Final = 'echo + && read -r _ && exec "$@" </dev/null'
@@ -138,10 +140,11 @@ class ContainerLauncher:
             (directory / variable).write_bytes(Path(path).read_bytes())
             (directory / variable).chmod(0o444)
         directory.chmod(0o755)
+        (directory / _PROFILE).write_text(seccomp.container_profile())
         mounts = [f"{directory}:{_CERTIFICATES}:ro"] if request.certificates else []
         return await asyncio.create_subprocess_exec(
             *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
-            *self._options(request, mounts),
+            *self._options(request, directory, mounts),
             *(word for variable in variables for word in ("--env", variable)),
             *("--entrypoint", "/bin/sh", image, "-c", _START, "forge", *request.words),
             env={**_engine_environment(), **variables},
@@ -151,11 +154,12 @@ class ContainerLauncher:
             start_new_session=True,
         )
 
-    def _options(self, request: Request, mounts: Sequence[str]) -> list[str]:
+    def _options(self, request: Request, directory: Path, mounts: Sequence[str]) -> list[str]:
         settings, limits = self._settings, self._limits
         words = [f"--network={'host' if settings.host_network else 'none'}"]
         words += [f"--pull={settings.pull}", "--stop-timeout=0"]
         words += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        words += [f"--security-opt=seccomp={directory / _PROFILE}"]
         words += [f"--ulimit=nofile={_OPEN_FILES}:{_OPEN_FILES}", "--ulimit=core=0:0"]
         if limits.processes:
             words += [f"--pids-limit={limits.processes}"]
