@@ -20,7 +20,7 @@ from forge.core.extras import require_extra
 from forge.runtime.process.host_check import failures, require_writable
 
 _DOMAIN_TABLES = {
-    "scheduler": ("queue.domain_shares", "domain_context_tokens"),
+    "scheduler": ("queue.domain_shares", "domain_context_tokens", "domain_sampling"),
     "trainer": ("advantages.domain_weights",),
 }
 """Settings by service: tables by domain."""

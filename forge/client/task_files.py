@@ -2,7 +2,7 @@
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
 defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`,
-`chat_template_kwargs`. The reader sets ids, tags and purpose.
+`chat_template_kwargs`, `sampling`. The reader sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "group_size": ((int,), "a whole number"),
     "payload": ((dict,), "an object"),
     "priority": ((int,), "a whole number"),
+    "sampling": ((str,), "a text"),
     "scaffold": ((str,), "a text"),
     "user": ((str,), "a text"),
 }
 """Fields of a line, each with its JSON types and their name."""
+SAMPLING_POLICIES = {
+    "agent": common_pb2.SAMPLING_POLICY_AGENT,
+    "bound": common_pb2.SAMPLING_POLICY_BOUND,
+    "override": common_pb2.SAMPLING_POLICY_OVERRIDE,
+}
+"""Values of `sampling`: whose sampling parameters the rollouts use."""
 
 
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
@@ -51,6 +58,7 @@ def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
 
 def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
     """Writes tasks for `read_tasks`, without ids, tags and purposes."""
+    names = {policy: name for name, policy in SAMPLING_POLICIES.items()}
     lines = (
         json.dumps(
             {
@@ -64,6 +72,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
                 "user": task.user,
                 "chat_template_kwargs": merged(task.chat_template_kwargs_json),
             }
+            | ({"sampling": names[task.sampling]} if task.sampling else {})
         )
         for task in tasks
     )
@@ -97,6 +106,10 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
 
 
 def _set(task: common_pb2.Task, field: str, value: Any) -> None:
+    if field == "sampling":
+        if value not in SAMPLING_POLICIES:
+            raise InvalidArgument(f"sampling {value!r} must be agent, bound or override")
+        value = SAMPLING_POLICIES[value]
     try:
         setattr(task, field, value)
     except (ValueError, OverflowError):

@@ -66,6 +66,8 @@ class Claims:
     """The agent of the session may report rewards of itself."""
     chat_template_kwargs: str = ""
     """Variables of the chat template for the session, as a JSON object; "" for none."""
+    sampling: str = ""
+    """Whose sampling parameters the session uses: "agent", "override" or "bound"; "": agent."""
     issued_unix_s: float = 0.0
     expires_unix_s: float = 0.0
     """0: never."""
@@ -157,6 +159,7 @@ class Keyring:
             "context": claims.context_tokens,
             "agent_rewards": claims.agent_rewards,
             "template": claims.chat_template_kwargs,
+            "sampling": claims.sampling,
             "exp": claims.expires_unix_s,
         }
         compact = {name: value for name, value in payload.items() if value}
@@ -273,6 +276,7 @@ def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> 
         context_tokens=int(fields.get("context", 0)),
         agent_rewards=bool(fields.get("agent_rewards", False)),
         chat_template_kwargs=str(fields.get("template", "")),
+        sampling=fields.get("sampling", ""),
         issued_unix_s=float(fields.get("iat", 0.0)),
         expires_unix_s=float(fields.get("exp", 0.0)),
     )

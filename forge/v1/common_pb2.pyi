@@ -118,6 +118,36 @@ PURPOSE_EVAL: Purpose.ValueType  # 2
 """Held out: sampled and scored, never trained on."""
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
+class _SamplingPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SamplingPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SamplingPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAMPLING_POLICY_UNSPECIFIED: _SamplingPolicy.ValueType  # 0
+    """By the scheduler's `domain_sampling`. Without an entry: OVERRIDE in training, AGENT in evaluation."""
+    SAMPLING_POLICY_AGENT: _SamplingPolicy.ValueType  # 1
+    """Those of the agent. Greedy answers cannot be trained."""
+    SAMPLING_POLICY_OVERRIDE: _SamplingPolicy.ValueType  # 2
+    """Temperature 1, top_p 1, no top_k, a random seed: the distribution that is trained."""
+    SAMPLING_POLICY_BOUND: _SamplingPolicy.ValueType  # 3
+    """Those of the agent within the gateway's bounds (`sampling`), with a random seed."""
+
+class SamplingPolicy(_SamplingPolicy, metaclass=_SamplingPolicyEnumTypeWrapper):
+    """Whose sampling parameters (temperature, top_p, top_k, seed) the calls of a rollout use. The gateway
+    tells the agent in a header and records what it asked for.
+    """
+
+SAMPLING_POLICY_UNSPECIFIED: SamplingPolicy.ValueType  # 0
+"""By the scheduler's `domain_sampling`. Without an entry: OVERRIDE in training, AGENT in evaluation."""
+SAMPLING_POLICY_AGENT: SamplingPolicy.ValueType  # 1
+"""Those of the agent. Greedy answers cannot be trained."""
+SAMPLING_POLICY_OVERRIDE: SamplingPolicy.ValueType  # 2
+"""Temperature 1, top_p 1, no top_k, a random seed: the distribution that is trained."""
+SAMPLING_POLICY_BOUND: SamplingPolicy.ValueType  # 3
+"""Those of the agent within the gateway's bounds (`sampling`), with a random seed."""
+Global___SamplingPolicy: _TypeAlias = SamplingPolicy  # noqa: Y015
+
 class _GroupState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -536,6 +566,7 @@ class Task(_message.Message):
     AGENT_REWARDS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -570,6 +601,8 @@ class Task(_message.Message):
     """Variables of the model's chat template for the rollouts of this task, as a JSON object, e.g.
     {"enable_thinking": false}; "": those of its domain. At most 4 KiB.
     """
+    sampling: Global___SamplingPolicy.ValueType
+    """Whose sampling parameters its rollouts use."""
     def __init__(
         self,
         *,
@@ -585,10 +618,11 @@ class Task(_message.Message):
         agent_rewards: _builtins.bool = ...,
         user: _builtins.str = ...,
         chat_template_kwargs_json: _builtins.str = ...,
+        sampling: Global___SamplingPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "sampling", b"sampling", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -683,6 +717,9 @@ class Turn(_message.Message):
     TURNS_BEFORE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
+    ASKED_TEMPERATURE_FIELD_NUMBER: _builtins.int
+    ASKED_TOP_P_FIELD_NUMBER: _builtins.int
+    ASKED_TOP_K_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counted from 0 in the order in which the calls ended, without gaps."""
@@ -716,6 +753,10 @@ class Turn(_message.Message):
     """Nucleus mass; 1: no cut. Unset in records older than this field."""
     top_k: _builtins.int
     """Number of likeliest tokens kept; 0: all. Unset in records older than this field."""
+    asked_temperature: _builtins.float
+    """What the agent asked for, where a policy changed it (SamplingPolicy). Unset: what was used."""
+    asked_top_p: _builtins.float
+    asked_top_k: _builtins.int
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -741,17 +782,32 @@ class Turn(_message.Message):
         turns_before: _builtins.int | None = ...,
         top_p: _builtins.float | None = ...,
         top_k: _builtins.int | None = ...,
+        asked_temperature: _builtins.float | None = ...,
+        asked_top_p: _builtins.float | None = ...,
+        asked_top_k: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "turns_before", b"turns_before"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__asked_temperature: _TypeAlias = _typing.Literal["asked_temperature"]  # noqa: Y015
+    _WhichOneofArgType__asked_temperature: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__asked_top_k: _TypeAlias = _typing.Literal["asked_top_k"]  # noqa: Y015
+    _WhichOneofArgType__asked_top_k: _TypeAlias = _typing.Literal["_asked_top_k", b"_asked_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__asked_top_p: _TypeAlias = _typing.Literal["asked_top_p"]  # noqa: Y015
+    _WhichOneofArgType__asked_top_p: _TypeAlias = _typing.Literal["_asked_top_p", b"_asked_top_p"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     _WhichOneofReturnType__turns_before: _TypeAlias = _typing.Literal["turns_before"]  # noqa: Y015
     _WhichOneofArgType__turns_before: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__asked_temperature) -> _WhichOneofReturnType__asked_temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__asked_top_k) -> _WhichOneofReturnType__asked_top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__asked_top_p) -> _WhichOneofReturnType__asked_top_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload

@@ -66,6 +66,7 @@ class GatewayApp:
             self._streams,
             sample_timeout_s=config.calls.sample_timeout_s,
             retry_for_s=config.calls.retry_for_s,
+            bounds=config.sampling,
         )
         self._context.server.add_service(
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from forge.core.errors import InvalidArgument
 from forge.runtime.agreed_settings import agreed_model, agreed_settings, agreed_template
 from forge.runtime.config import Port, ServiceConfig
 
@@ -80,6 +81,20 @@ class CallSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBounds:
+    """Bounds of sampling parameters for sessions with the policy bound."""
+
+    min_temperature: Annotated[float, Meta(gt=0, le=100)] = 0.5
+    """Least temperature; a greedy answer cannot be trained."""
+    max_temperature: Annotated[float, Meta(gt=0, le=100)] = 1.5
+    """Highest temperature."""
+    min_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Least nucleus mass."""
+    min_top_k: Annotated[int, Meta(ge=1)] = 20
+    """Fewest likeliest tokens kept, if the agent asks for top_k."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionsSettings:
     """Sessions in memory."""
 
@@ -110,12 +125,21 @@ class GatewayConfig(ServiceConfig):
     http: HttpSettings = field(default_factory=HttpSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     calls: CallSettings = field(default_factory=CallSettings)
+    sampling: SamplingBounds = field(default_factory=SamplingBounds)
     sessions: SessionsSettings = field(default_factory=SessionsSettings)
+
+    def validate(self) -> None:
+        """Raises `InvalidArgument` for bounds that exclude every temperature."""
+        low, high = self.sampling.min_temperature, self.sampling.max_temperature
+        if low > high:
+            raise InvalidArgument(
+                f"sampling.min_temperature = {low} is above sampling.max_temperature = {high}"
+            )
 
     def agreed(self) -> Mapping[str, str]:
         """Agents may call any gateway: all serve one model in one way."""
         return (
-            agreed_settings("gateway", self, "context_tokens", "model")
+            agreed_settings("gateway", self, "context_tokens", "model", "sampling")
             | agreed_template("gateway", self.model_path)
             | agreed_model(self.model_path)
         )

@@ -52,6 +52,11 @@ REPLACED_SURROGATES = counter(
     "forge_gateway_replaced_surrogates_total",
     "Lone surrogates in request bodies, replaced by U+FFFD.",
 )
+SAMPLING_CHANGES = counter(
+    "forge_gateway_sampling_changes_total",
+    "Sampling parameters of agents that the session's policy replaced.",
+    ["policy", "parameter"],
+)
 OMITTED_TOOLS = counter(
     "forge_gateway_omitted_tools_total",
     "Hosted tools that were left out of requests, by type.",

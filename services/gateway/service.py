@@ -98,6 +98,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 deltas = [delta.text for delta in event.deltas if isinstance(delta, TextDelta)]
                 if deltas:
                     yield gateway_pb2.ChatResponse(delta="".join(deltas))
+        _tell_changes(context, turn_request)
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Any
@@ -120,6 +121,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     continue
                 for tokens in split(event.tokens):
                     yield gateway_pb2.GenerateResponse(tokens=tokens)
+        _tell_changes(context, turn_request)
 
     async def Annotate(
         self, request: gateway_pb2.AnnotateRequest, context: Any
@@ -197,6 +199,13 @@ def _last_generate_responses(
         finish_reason=turn.sampled.finish_reason,
         turn_index=turn.turn_index,
     )
+
+
+def _tell_changes(context: Any, request: TurnRequest) -> None:
+    """Sends what was done otherwise than asked as trailing metadata, as HTTP does in headers."""
+    changes = [(name.lower(), value) for name, value in request.headers.items()]
+    if changes:
+        context.set_trailing_metadata(tuple(changes))
 
 
 def _tools(tools_json: str) -> Tools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -24,9 +24,12 @@ IGNORED: Mapping[Mode, frozenset[str]] = {
 }
 """By mode: settings of the queue that have no effect."""
 
+SamplingPolicy = Literal["agent", "bound", "override"]
+
 _AGREED = (
     "domain_chat_template_kwargs",
     "domain_context_tokens",
+    "domain_sampling",
     "skip_equal_rewards",
     "session_ttl_s",
     "max_queued_groups",
@@ -45,6 +48,10 @@ class SchedulerConfig(ServiceConfig):
     domain_chat_template_kwargs: Mapping[str, str] = field(default_factory=dict)
     """Variables of the model's chat template for a domain's sessions, each a JSON object, e.g.
     {"enable_thinking": false}; a task and a request may set others."""
+    domain_sampling: Mapping[str, SamplingPolicy] = field(default_factory=dict)
+    """Sampling parameters in training rollouts of a domain: agent (as the agent asks), bound
+    (within the gateway's bounds) or override (temperature 1, no cut). A task may name another;
+    domains without an entry: override."""
     skip_equal_rewards: bool = False
     """Tombstone a training group whose rollouts all have the same outcome; process rewards and
     speeds do not count."""

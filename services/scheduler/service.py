@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -283,6 +283,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     grant.task.chat_template_kwargs_json,
                 )
             ),
+            sampling=sampling_policy(grant.task, self._config.domain_sampling),
             expires_unix_s=time.time() + self._config.session_ttl_s,
         )
         grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())
@@ -313,6 +314,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             for view in views
         ]
+
+
+def sampling_policy(task: common_pb2.Task, by_domain: Mapping[str, str]) -> str:
+    """Return the policy of a task: its own, its domain's in training, or the default."""
+    if task.sampling:
+        name: str = common_pb2.SamplingPolicy.Name(task.sampling)
+        return name.removeprefix("SAMPLING_POLICY_").lower()
+    if task.purpose == common_pb2.PURPOSE_EVAL:
+        return "agent"
+    return by_domain.get(task.domain, "override")
 
 
 async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:

@@ -67,6 +67,8 @@ def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
         )
     if task.purpose not in common_pb2.Purpose.values():
         raise InvalidArgument(f"task {task.task_id}: purpose {task.purpose} is unknown")
+    if task.sampling not in common_pb2.SamplingPolicy.values():
+        raise InvalidArgument(f"task {task.task_id}: sampling {task.sampling} is unknown")
     _check_payload(task)
     if task.purpose:
         return task

@@ -43,6 +43,16 @@ _UNKNOWN = counter(
     "forge_trainer_sampling_unknown_turns_total",
     "Trained turns of earlier releases, which did not record top_p and top_k.",
 )
+_NOT_TRAINED = counter(
+    "forge_trainer_left_out_turns_total",
+    "Turns that were not trained: empty, aborted, greedy (temperature 0), share_missing.",
+    ["domain", "reason"],
+)
+_BARREN = counter(
+    "forge_trainer_barren_batches_total",
+    "Batches in which every turn of a domain was left out; see left_out_turns for the reason.",
+    ["domain"],
+)
 _THROUGHPUT = gauge(
     "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, per second of the step."
 )
@@ -135,7 +145,7 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _STEPS.inc()
     _TOKENS.inc(metrics.trained_tokens)
     _FLAT.inc(batch.flat_groups)
-    _EXCLUDED.inc(batch.excluded)
+    _show_left_out(batch)
     _UNTIMED.inc(batch.untimed)
     _MEMORY.inc(metrics.memory_retries)
     _TRUNCATED.inc(metrics.truncated_turns)
@@ -174,7 +184,15 @@ def show_checkpoint_failed() -> None:
 def show_skipped(batch: BatchSamples) -> None:
     """A batch was skipped."""
     _SKIPPED.inc()
+    _show_left_out(batch)
+
+
+def _show_left_out(batch: BatchSamples) -> None:
     _EXCLUDED.inc(batch.excluded)
+    for (domain, reason), turns in batch.left_out.items():
+        _NOT_TRAINED.labels(domain, reason).inc(turns)
+    for domain in batch.barren_domains:
+        _BARREN.labels(domain).inc()
 
 
 def show_evaluating(in_flight: bool) -> None:

@@ -31,6 +31,36 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
+async def test_a_greedy_agent_is_sampled_and_told_by_the_policy_of_its_session(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Temperature, cut and seed of the agent are replaced, named to it, and recorded with the
+    turn; over gRPC the same."""
+    trajectory_id = "greedy:0:0"
+    token = stack.token(trajectory_id, sampling="override")
+    client = stack.openai(gateway, token)
+    raw = await client.chat.completions.with_raw_response.create(
+        model="policy", messages=[user("SAY[[One.]]")], temperature=0, top_p=0.5, seed=1
+    )
+    changed = "temperature=1 (asked 0), top_p=1 (asked 0.5), seed=random (asked 1)"
+    assert raw.headers["x-forge-sampling"] == changed
+    async with client.chat.completions.with_streaming_response.create(
+        model="policy", messages=[user("SAY[[Two.]]")], temperature=0, stream=True
+    ) as streamed:
+        assert streamed.headers["x-forge-sampling"] == "temperature=1 (asked 0)"
+    plain = await client.chat.completions.with_raw_response.create(
+        model="policy", messages=[user("SAY[[Three.]]")]
+    )
+    assert "x-forge-sampling" not in plain.headers
+    async with stack.agent(gateway, token) as agent:
+        assert await agent.close(reward_event("solved", 1.0), min_turns=2, after_agent_s=1e6) >= 2
+    first, *_, last = (await recorded(stack, own_coordinator, trajectory_id)).turns
+    assert (first.temperature, first.top_p, first.top_k) == (1.0, 1.0, 0)
+    assert (first.asked_temperature, first.asked_top_p) == (0.0, 0.5)
+    assert first.HasField("asked_temperature") and not first.HasField("asked_top_k")
+    assert not last.HasField("asked_temperature")
+
+
 async def test_openai_tool_conversation_is_recorded_exactly(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:

@@ -32,6 +32,8 @@ class TurnRequest:
     """Name of the tool that the answer must call; "": any tool; None: no call is required."""
     sampling: common_pb2.SamplingParams
     """Its `grammar` applies to the answer, not to reasoning and tool calls."""
+    asked: common_pb2.SamplingParams | None = None
+    """What the agent asked for, if the session's policy replaced `sampling`."""
     stop: Sequence[str] = ()
     template_kwargs: str = ""
     """Variables of the chat template, a JSON object; they replace those of the session's token."""
@@ -47,3 +49,12 @@ class TurnRequest:
     arrived: Moment
     size_bytes: int = field(default_factory=SIZE_BYTES.get)
     """Size of the request as it was received."""
+
+
+def sampling_values(sampling: common_pb2.SamplingParams) -> dict[str, float]:
+    """Returns temperature, top_p and top_k with their defaults."""
+    return {
+        "temperature": sampling.temperature if sampling.HasField("temperature") else 1.0,
+        "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
+        "top_k": sampling.top_k,
+    }

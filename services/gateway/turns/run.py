@@ -17,6 +17,7 @@ from dataclasses import replace
 from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginCall, DraftPrompt, EndCall
+from services.gateway.config import SamplingBounds
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
@@ -27,6 +28,7 @@ from services.gateway.router.sample_call import SampleCall
 from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
+from services.gateway.turns.sampling_policy import with_policy
 from services.gateway.turns.types import Piece, Turn
 
 ASK_TIMEOUT_S = 60.0
@@ -46,8 +48,10 @@ class Turns:
         *,
         sample_timeout_s: float,
         retry_for_s: float,
+        bounds: SamplingBounds,
     ) -> None:
         self.model = model
+        self._bounds = bounds
         self._sessions = sessions
         self._streams = streams
         self._sample_timeout_s = sample_timeout_s
@@ -63,6 +67,7 @@ class Turns:
         """
         request = self._with_template(session, request)
         await check(request)
+        request = with_policy(request, session.claims.sampling, self._bounds)
         opening = self._opening(request)
         with self._sessions.count_call(session):
             call = SampleCall(

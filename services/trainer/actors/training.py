@@ -193,6 +193,7 @@ class Training(Actor):
             reason=result.skipped,
         )
         await self._source.tombstone(batch.claim, f"step {step} skipped: {result.skipped}")
+        _warn_of_barren_domains(batch, step)
         metrics.show_skipped(batch.samples)
         self._consistent = True
         self._skipped += 1
@@ -223,6 +224,7 @@ class Training(Actor):
             earlier=self._record.steps,
         )
         self._warn(result, step, batch.claim.batch_id)
+        _warn_of_barren_domains(batch, step)
         self._record.append(done)
         metrics.show(done, batch.samples)
         log.info(
@@ -360,3 +362,17 @@ class Training(Actor):
 
     def _now_s(self) -> float:
         return self._clock.now_s()
+
+
+def _warn_of_barren_domains(batch: PreparedBatch, step: int) -> None:
+    """Log a warning for each domain of which nothing could be trained."""
+    for domain in batch.samples.barren_domains:
+        left_out = batch.samples.left_out.items()
+        log.warning(
+            "domain_not_trained",
+            step=step,
+            batch_id=batch.claim.batch_id,
+            domain=domain,
+            turns={reason: turns for (of, reason), turns in left_out if of == domain},
+            remedy="greedy turns: domain_sampling = override, or bound",
+        )

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Literal
 
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.core.credit.rewards import (
@@ -40,6 +41,12 @@ _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_SPEED: "speed",
     pb.REWARD_KIND_AGENT: "agent",
 }
+
+
+LeftOut = Literal["empty", "aborted", "greedy", "share_missing"]
+"""Why a turn is not trained: it has no sampled token or no prompt; its agent left before the end;
+it was sampled at temperature 0, so it has no distribution; the share of allowed tokens is
+missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,10 @@ class BatchSamples:
     """Trajectories without a speed, since their times are not recorded."""
     cuts: Mapping[Cut, int] = field(default_factory=dict)
     """Turns by the effect of top_k and top_p; those with a missing share are left out."""
+    left_out: Mapping[tuple[str, LeftOut], int] = field(default_factory=dict)
+    """Turns without a sample, by domain and reason."""
+    barren_domains: tuple[str, ...] = ()
+    """Domains whose turns were all left out."""
 
     @property
     def mean_outcome(self) -> float:
@@ -122,7 +133,7 @@ def build_samples(
     outcomes: dict[str, list[float]] = {}
     lengths: dict[str, list[int]] = {}
     completions_s: dict[str, list[float]] = {}
-    cuts: Counter[Cut] = Counter()
+    turns = _TurnCounts()
     for rollouts, group, credit in zip(kept, returns, credits, strict=True):
         for rollout, advantages_T, speed_T in zip(
             rollouts, credit.advantages, group.speed, strict=True
@@ -140,9 +151,9 @@ def build_samples(
                 targets_T = [
                     one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
                 ]
-                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), cuts, targets_T))
+                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), turns, targets_T))
             else:
-                samples.extend(_turn_samples(rollout, advantages_T, cuts))
+                samples.extend(_turn_samples(rollout, advantages_T, turns))
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
@@ -156,7 +167,9 @@ def build_samples(
         flat_groups=sum(credit.flat for credit in credits),
         excluded=sum(map(len, groups)) - len(everyone),
         untimed=sum(one.completion_s is None and one.reported_speed is None for one in everyone),
-        cuts=cuts,
+        cuts=turns.cuts,
+        left_out=turns.left_out,
+        barren_domains=turns.barren_domains(),
     )
 
 
@@ -207,27 +220,55 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
     )
 
 
+@dataclass(slots=True)
+class _TurnCounts:
+    """Counts the turns of a batch and decides which are trained."""
+
+    cuts: Counter[Cut] = field(default_factory=Counter)
+    left_out: Counter[tuple[str, LeftOut]] = field(default_factory=Counter)
+    trained: set[str] = field(default_factory=set)
+    """Domains with a trained turn."""
+
+    def count_turn(self, domain: str, record: pb.Turn, *, start: int, length: int) -> bool:
+        """Whether the turn, sampled from `start` to `length`, is trained."""
+        reason: LeftOut | None = None
+        if start in (0, length):
+            reason = "empty"
+        # The agent did not receive the answer, so no reward depends on it.
+        elif record.finish_reason == pb.FINISH_REASON_ABORTED:
+            reason = "aborted"
+        elif record.temperature <= 0:
+            reason = "greedy"
+        else:
+            cut = cut_of(record)
+            self.cuts[cut] += 1
+            if cut == "share_missing":
+                reason = cut
+        if reason is None:
+            self.trained.add(domain)
+        else:
+            self.left_out[domain, reason] += 1
+        return reason is None
+
+    def barren_domains(self) -> tuple[str, ...]:
+        """Domains whose turns were all left out."""
+        return tuple(sorted({domain for domain, _ in self.left_out} - self.trained))
+
+
 def _turn_samples(
     rollout: _Rollout,
     advantages_T: Sequence[float],
-    cuts: Counter[Cut],
+    counts: _TurnCounts,
     targets_T: Sequence[float] = (),
 ) -> list[Sample]:
-    """One sample per trainable turn, counted in `cuts`; `targets_T` are the critic's targets."""
+    """One sample per trainable turn; `targets_T` are the critic's targets."""
     samples = []
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
-        # The agent did not receive the answer of an aborted turn, so no reward depends on it; a
-        # greedy turn has no distribution to compare with.
-        aborted = record.finish_reason == pb.FINISH_REASON_ABORTED
         length = rollout.tree.lengths[index]
         start = length - turn.sampled_tokens
-        if not turn.sampled_tokens or start == 0 or aborted or record.temperature <= 0:
-            continue
-        cut = cut_of(record)
-        cuts[cut] += 1
-        if cut == "share_missing":
+        if not counts.count_turn(rollout.trajectory.domain, record, start=start, length=length):
             continue
         samples.append(
             Sample(

@@ -24,6 +24,16 @@ def test_task_line_overrides_the_options(tmp_path: Path) -> None:
     assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
 
 
+def test_sampling_policy_is_read_and_written(tmp_path: Path) -> None:
+    """A task names it as the settings do."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {}, "sampling": "bound"}\n{"payload": {}}\n')
+    tasks = read_tasks(file, DEFAULTS)
+    assert [task.sampling for task in tasks] == [common_pb2.SAMPLING_POLICY_BOUND, 0]
+    write_tasks(file, tasks)
+    assert read_tasks(file, DEFAULTS) == tasks
+
+
 def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
     """Texts from the web hold separators of their own."""
     prompt = "one\u2028two\x85three"
@@ -49,6 +59,7 @@ def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
         ('{"payload": {}, "difficulty": 2}', "difficulty 2.0 must be from 0 to 1"),
         (f'{{"payload": {{}}, "difficulty": {"9" * 400}}}', "difficulty 999"),
         ('{"payload": ' + "[" * 5000, "is nested too deeply"),
+        ('{"payload": {}, "sampling": "greedy"}', "sampling 'greedy' must be agent, bound or "),
         ('{"payload": {}, "scaffold": "a b"}', "scaffold 'a b' must be 1 to 64 of "),
     ],
 )

@@ -13,6 +13,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginCall, EndCall
+from services.gateway.config import SamplingBounds
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, given
 from services.gateway.conversation.turn_request import TurnRequest
@@ -27,7 +28,7 @@ class Session:
     """A session that closes once its call's answer is waited for."""
 
     def __init__(self) -> None:
-        self.claims = Claims(subject="s", scopes=frozenset(), trajectory_id="t:0:0")
+        self.claims = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
         self.ended: list[EndCall] = []
         self.abort: Any = None
         self.actor = self
@@ -85,6 +86,7 @@ async def test_call_ended_by_a_close_records_its_sampled_tokens(said: int) -> No
         cast(Any, Stream(session, said)),
         sample_timeout_s=30.0,
         retry_for_s=30.0,
+        bounds=SamplingBounds(),
     )
     request = TurnRequest(
         prompt_ids=int32_bytes([1, 2]),
@@ -135,6 +137,7 @@ async def test_stop_string_cancels_sampling() -> None:
         cast(Any, stream),
         sample_timeout_s=30.0,
         retry_for_s=30.0,
+        bounds=SamplingBounds(),
     )
     request = TurnRequest(
         prompt_ids=int32_bytes([1, 2]),

@@ -14,8 +14,11 @@ from services.trainer.data.samples import BatchSamples, CreditRules, build_sampl
 RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
 
 
-def built(allowed: list[float], **settings: Any) -> BatchSamples:
-    """A group of two rollouts of one turn of two tokens."""
+WHOLE: Any = {"top_p": 1.0, "top_k": 0}
+
+
+def built(allowed: list[float], *, later: Any = (), **settings: Any) -> BatchSamples:
+    """A group of two rollouts of one turn of two tokens, and of `later` turns like it."""
     turn = pb.Turn(
         parent_turn=-1,
         prompt_ids=int32_bytes([1]),
@@ -25,15 +28,19 @@ def built(allowed: list[float], **settings: Any) -> BatchSamples:
             weight_versions=int32_bytes([1, 1]),
             allowed_logprobs=float32_bytes(allowed),
         ),
-        finish_reason=pb.FINISH_REASON_STOP,
-        **({"temperature": 1.0} | settings),
+        **({"temperature": 1.0, "finish_reason": pb.FINISH_REASON_STOP} | settings),
     )
+    turns = [turn]
+    for changes in later:
+        turns.append(pb.Turn())
+        turns[-1].CopyFrom(turn)
+        turns[-1].MergeFrom(pb.Turn(turn_index=len(turns) - 1, **changes))
     reward = pb.RewardEvent(event_id="r", kind=pb.REWARD_KIND_OUTCOME, value=1, turn_index=-1)
     return build_samples(
         [
             [
-                pb.Trajectory(trajectory_id="t:0:0", turns=[turn], rewards=[reward]),
-                pb.Trajectory(trajectory_id="t:0:1", turns=[turn]),
+                pb.Trajectory(trajectory_id="t:0:0", domain="code", turns=turns, rewards=[reward]),
+                pb.Trajectory(trajectory_id="t:0:1", domain="code", turns=turns),
             ]
         ],
         RULES,
@@ -73,6 +80,17 @@ def test_turn_without_recorded_cuts_is_trained_and_counted() -> None:
     assert dict(batch.cuts) == {"unknown": 2} and len(batch.samples) == 2
 
 
-def test_greedy_turns_are_not_counted() -> None:
-    """They are no part of training, with any cut."""
-    assert dict(built([], temperature=0.0, top_p=0.5).cuts) == {}
+def test_a_domain_of_greedy_turns_is_barren() -> None:
+    """Greedy turns have no distribution to train; a domain without other turns is reported."""
+    batch = built([], temperature=0.0, top_p=0.5)
+    assert (batch.samples, dict(batch.cuts)) == ((), {})
+    assert dict(batch.left_out) == {("code", "greedy"): 2}
+    assert batch.barren_domains == ("code",)
+
+
+def test_a_domain_with_a_trained_turn_is_not_barren() -> None:
+    """Turns of aborted answers are left out and counted beside it."""
+    batch = built([], **WHOLE, later=[{"finish_reason": pb.FINISH_REASON_ABORTED}])
+    assert len(batch.samples) == 2
+    assert dict(batch.left_out) == {("code", "aborted"): 2}
+    assert batch.barren_domains == ()
