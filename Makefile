@@ -74,8 +74,9 @@ dist: setup  ## Build wheel and source distribution in dist/
 	@$(PY) -m twine check --strict dist/*
 
 coverage: setup  ## The default suite with the lines it reaches, in all its processes
-	@rm -f .coverage*
+	@rm -f .coverage* unfinished.coverage.*
 	@$(PY) -m coverage run -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m tests.support.suite.coverage_files
 	@$(PY) -m coverage combine --quiet
 	@$(PY) -m coverage report --skip-covered --sort=cover
 

@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -30,6 +31,16 @@ ALSO = {
         "forge.agents.scaffolds.whitebox",
         "openai.resources.chat.completions",
     ),
+    "forge.cli.main": (
+        "forge.cli.pool",
+        "forge.cli.pool_reading",
+        "forge.cli.queue",
+        "forge.cli.status",
+        "forge.cli.token",
+        "forge.client.operator",
+        "forge.client.pool",
+        "rich.table",
+    ),
     "services.trainer": TORCH_MODELS,
     "services.inference": ("services.inference.router.role",),
     "tests.support.pool.lmdb_panic": ("services.pool.app",),
@@ -39,6 +50,7 @@ ALSO = {
     ),
 }
 """Modules that a service imports once it has started."""
+COMMAND = "forge.cli.main"
 WORKER = ("services.inference.worker.role", *TORCH_MODELS)
 """Likewise of an inference worker."""
 
@@ -97,7 +109,7 @@ def import_service(module: str, argv: list[str]) -> None:
     if module == "services.inference" and "router" not in argv:
         for also in WORKER:
             importlib.import_module(also)
-    if module.startswith(("services.", "forge.")):
+    if module != COMMAND and module.startswith(("services.", "forge.")):
         main = f"{module}.__main__"
         importlib.import_module(main).load_app()
         # It is run as `__main__`, and warned of where it has been imported as well.
@@ -127,10 +139,22 @@ def save_coverage() -> None:
     def save() -> None:
         while True:
             time.sleep(SAVE_EVERY_S)
-            measured.save()
+            save_whole(measured)
 
     if measured is not None:
         threading.Thread(target=save, name="coverage", daemon=True).start()
+
+
+def save_whole(measured: Any) -> None:
+    """Save the data, and a copy that appears whole: coverage writes its SQLite file without a
+    journal, so a kill during a save may damage it."""
+    measured.save()
+    file = Path(measured.get_data().data_filename())
+    if file.exists():
+        # Not `.coverage.*`: `coverage combine` must not find a half of it.
+        unfinished = file.with_name(f"unfinished{file.name}")
+        shutil.copyfile(file, unfinished)
+        unfinished.replace(file.with_name(f"{file.name}.copy"))
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""Coverage files of killed processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.suite.coverage_files import delete_damaged
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from coverage import Coverage
+from tests.support.runtime.fork_server import save_whole
+measured = Coverage(data_file=".coverage", data_suffix=True, include=["program.py"])
+measured.start()
+import program
+save_whole(measured)
+print(measured.get_data().data_filename(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def coverage(folder: Path, *words: str) -> str:
+    argv = [sys.executable, "-m", "coverage", *words]
+    ended = subprocess.run(argv, cwd=folder, text=True, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "page", "none"])
+def test_kill_during_a_save_loses_no_earlier_save(tmp_path: Path, damage: str) -> None:
+    """The damaged file is deleted, the copy has the lines, and the other files are combined."""
+    (tmp_path / "program.py").write_text("a = 1\nb = 2\n")
+    argv = [sys.executable, "-c", PROGRAM, str(ROOT)]
+    ended = subprocess.run(argv, cwd=tmp_path, text=True, stdout=subprocess.PIPE, check=False)
+    saved = Path(ended.stdout.strip())
+    data = bytearray(saved.read_bytes())
+    match damage:
+        case "cut":
+            del data[len(data) // 2 :]
+        case "empty":
+            data.clear()
+        case "page":  # of a table: `coverage combine` fails in the middle
+            data[6 * 4096 : 7 * 4096] = b"\xff" * 4096
+    saved.write_bytes(data)
+    assert delete_damaged(tmp_path) == ([] if damage == "none" else [saved])
+    coverage(tmp_path, "combine")
+    assert "program.py       2      0   100%" in coverage(tmp_path, "report")
