@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from forge.runtime.security import Security
 from forge.runtime.tokens import Keyring
 from forge.runtime.weights import TRAINER_STANDBYS
 from services.trainer.lineage import Lineage
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import START_S, SchedulerCluster, make_task
@@ -27,13 +27,7 @@ async def show(
 ) -> subprocess.CompletedProcess[str]:
     """What `forge status` prints."""
     system = ("--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(key))
-    return await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "forge.cli.main", "status", *system, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return await run_command("status", *system, *words)
 
 
 async def test_status_reports_missing_services_without_waiting(

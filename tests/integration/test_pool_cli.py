@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from services.pool.storage.file_locks import lock_directory
 from tests.support.pool.damage import flip_served
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER = "pool-cli"
@@ -67,10 +67,8 @@ async def client(pool: PoolProcess, shared_etcd: EtcdServer) -> AsyncIterator[Po
 
 async def forge(pool: PoolProcess, *words: str) -> Done:
     """Runs `forge pool <words>` against the run."""
-    process = await start(pool, *words)
-    stdout, stderr = await process.communicate()
-    assert process.returncode is not None
-    return Done(code=process.returncode, stdout=stdout.decode(), stderr=stderr.decode())
+    ended = await run_command("pool", *words, "--run-dir", str(pool.data_dir.parent))
+    return Done(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr)
 
 
 async def start(pool: PoolProcess, *words: str) -> asyncio.subprocess.Process:
@@ -149,19 +147,11 @@ async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
     assert shown.code == 0, shown.stderr
     assert "oldest pending group: a at index 0" in shown.stdout
     shard = str(pool.data_dir)
-    checked, copied = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "forge.cli.main", "pool", *words),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        for words in (
-            ("check", shard),
-            ("backup", shard, str(tmp_path / "copy")),
-        )
-    ]
-    outputs = [await one.communicate() for one in (checked, copied)]
-    assert [one.returncode for one in (checked, copied)] == [0, 0], outputs
+    ended = await asyncio.gather(
+        run_command("pool", "check", shard),
+        run_command("pool", "backup", shard, str(tmp_path / "copy")),
+    )
+    assert [one.returncode for one in ended] == [0, 0], ended
 
 
 async def test_running_pool_is_compacted_by_its_directory(pool, client, tmp_path):
@@ -176,12 +166,7 @@ async def test_running_pool_is_compacted_by_its_directory(pool, client, tmp_path
     assert await client.fetch("a:0:0") == before
     backup = str(tmp_path / "copy")
     for words in (("backup", str(pool.data_dir), backup), ("compact", backup)):
-        done = subprocess.run(
-            [sys.executable, "-m", "forge.cli.main", "pool", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        done = await run_command("pool", *words, directory=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     # As a follower's would be: in use, under the same name, and not by the one that is registered.
     lock = lock_directory(Path(backup))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from forge.v1 import pool_pb2
 from tests.support.pool.process import PoolClient
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
@@ -65,14 +65,8 @@ async def fill(client: PoolClient) -> None:
 
 async def forge_pool(*words: str) -> tuple[int, str]:
     """Exit code and output of `forge pool <words>`."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "forge.cli.main", "pool", *words),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
+    ended = await run_command("pool", *words)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def files_with(marker: str, directory: Path) -> list[str]:

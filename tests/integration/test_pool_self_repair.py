@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from tests.support.pool.damage import flip_served
 from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 
@@ -149,16 +147,10 @@ async def test_stopped_replica_is_repaired_from_a_running_one(
     stopped.kill()
     flip_served(stopped.data_dir, SAID.encode())
     assert damage_of(stopped)
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [
-            *(sys.executable, "-m", "forge.cli.main", "pool", "check", str(stopped.data_dir)),
-            *("--repair", source if source == "leader" else client.address),
-            *("--etcd", etcd.endpoint, "--cluster", cluster),
-            *("--key-file", str(tmp_path / "key")),
-        ],
-        capture_output=True,
-        text=True,
+    done = await run_command(
+        *("pool", "check", str(stopped.data_dir)),
+        *("--repair", source if source == "leader" else client.address),
+        *("--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key")),
     )
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout == f"{stopped.data_dir} is whole\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 from forge.cli.command_exit import INTERRUPTED
 from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, ids_of, make_task
@@ -34,7 +35,9 @@ class Operator:
 
     async def types(self, *words: str) -> str:
         """What the command answers."""
-        return await answer(await self.start(*words))
+        ended = await run_command("queue", *words, *self._system)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
 
 async def answer(command: Process) -> str:
@@ -126,9 +129,8 @@ async def test_feed_unit_keeps_the_queue_filled(
     """Its command, with an operator's token and systemd's socket: ready without a scheduler, beats,
     endless epochs up to the depth, an orderly end by SIGTERM, and the same place afterwards."""
     at = ["--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key")]
-    issue = [sys.executable, "-m", "forge.cli.main", "token", "issue", "operator", *at]
-    issue += ["--subject", "feed", "--out", str(tmp_path / "token")]
-    assert await (await asyncio.create_subprocess_exec(*issue)).wait() == 0
+    issue = ("token", "issue", "operator", *at, "--subject", "feed")
+    assert (await run_command(*issue, "--out", str(tmp_path / "token"))).returncode == 0
     write_tasks(tmp_path / "sums.jsonl", 1, 1)
     (start,) = re.findall(r"^ExecStart=\S+/forge (.+)$", FEED.read_text(), re.M)
     start = start.replace("/var/lib/forge/feed/%i", str(tmp_path / "sums"))

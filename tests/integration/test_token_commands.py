@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.issued_tokens import read_revocations, records, revoke
 from forge.runtime.security import Security
 from forge.runtime.tokens import Keyring
+from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import start_service
 from tests.support.runtime.waiting import until
@@ -27,17 +24,12 @@ class Host:
 
     def __init__(self, etcd: EtcdServer, cluster: str, *credential: str, token: str = "") -> None:
         self._system = ["--etcd", etcd.endpoint, "--cluster", cluster, *credential]
-        self._environ = {**os.environ, "FORGE_TOKEN": token}
+        self._environ = {"FORGE_TOKEN": token}
 
     async def types(self, *words: str) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
-        argv = [sys.executable, "-m", "forge.cli.main", *words, *self._system]
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdout=PIPE, stderr=PIPE, env=self._environ
-        )
-        out, errors = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, out.decode().strip(), errors.decode().strip()
+        ended = await run_command(*words, *self._system, environ=self._environ)
+        return ended.returncode, ended.stdout.strip(), ended.stderr.strip()
 
 
 class System:

@@ -29,16 +29,24 @@ REQUEST_S = 240.0
 class ForkedProcess:
     """One `python -m <module>`; its methods are those of `subprocess.Popen`."""
 
-    def __init__(self, module: str, argv: Sequence[str], *, stderr: int | IO[bytes] | None) -> None:
+    def __init__(
+        self,
+        module: str,
+        argv: Sequence[str],
+        *,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        environ: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> None:
         self.args = [module, *argv]
-        self._errors = tempfile.TemporaryFile() if stderr == subprocess.PIPE else None  # noqa: SIM115
-        file = self._errors or stderr or 2
+        self._output, self._errors = _kept(stdout), _kept(stderr)
         self._status, status = os.pipe()
         self._lock = threading.Lock()
         self.returncode: int | None = None
+        files = (status, _number(self._output or stdout or 1), _number(self._errors or stderr or 2))
         try:
-            errors = file if isinstance(file, int) else file.fileno()
-            self.pid = _fork_server().fork(module, argv, (status, 1, errors))
+            self.pid = _fork_server().fork(module, argv, files, environ, directory)
         finally:
             os.close(status)
 
@@ -52,12 +60,9 @@ class ForkedProcess:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Its last words on stderr, if that is a pipe, are the second."""
+        """What it wrote to stdout and stderr, if they are pipes."""
         self.wait(timeout)
-        if self._errors is None:
-            return "", ""
-        self._errors.seek(0)
-        return "", self._errors.read().decode()
+        return _read(self._output), _read(self._errors)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
@@ -82,16 +87,36 @@ class ForkedProcess:
         os.close(self._status)
 
 
+def _kept(stream: int | IO[bytes] | None) -> IO[bytes] | None:
+    return tempfile.TemporaryFile() if stream == subprocess.PIPE else None
+
+
+def _number(stream: int | IO[bytes]) -> int:
+    return stream if isinstance(stream, int) else stream.fileno()
+
+
+def _read(stream: IO[bytes] | None) -> str:
+    if stream is None:
+        return ""
+    stream.seek(0)
+    return stream.read().decode()
+
+
 ServiceProcess = ForkedProcess | subprocess.Popen[str]
 
 
 def start_service(module: str, *argv: str, stderr: int | IO[bytes] | None = None) -> ServiceProcess:
     """Start `python -m <module>` with these arguments."""
-    in_tests = "PYTEST_VERSION" in os.environ
-    # What sets up an interpreter sets up that of the fork server, not those of its forks.
-    if not in_tests or _interpreter(os.environ) != _fork_server().interpreter:
+    if not can_fork(os.environ):
         return subprocess.Popen([sys.executable, "-m", module, *argv], stderr=stderr, text=True)
     return ForkedProcess(module, argv, stderr=stderr)
+
+
+def can_fork(environ: Mapping[str, str]) -> bool:
+    """Whether a fork is like a process with these variables: in tests, and with the variables of
+    the fork server that set up an interpreter."""
+    in_tests = "PYTEST_VERSION" in os.environ
+    return in_tests and _interpreter(environ) == _fork_server().interpreter
 
 
 def _interpreter(environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,13 +136,20 @@ class _ForkServer:
         self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def fork(self, module: str, argv: Sequence[str], files: Sequence[int]) -> int:
+    def fork(
+        self,
+        module: str,
+        argv: Sequence[str],
+        files: Sequence[int],
+        environ: Mapping[str, str] | None,
+        directory: Path | None,
+    ) -> int:
         """The process id. `files`: for the exit code, stdout and stderr."""
         request = {
             "module": module,
             "argv": list(argv),
-            "environ": dict(os.environ),
-            "directory": str(Path.cwd()),
+            "environ": dict(os.environ if environ is None else environ),
+            "directory": str(directory or Path.cwd()),
         }
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(request).encode()], files)
