@@ -57,7 +57,7 @@ def count(instance: Instance, metric: str) -> float:
 
 async def test_joining_services_share_the_work_of_a_run(tmp_path: Path, forge_root: Path) -> None:
     """A second decode worker, gateway and pool shard get work in the middle of a run."""
-    run = ForgeRun(tmp_path / "run", root=forge_root, steps=24)
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=16)
     run.start()
     await asyncio.to_thread(run.wait_for_step, 1)
     endpoints = (run.directory / "etcd.endpoints").read_text().strip()

@@ -325,8 +325,9 @@ def _told(answer: Any) -> Any:
     return answer
 
 
+FUZZ = settings.get_current_profile_name() == "fuzz"
 PoolMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=600 if FUZZ else 120,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -341,8 +341,9 @@ class GenerationQueueMachine(QueueTrainers):
         return self.pool[parse_trajectory_id(trajectory_id).task_id].spec
 
 
+FUZZ = settings.get_current_profile_name() == "fuzz"
 GenerationQueueMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=750 if FUZZ else 150,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

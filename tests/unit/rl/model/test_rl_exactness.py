@@ -1,19 +1,16 @@
 """Tree-merged loss and gradients equal those of one sample at a time (invariant I5).
 
 Every family of models, every shape of tree, every way of computing it: whole, split into several
-trees, relayed in parts. Ranks are in `test_rl_context_parallel.py`, many more random trees in
+trees, relayed in parts. Ranks are in `test_rl_context_parallel.py`, random trees in
 `test_rl_exactness_forests.py`.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Sample
 from forge.rl.attention import schedule as schedule_module
@@ -26,7 +23,6 @@ from tests.support.rl.models import (
     CAP,
     Gradient,
     gradients,
-    make_sample,
     reference_gradient,
     relative_errors,
     tiny_model,
@@ -38,7 +34,6 @@ DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 WAYS = ("whole", "split", "relayed")
 BALANCE = 0.1
-EXAMPLES = 100 if settings.get_current_profile_name() == "fuzz" else 25
 
 
 @cache
@@ -107,9 +102,18 @@ def test_merged_gradients_are_exact_in_fp64(family: str, kind: str, way: str) ->
     assert max(found) <= 1e-12
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", DENSE + EXPERTS)
+# fp64 covers each shape of each family in each way. fp32 has other kernels and the models' norms:
+# each family in each way, over two shapes, and each shape in each way.
+FP32 = [
+    (family, kind, way)
+    for family in DENSE + EXPERTS
+    for kind in KINDS
+    for way in WAYS
+    if family == "qwen3" or kind in ("forked", "compacted")
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "way"), FP32)
 def test_merged_gradients_agree_to_rounding_in_fp32(family: str, kind: str, way: str) -> None:
     """In fp32, with transformers as it is, loss and gradients agree to 1e-5."""
     expected = reference(family, torch.float32, kind)
@@ -141,36 +145,6 @@ def test_recurrent_model_is_not_merged(family: str, caplog: pytest.LogCaptureFix
         assert max(found) <= 1e-5
         (record,) = [one for one in caplog.records if one.name == "forge.rl.model.policy"]
         assert "sequence by sequence" in record.getMessage()
-
-
-@st.composite
-def random_forests(draw: st.DrawFn) -> list[Sample]:
-    """Samples over three tokens, so that they share prefixes of every length."""
-    rng = Random(draw(st.integers(0, 1 << 30)))
-    samples = []
-    for ids in draw(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=10), min_size=1)):
-        cut = sorted(rng.sample(range(1, len(ids) + 1), 2)) if len(ids) > 2 else [1, 2]
-        samples.append(make_sample(ids, (cut[0], cut[1]), rng=rng))
-    return samples
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    random_forests(),
-    st.sampled_from(["qwen3", "gemma3", "qwen3_moe"]),
-    st.sampled_from([UNSPLIT, 12, 3, 1]),
-    st.sampled_from([0.0, 6e6]),
-)
-def test_random_forests_are_exact(
-    samples: list[Sample], family: str, budget: int, call_flops: float
-) -> None:
-    """In fp64: no shape of tree, no split and no relay changes the gradient."""
-    with wide_norms(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_module, "CALL_FLOPS", call_flops)
-        model = tiny_model(family, torch.float64)
-        expected = reference_gradient(model, samples, balance_coef=balance_of(family))
-        found = errors(family, torch.float64, samples, budget, expected)
-    assert max(found) <= 1e-12
 
 
 @pytest.mark.parametrize("way", WAYS)

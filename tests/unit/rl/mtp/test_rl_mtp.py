@@ -230,7 +230,7 @@ def test_draft_heads_learn(loss: MtpLoss) -> None:
         top_k=4,
     )
     plan = one.plan(samples)
-    results = [one.step(plan, weight_version=1) for _ in range(60)]
+    results = [one.step(plan, weight_version=1) for _ in range(40)]
     assert all(not result.skipped for result in results)
     for before, after in zip(results[0].mtp.losses, results[-1].mtp.losses, strict=True):
         assert after < 0.7 * before

@@ -303,8 +303,9 @@ class StandbyMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
+FUZZ = settings.get_current_profile_name() == "fuzz"
 StandbyMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=450 if FUZZ else 90,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from services.trainer.learner import rank_processes
 from services.trainer.learner.model_replica import Take
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.short_memory import memory_for
+from tests.support.runtime.fork_server import TORCH_MODELS
 from tests.support.trainer.learners import started_learner
 
 
@@ -36,6 +38,16 @@ def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActo
         **settings,
     }
     return started_learner(model_path, checkpoints, **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Forks ranks from a process that has imported torch; `test_trainer_run.py` spawns them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank_processes.__name__, *TORCH_MODELS])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
+        yield
 
 
 # The tests that need no such pair come before those that do: there is one group in a process.
