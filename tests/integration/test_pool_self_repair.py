@@ -105,7 +105,7 @@ async def test_leader_reads_a_damaged_record_from_its_follower(shard):
     await client.close()
 
 
-async def test_record_lost_on_both_replicas_is_named_to_its_reader(shard):
+async def test_record_damaged_on_both_replicas_is_named_to_its_reader(shard):
     """It stays as it is; other records are readable and counted."""
     replicas = shard("--replication.verify-every-s", "0")
     client, leader, follower = await filled(replicas)
