@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from forge.core.errors import FailedPrecondition, InvalidArgument
+from forge.runtime.coordination.etcd_roles import is_user_name
 from forge.runtime.private_file import write_private_file
 
 CA_CERT, CA_KEY = "ca.pem", "ca-key.pem"
@@ -74,6 +75,11 @@ class Authority:
         alternatives = [_alternative(name) for name in names]
         if not 1 <= len(common_name) <= 64:
             raise InvalidArgument("the common name has 1 to 64 characters: set --common-name")
+        if is_user_name(common_name):
+            raise InvalidArgument(
+                f"the common name {common_name} is that of a user in etcd, which would need no "
+                "password: set another --common-name"
+            )
         ends = min(datetime.now(UTC) + timedelta(days=days), self.signer.not_valid_after_utc)
         if ends <= datetime.now(UTC):
             raise FailedPrecondition(f"the CA of {self.folder} has expired: `forge certs rotate`")

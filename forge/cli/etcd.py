@@ -44,6 +44,14 @@ def apply(
         str, typer.Option("--etcd", help="[https://]host:port, separated by commas.")
     ] = "127.0.0.1:2379",
     cluster: Cluster = "default",
+    runner: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="Host whose runners get a user of their own, CLUSTER.runner@HOST, that writes no "
+            "other runner's entry; may be repeated.",
+        ),
+    ] = None,
     tls_ca: Annotated[str, typer.Option(help="PEM certificates that verify etcd.")] = "",
     tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = "",
     tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = "",
@@ -67,6 +75,7 @@ def apply(
             cluster=cluster,
             credentials=tls.etcd_credentials(endpoints),
             directory=passwords,
+            runners=runner or (),
         )
         for change in changes or ["nothing to change"]:
             say(change)

@@ -100,6 +100,21 @@ async def test_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
     await trainer.close()
 
 
+async def test_a_runner_host_writes_its_own_entries_alone(secure: SecureEtcd) -> None:
+    """The user of one host cannot replace the entry of a runner on another."""
+    changes = await secure.apply(runners=["h1", "h2"])
+    assert "secure.runner@h1: writes /forge/secure/services/runner/agents-h1-*" in changes
+    first, second = [await secure.connect(f"runner@{host}") for host in ("h1", "h2")]
+    entry = await first.register("runner", "agents-h1-0", "127.0.0.1:1")
+    with pytest.raises(Unavailable, match=r"agents-h1-0 to secure\.runner@h2$"):
+        await second.compare_and_swap("services/runner/agents-h1-0", b"{}", expected_revision=0)
+    with pytest.raises(Unavailable, match=r"agents-h10-0 to secure\.runner@h1$"):
+        await first.register("runner", "agents-h10-0", "127.0.0.1:1")
+    await entry.close()
+    for each in (first, second):
+        await each.close()
+
+
 async def test_wrong_password_and_open_etcd_are_refused(
     shared_secure: SecureEtcd, etcd: EtcdServer, tmp_path: Path
 ) -> None:

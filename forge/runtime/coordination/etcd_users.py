@@ -6,7 +6,7 @@ Applies `etcd_roles`; a repetition changes nothing. Each user has a random passw
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,16 @@ from etcd3aio.kv import prefix_range_end
 
 from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Login, open_channel
-from forge.runtime.coordination.etcd_roles import ROLES, EtcdRole, etcd_user
+from forge.runtime.coordination.etcd_roles import (
+    ROLES,
+    ROOT,
+    EtcdRole,
+    etcd_user,
+    runner_role,
+    runner_service,
+)
 from forge.runtime.private_file import write_private_file
 
-ROOT = "root"
-"""etcd's own name for the user and the role with every permission."""
 _READ, _WRITE = int(PermissionType.READ), int(PermissionType.READWRITE)
 Permissions = dict[tuple[bytes, bytes], int]
 """Type by key and end of the range; the end is empty for a single key."""
@@ -34,14 +39,21 @@ def password_file(directory: Path, service: str) -> Path:
 
 
 async def apply_roles(
-    endpoints: str, *, cluster: str, credentials: grpc.ChannelCredentials | None, directory: Path
+    endpoints: str,
+    *,
+    cluster: str,
+    credentials: grpc.ChannelCredentials | None,
+    directory: Path,
+    runners: Sequence[str] = (),
 ) -> list[str]:
     """Make the users and roles of a cluster, and enable authentication. Returns the changes.
+    `runners`: hosts whose runners get a user of their own.
 
     A password without a file in `directory` is made there. Raises ConfigError, Unavailable, and
     Unauthenticated for another password of root.
     """
-    passwords = {name: _password(password_file(directory, name)) for name in (ROOT, *ROLES)}
+    roles = {**ROLES, **{runner_service(host): runner_role(host) for host in runners}}
+    passwords = {name: _password(password_file(directory, name)) for name in (ROOT, *roles)}
     root = Login(user=ROOT, password_file=str(password_file(directory, ROOT)))
     channel = await open_channel(endpoints, credentials)
     etcd = Etcd(channel, endpoints=endpoints, cluster=cluster, login=root)
@@ -52,7 +64,7 @@ async def apply_roles(
         users = _Users(partial(Etcd, channel, endpoints=endpoints, cluster=cluster), etcd)
         await users.add_role(ROOT)
         await users.add(root, role=ROOT, password=passwords[ROOT])
-        for service, role in ROLES.items():
+        for service, role in roles.items():
             name = etcd_user(cluster, service)
             login = Login(user=name, password_file=str(password_file(directory, service)))
             await users.add_role(name)
@@ -126,7 +138,8 @@ def _permissions(cluster: str, role: EtcdRole) -> Permissions:
 
 
 def _range(path: str) -> tuple[bytes, bytes]:
-    return path.encode(), prefix_range_end(path) if path.endswith("/") else b""
+    start = path.removesuffix("*")
+    return start.encode(), prefix_range_end(start) if path.endswith(("/", "*")) else b""
 
 
 def _words(range_: tuple[bytes, bytes], kind: int) -> str:

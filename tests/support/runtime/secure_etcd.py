@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge.runtime.coordination import Coordinator, Login
@@ -31,13 +32,16 @@ class SecureEtcd:
         await asyncio.to_thread(self.server.start)
         await self.apply()
 
-    async def apply(self, directory: Path | None = None) -> list[str]:
+    async def apply(
+        self, directory: Path | None = None, *, runners: Sequence[str] = ()
+    ) -> list[str]:
         """The changes."""
         return await apply_roles(
             self.endpoint,
             cluster=self.cluster,
             credentials=self.credentials,
             directory=directory or self.passwords,
+            runners=runners,
         )
 
     def login(self, service: str) -> Login:

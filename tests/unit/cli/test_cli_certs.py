@@ -143,3 +143,17 @@ def test_mistake_in_forge_certs_is_one_line(
     assert ended.stderr.count("\n") == 1
     assert said.format(**folders) in ended.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["root", "default.pool", "a.b.scheduler", "default.runner@h1"])
+def test_a_common_name_of_a_user_in_etcd_is_refused(tmp_path: Path, name: str) -> None:
+    """etcd takes it for a password. A host that is called so needs another common name."""
+    certs("init", tmp_path / "ca")
+    where = ["--ca", str(tmp_path / "ca"), "--out", str(tmp_path / "host")]
+    for words in (["h1", "--common-name", name], [name] if "@" not in name else []):
+        if words:
+            ended = CliRunner().invoke(app, ["certs", "issue", *words, *where])
+            assert ended.exit_code == 2
+    assert "would need no password" in ended.output
+    assert not (tmp_path / "host").exists()
+    certs("issue", "default.pool", "--common-name", "host-1", *where)
