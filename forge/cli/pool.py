@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.command_exit import finish
+from forge.cli.command_exit import finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import FilterOptions, SystemOptions, with_options
 from forge.core.extras import require_extra
@@ -24,7 +24,8 @@ pool_app = typer.Typer(
     rich_markup_mode="rich",
     help="Read the data pool and maintain its files.\n\n"
     "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] read a "
-    "running pool, [bold]erase[/bold] deletes from it; default: the newest run under .forge. "
+    "running pool, [bold]erase[/bold] deletes from it, [bold]retire[/bold] and "
+    "[bold]declare-lost[/bold] remove a shard; default: the newest run under .forge. "
     "[bold]check[/bold], [bold]backup[/bold], "
     "[bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work on the directory of "
     "one shard (data_dir; in a run pool/0), on its host.",
@@ -171,6 +172,64 @@ def erase(
     from forge.cli.pool_reading import erase_trajectories
 
     finish(lambda: erase_trajectories(system, wanted), "Interrupted; repeat the command.")
+
+
+Shard = Annotated[str, typer.Argument(help="Name of the shard: see forge pool stats.")]
+
+
+@pool_app.command()
+@with_options
+def retire(
+    at: Connection,
+    shard: Shard,
+    cancel: Annotated[bool, typer.Option(help="Stop: the shard gets new groups again.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when the shard is retired.")] = True,
+) -> None:
+    """Move every group of a shard to the other shards, then unregister the shard.
+
+    From the start on the shard gets no new groups. Running rollouts end first. Trajectories,
+    rewards and history move, too: nothing is lost. The scheduler does the work, so this command may
+    be interrupted and repeated. At the end stop the instance; its store is refused from then on.
+
+    [dim]forge pool retire s1[/dim]
+    """
+    from forge.cli.shard_removal import cancel_retirement, retire_shard
+
+    if cancel:
+        finish(lambda: cancel_retirement(at, shard), "Interrupted; repeat the command.")
+    else:
+        finish(
+            lambda: retire_shard(at, shard, wait=wait),
+            "Interrupted; the retirement continues. Repeat the command to watch it, with --cancel "
+            "to stop it.",
+        )
+
+
+@pool_app.command("declare-lost")
+@with_options
+def declare_lost(
+    at: Connection,
+    shard: Shard,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Declare that the store of a shard is lost for good, so that the scheduler stops waiting.
+
+    Its pending groups are tombstoned with the reason shard_lost. Its store is refused from then on,
+    even if it returns. A shard in discovery is refused: retire it. Needs an admin's token.
+    """
+    if not yes:
+        typed = typer.prompt(
+            f"The trajectories of shard {shard} are given up, and its store is refused for good. "
+            "Type the name of the shard to continue",
+            default="",
+            show_default=False,
+        )
+        if typed != shard:
+            say("Nothing was changed.")
+            raise typer.Exit(1)
+    from forge.cli.shard_removal import declare_shard_lost
+
+    finish(lambda: declare_shard_lost(at, shard), "Interrupted; repeat the command.")
 
 
 @pool_app.command()

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from forge.client.retry import retried
-from forge.client.scheduler import leads, scheduler_remote
+from forge.client.scheduler import awaits_shards, leads, scheduler_remote
 from forge.runtime.coordination import Coordinator, Login
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import chunked
@@ -38,6 +38,8 @@ SOLVED_OUTCOME = 1.0 - 1e-6
 LOOK_PAUSE = 9.0
 """Pause between two polls of a tag, in multiples of the time of a poll: thousands of groups take
 a second of the scheduler."""
+LOSE_S = 600.0
+"""Deadline of DeclareShardLost, which stores a record for each group in memory."""
 LIST_SILENCE_S = 30.0
 """Longest silence in a list of groups, which may be long."""
 
@@ -128,6 +130,27 @@ class Operator:
         response = await self._ask_scheduler("DropGroups", request, timeout_s=60.0)
         return int(response.dropped)
 
+    async def retire_shard(
+        self, shard: str, *, cancel: bool = False
+    ) -> scheduler_pb2.RetireShardResponse:
+        """Starts or cancels the retirement of a pool shard; its progress."""
+        request = scheduler_pb2.RetireShardRequest(pool_shard=shard, cancel=cancel)
+        answer: scheduler_pb2.RetireShardResponse = await self._ask_scheduler(
+            "RetireShard", request, timeout_s=60.0
+        )
+        return answer
+
+    async def declare_shard_lost(self, shard: str) -> scheduler_pb2.DeclareShardLostResponse:
+        """Declares a pool shard lost, also while an elected scheduler waits for it."""
+        answer: scheduler_pb2.DeclareShardLostResponse = await self._scheduler.call(
+            "DeclareShardLost",
+            scheduler_pb2.DeclareShardLostRequest(pool_shard=shard),
+            timeout_s=LOSE_S,
+            retry_for_s=self._retry_for_s,
+            where=lambda instance: leads(instance) or awaits_shards(instance),
+        )
+        return answer
+
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
         """Return models and load of inference."""
         request = inference_pb2.GetInferenceStatusRequest()
@@ -164,15 +187,21 @@ class Operator:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> list[DomainResult]:
         """Results of `tag` once `groups` groups have ended. Polls every `poll_s`, or less often if
-        a poll is slow; `on_look` gets the number of ended groups after each."""
-        while True:
+        a list takes long; `on_look` gets the number of ended groups after each."""
+
+        async def look() -> tuple[list[scheduler_pb2.BatchGroup], float]:
+            # The time of one attempt: an outage before it does not slow the polls.
             began_s = clock()
-            done = [group async for group in self.groups(tag) if ended(group)]
+            listed = await self._list_groups(tag)
+            return [group for group in listed if ended(group)], clock() - began_s
+
+        while True:
+            done, took_s = await retried(look, retry_for_s=self._retry_for_s)
             if on_look is not None:
                 await on_look(len(done))
             if len(done) >= groups:
                 return domain_results(done)
-            await sleep(max(poll_s, LOOK_PAUSE * (clock() - began_s)))
+            await sleep(max(poll_s, LOOK_PAUSE * took_s))
 
     async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
         """Yields metrics of every step after `after_step`, then live ones, without end.

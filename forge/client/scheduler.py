@@ -37,6 +37,11 @@ def leads(instance: Instance) -> bool:
     return instance.metadata.get("leader") == "true"
 
 
+def awaits_shards(instance: Instance) -> bool:
+    """True if an elected scheduler waits for pool shards before it leads."""
+    return bool(instance.metadata.get("awaits_shards"))
+
+
 def _why_none_leads(instances: Sequence[Instance]) -> str:
     failed = [
         f"the last term of {instance.instance_id} failed: {instance.metadata['term_error']}"

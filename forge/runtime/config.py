@@ -76,6 +76,11 @@ class ServiceConfig:
     clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
     """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
 
+    @classmethod
+    def removed(cls) -> Mapping[str, str]:
+        """Return, by former key without a successor, the remedy for the error."""
+        return {}
+
     def validate(self) -> None:
         """Raises `InvalidArgument` for settings that contradict each other."""
 

@@ -109,7 +109,7 @@ def load(
     given = [*_variables(environ, own, known), *_flags(argv, known)]
     file = next((value for _, key, value in reversed(given) if key == "config"), "")
     named = [one for one in given if one[1] != "config"]
-    tables, wrong = _read([*_file(file, known), *named], known)
+    tables, wrong = _read([*_file(file, known), *named], known, config_type.removed())
     config = msgspec.convert(tables.pop("", {}) | tables, config_type)
     if config.check:
         raise_all([*wrong, *host_problems(config)])
@@ -169,7 +169,9 @@ def allowed(kind: Any) -> str:
     return _NOUNS.get(kind) or "one of " + ", ".join(choices)
 
 
-def _read(given: Sequence[Given], known: Known) -> tuple[dict[str, Any], list[ForgeError]]:
+def _read(
+    given: Sequence[Given], known: Known, removed: Mapping[str, str]
+) -> tuple[dict[str, Any], list[ForgeError]]:
     """Return the values by table and name, and an error for each wrong setting."""
     tables: dict[str, Any] = {}
     wrong: list[ForgeError] = []
@@ -179,7 +181,9 @@ def _read(given: Sequence[Given], known: Known) -> tuple[dict[str, Any], list[Fo
             if one:
                 tables.setdefault(one.table, {})[one.name] = _converted(value, one.type)
                 continue
-            problem = f"there is no setting {key} = {value!r}; {_hint(key, known)}"
+            problem = (
+                f"there is no setting {key} = {value!r}; {removed.get(key) or _hint(key, known)}"
+            )
         except ValueError:
             problem = f"{key} = {value!r} is not allowed: {allowed(known[key].type)}"
         wrong.append(ConfigError(f"{source}: {problem}"))

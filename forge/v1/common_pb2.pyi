@@ -165,6 +165,8 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """Will not be trained, for the recorded reason; counts as consumed."""
     GROUP_STATE_EVALUATED: _GroupState.ValueType  # 5
     """An evaluation group whose rollouts are all sealed."""
+    GROUP_STATE_MOVED: _GroupState.ValueType  # 6
+    """On another pool shard, named by `reason`; what is left here is a copy."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper): ...
 
@@ -179,6 +181,8 @@ GROUP_STATE_TOMBSTONED: GroupState.ValueType  # 4
 """Will not be trained, for the recorded reason; counts as consumed."""
 GROUP_STATE_EVALUATED: GroupState.ValueType  # 5
 """An evaluation group whose rollouts are all sealed."""
+GROUP_STATE_MOVED: GroupState.ValueType  # 6
+"""On another pool shard, named by `reason`; what is left here is a copy."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 class _TrajectoryState:
@@ -652,7 +656,7 @@ class GroupRecord(_message.Message):
     step: _builtins.int
     """Optimizer step that trained it; set in TRAINED."""
     reason: _builtins.str
-    """Reason of the tombstone; set in TOMBSTONED."""
+    """Reason of the tombstone, set in TOMBSTONED; the other pool shard in MOVED."""
     pool_shard: _builtins.str
     """The pool shard that has its trajectories."""
     task_digest: _builtins.bytes

@@ -46,6 +46,255 @@ TRAJECTORY_CHANGE_REWARDED: TrajectoryChange.ValueType  # 2
 Global___TrajectoryChange: _TypeAlias = TrajectoryChange  # noqa: Y015
 
 @_typing.final
+class ListGroupsToMoveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Maximum number of groups; at most 10,000."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsToMoveRequest: _TypeAlias = ListGroupsToMoveRequest  # noqa: Y015
+
+@_typing.final
+class ListGroupsToMoveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Group(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TASK_ID_FIELD_NUMBER: _builtins.int
+        PURPOSE_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        task_id: _builtins.str
+        purpose: _common_pb2.Purpose.ValueType
+        state: _common_pb2.GroupState.ValueType
+        def __init__(
+            self,
+            *,
+            task_id: _builtins.str = ...,
+            purpose: _common_pb2.Purpose.ValueType = ...,
+            state: _common_pb2.GroupState.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["purpose", b"purpose", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    GROUPS_LEFT_FIELD_NUMBER: _builtins.int
+    groups_left: _builtins.int
+    """All groups that are not MOVED."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListGroupsToMoveResponse.Group]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___ListGroupsToMoveResponse.Group] | None = ...,
+        groups_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_left", b"groups_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsToMoveResponse: _TypeAlias = ListGroupsToMoveResponse  # noqa: Y015
+
+@_typing.final
+class ImportGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_SHARD_FIELD_NUMBER: _builtins.int
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    source_shard: _builtins.str
+    fence: _builtins.int
+    """Fence of the scheduler's leader."""
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 1000."""
+
+    def __init__(
+        self,
+        *,
+        source_shard: _builtins.str = ...,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        fence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "source_shard", b"source_shard", "task_ids", b"task_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportGroupsRequest: _TypeAlias = ImportGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ImportGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDigest]:
+        """The copied groups."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupDigest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportGroupsResponse: _TypeAlias = ImportGroupsResponse  # noqa: Y015
+
+@_typing.final
+class GroupDigest(_message.Message):
+    """A group and a digest of its records at the source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupDigest: _TypeAlias = GroupDigest  # noqa: Y015
+
+@_typing.final
+class ExportGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task_ids", b"task_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportGroupsRequest: _TypeAlias = ExportGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ExportGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    ERASED_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    digest: _builtins.bytes
+    """In the last response of a group, which has no records: see GroupDigest. Empty when the group is
+    not on this shard, or MOVED.
+    """
+    last: _builtins.bool
+    erased: _builtins.bool
+    """In the last response: an operator erased the task."""
+    @_builtins.property
+    def records(self) -> _common_pb2.Chunk:
+        """A chunk of serialized RecordChanges: some records of the group, as they are on disk."""
+
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        records: _common_pb2.Chunk | None = ...,
+        digest: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+        erased: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "erased", b"erased", "last", b"last", "records", b"records", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportGroupsResponse: _TypeAlias = ExportGroupsResponse  # noqa: Y015
+
+@_typing.final
+class MarkGroupsMovedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TARGET_SHARD_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    target_shard: _builtins.str
+    """The shard that imported them."""
+    fence: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDigest]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupDigest] | None = ...,
+        target_shard: _builtins.str = ...,
+        fence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "groups", b"groups", "target_shard", b"target_shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkGroupsMovedRequest: _TypeAlias = MarkGroupsMovedRequest  # noqa: Y015
+
+@_typing.final
+class MarkGroupsMovedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tasks whose groups are MOVED to the target, now or before. The others changed: import them again."""
+
+    def __init__(
+        self,
+        *,
+        moved: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkGroupsMovedResponse: _TypeAlias = MarkGroupsMovedResponse  # noqa: Y015
+
+@_typing.final
 class PutGroupsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

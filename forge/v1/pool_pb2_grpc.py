@@ -104,6 +104,26 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
                 _registered_method=True)
+        self.ListGroupsToMove = channel.unary_unary(
+                '/forge.v1.PoolService/ListGroupsToMove',
+                request_serializer=forge_dot_v1_dot_pool__pb2.ListGroupsToMoveRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.ListGroupsToMoveResponse.FromString,
+                _registered_method=True)
+        self.ImportGroups = channel.unary_unary(
+                '/forge.v1.PoolService/ImportGroups',
+                request_serializer=forge_dot_v1_dot_pool__pb2.ImportGroupsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.ImportGroupsResponse.FromString,
+                _registered_method=True)
+        self.ExportGroups = channel.unary_stream(
+                '/forge.v1.PoolService/ExportGroups',
+                request_serializer=forge_dot_v1_dot_pool__pb2.ExportGroupsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.ExportGroupsResponse.FromString,
+                _registered_method=True)
+        self.MarkGroupsMoved = channel.unary_unary(
+                '/forge.v1.PoolService/MarkGroupsMoved',
+                request_serializer=forge_dot_v1_dot_pool__pb2.MarkGroupsMovedRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.MarkGroupsMovedResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer(object):
@@ -270,6 +290,43 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListGroupsToMove(self, request, context):
+        """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
+        `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportGroups(self, request, context):
+        """Copies groups with all their records from another shard; durable on return. A copy that was here
+        before is replaced: the source is authoritative until MarkGroupsMoved. A group that the source
+        does not have, or has as MOVED, is left as it is here, and absent from the response.
+        FAILED_PRECONDITION for a stale fence. ABORTED when a group changed during the copy, DATA_LOSS
+        when its record is damaged at the source, UNAVAILABLE when the source does not answer: the groups
+        before it are copied. Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportGroups(self, request, context):
+        """Streams all records of groups to the shard that imports them, group by group. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MarkGroupsMoved(self, request, context):
+        """Marks groups as MOVED if they have not changed since they were exported; durable on return. From
+        then on scans, queries and counts omit them, and their turns, rewards and states are refused with
+        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a
+        stale fence. Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -342,6 +399,26 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.EraseTrajectories,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.SerializeToString,
+            ),
+            'ListGroupsToMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroupsToMove,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.ListGroupsToMoveRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.ListGroupsToMoveResponse.SerializeToString,
+            ),
+            'ImportGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ImportGroups,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.ImportGroupsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.ImportGroupsResponse.SerializeToString,
+            ),
+            'ExportGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportGroups,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.ExportGroupsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.ExportGroupsResponse.SerializeToString,
+            ),
+            'MarkGroupsMoved': grpc.unary_unary_rpc_method_handler(
+                    servicer.MarkGroupsMoved,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.MarkGroupsMovedRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.MarkGroupsMovedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -722,6 +799,114 @@ class PoolService(object):
             '/forge.v1.PoolService/EraseTrajectories',
             forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroupsToMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/ListGroupsToMove',
+            forge_dot_v1_dot_pool__pb2.ListGroupsToMoveRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.ListGroupsToMoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/ImportGroups',
+            forge_dot_v1_dot_pool__pb2.ImportGroupsRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.ImportGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.PoolService/ExportGroups',
+            forge_dot_v1_dot_pool__pb2.ExportGroupsRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.ExportGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MarkGroupsMoved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/MarkGroupsMoved',
+            forge_dot_v1_dot_pool__pb2.MarkGroupsMovedRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.MarkGroupsMovedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -138,6 +138,26 @@ class PoolServiceStub:
     and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
     set. Idempotent; safe to retry.
     """
+    ListGroupsToMove: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]
+    """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
+    `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
+    """
+    ImportGroups: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ImportGroupsRequest, _pool_pb2.ImportGroupsResponse]
+    """Copies groups with all their records from another shard; durable on return. A copy that was here
+    before is replaced: the source is authoritative until MarkGroupsMoved. A group that the source
+    does not have, or has as MOVED, is left as it is here, and absent from the response.
+    FAILED_PRECONDITION for a stale fence. ABORTED when a group changed during the copy, DATA_LOSS
+    when its record is damaged at the source, UNAVAILABLE when the source does not answer: the groups
+    before it are copied. Idempotent; safe to retry.
+    """
+    ExportGroups: _grpc.UnaryStreamMultiCallable[_pool_pb2.ExportGroupsRequest, _pool_pb2.ExportGroupsResponse]
+    """Streams all records of groups to the shard that imports them, group by group. Safe to retry."""
+    MarkGroupsMoved: _grpc.UnaryUnaryMultiCallable[_pool_pb2.MarkGroupsMovedRequest, _pool_pb2.MarkGroupsMovedResponse]
+    """Marks groups as MOVED if they have not changed since they were exported; durable on return. From
+    then on scans, queries and counts omit them, and their turns, rewards and states are refused with
+    UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a
+    stale fence. Idempotent; safe to retry.
+    """
 
 @_typing.type_check_only
 class PoolServiceAsyncStub(PoolServiceStub):
@@ -244,6 +264,26 @@ class PoolServiceAsyncStub(PoolServiceStub):
     effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
     and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
     set. Idempotent; safe to retry.
+    """
+    ListGroupsToMove: _aio.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]  # type: ignore[assignment]
+    """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
+    `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
+    """
+    ImportGroups: _aio.UnaryUnaryMultiCallable[_pool_pb2.ImportGroupsRequest, _pool_pb2.ImportGroupsResponse]  # type: ignore[assignment]
+    """Copies groups with all their records from another shard; durable on return. A copy that was here
+    before is replaced: the source is authoritative until MarkGroupsMoved. A group that the source
+    does not have, or has as MOVED, is left as it is here, and absent from the response.
+    FAILED_PRECONDITION for a stale fence. ABORTED when a group changed during the copy, DATA_LOSS
+    when its record is damaged at the source, UNAVAILABLE when the source does not answer: the groups
+    before it are copied. Idempotent; safe to retry.
+    """
+    ExportGroups: _aio.UnaryStreamMultiCallable[_pool_pb2.ExportGroupsRequest, _pool_pb2.ExportGroupsResponse]  # type: ignore[assignment]
+    """Streams all records of groups to the shard that imports them, group by group. Safe to retry."""
+    MarkGroupsMoved: _aio.UnaryUnaryMultiCallable[_pool_pb2.MarkGroupsMovedRequest, _pool_pb2.MarkGroupsMovedResponse]  # type: ignore[assignment]
+    """Marks groups as MOVED if they have not changed since they were exported; durable on return. From
+    then on scans, queries and counts omit them, and their turns, rewards and states are refused with
+    UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a
+    stale fence. Idempotent; safe to retry.
     """
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -432,6 +472,50 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
         and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
         set. Idempotent; safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def ListGroupsToMove(
+        self,
+        request: _pool_pb2.ListGroupsToMoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.ListGroupsToMoveResponse, _abc.Awaitable[_pool_pb2.ListGroupsToMoveResponse]]:
+        """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
+        `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def ImportGroups(
+        self,
+        request: _pool_pb2.ImportGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.ImportGroupsResponse, _abc.Awaitable[_pool_pb2.ImportGroupsResponse]]:
+        """Copies groups with all their records from another shard; durable on return. A copy that was here
+        before is replaced: the source is authoritative until MarkGroupsMoved. A group that the source
+        does not have, or has as MOVED, is left as it is here, and absent from the response.
+        FAILED_PRECONDITION for a stale fence. ABORTED when a group changed during the copy, DATA_LOSS
+        when its record is damaged at the source, UNAVAILABLE when the source does not answer: the groups
+        before it are copied. Idempotent; safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def ExportGroups(
+        self,
+        request: _pool_pb2.ExportGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.ExportGroupsResponse], _abc.AsyncIterator[_pool_pb2.ExportGroupsResponse]]:
+        """Streams all records of groups to the shard that imports them, group by group. Safe to retry."""
+
+    @_abc_1.abstractmethod
+    def MarkGroupsMoved(
+        self,
+        request: _pool_pb2.MarkGroupsMovedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.MarkGroupsMovedResponse, _abc.Awaitable[_pool_pb2.MarkGroupsMovedResponse]]:
+        """Marks groups as MOVED if they have not changed since they were exported; durable on return. From
+        then on scans, queries and counts omit them, and their turns, rewards and states are refused with
+        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a
+        stale fence. Idempotent; safe to retry.
         """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

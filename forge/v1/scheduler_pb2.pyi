@@ -23,6 +23,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RetirementState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetirementStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetirementState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETIREMENT_STATE_UNSPECIFIED: _RetirementState.ValueType  # 0
+    RETIREMENT_STATE_RETIRING: _RetirementState.ValueType  # 1
+    """Groups are left on the shard."""
+    RETIREMENT_STATE_RETIRED: _RetirementState.ValueType  # 2
+    """Unregistered: stop its instance."""
+    RETIREMENT_STATE_CANCELLED: _RetirementState.ValueType  # 3
+    """After `cancel`."""
+
+class RetirementState(_RetirementState, metaclass=_RetirementStateEnumTypeWrapper): ...
+
+RETIREMENT_STATE_UNSPECIFIED: RetirementState.ValueType  # 0
+RETIREMENT_STATE_RETIRING: RetirementState.ValueType  # 1
+"""Groups are left on the shard."""
+RETIREMENT_STATE_RETIRED: RetirementState.ValueType  # 2
+"""Unregistered: stop its instance."""
+RETIREMENT_STATE_CANCELLED: RetirementState.ValueType  # 3
+"""After `cancel`."""
+Global___RetirementState: _TypeAlias = RetirementState  # noqa: Y015
+
 class _FailureKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -117,6 +142,130 @@ class SubmitTasksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitTasksResponse: _TypeAlias = SubmitTasksResponse  # noqa: Y015
+
+@_typing.final
+class RetireShardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_SHARD_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    pool_shard: _builtins.str
+    cancel: _builtins.bool
+    """Stop instead: the shard gets new groups again. Moved groups stay on the other shards."""
+    def __init__(
+        self,
+        *,
+        pool_shard: _builtins.str = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "pool_shard", b"pool_shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetireShardRequest: _TypeAlias = RetireShardRequest  # noqa: Y015
+
+@_typing.final
+class RetireShardResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    state: Global___RetirementState.ValueType
+    @_builtins.property
+    def progress(self) -> Global___ShardRetirement:
+        """While it is RETIRING."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___RetirementState.ValueType = ...,
+        progress: Global___ShardRetirement | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetireShardResponse: _TypeAlias = RetireShardResponse  # noqa: Y015
+
+@_typing.final
+class ShardRetirement(_message.Message):
+    """The progress of a retirement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_SHARD_FIELD_NUMBER: _builtins.int
+    GROUPS_LEFT_FIELD_NUMBER: _builtins.int
+    GROUPS_BUSY_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    pool_shard: _builtins.str
+    groups_left: _builtins.int
+    """Groups on the shard that have not moved; as of the last look."""
+    groups_busy: _builtins.int
+    """Groups of these that have leases or are in a batch: they move later."""
+    waits_for: _builtins.str
+    """Why no group moves at the moment; "" otherwise."""
+    def __init__(
+        self,
+        *,
+        pool_shard: _builtins.str = ...,
+        groups_left: _builtins.int = ...,
+        groups_busy: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_busy", b"groups_busy", "groups_left", b"groups_left", "pool_shard", b"pool_shard", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardRetirement: _TypeAlias = ShardRetirement  # noqa: Y015
+
+@_typing.final
+class DeclareShardLostRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_SHARD_FIELD_NUMBER: _builtins.int
+    pool_shard: _builtins.str
+    def __init__(
+        self,
+        *,
+        pool_shard: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_shard", b"pool_shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclareShardLostRequest: _TypeAlias = DeclareShardLostRequest  # noqa: Y015
+
+@_typing.final
+class DeclareShardLostResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOMBSTONED_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    tombstoned: _builtins.int
+    """Pending groups that were tombstoned by this call."""
+    settled: _builtins.int
+    """Trained, tombstoned and evaluated groups that stay counted."""
+    def __init__(
+        self,
+        *,
+        tombstoned: _builtins.int = ...,
+        settled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled", "tombstoned", b"tombstoned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclareShardLostResponse: _TypeAlias = DeclareShardLostResponse  # noqa: Y015
 
 @_typing.final
 class RolloutLease(_message.Message):
@@ -867,6 +1016,7 @@ class GetSchedulerStatusResponse(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     UNSERVED_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
+    RETIREMENTS_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -932,6 +1082,10 @@ class GetSchedulerStatusResponse(_message.Message):
         groups are only in `tombstoned`.
         """
 
+    @_builtins.property
+    def retirements(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardRetirement]:
+        """Pool shards that retire: their groups move to other shards."""
+
     def __init__(
         self,
         *,
@@ -965,10 +1119,11 @@ class GetSchedulerStatusResponse(_message.Message):
         faults: _builtins.int = ...,
         unserved: _abc.Iterable[Global___UnservedTasks] | None = ...,
         tombstones: _abc.Iterable[Global___TombstoneReason] | None = ...,
+        retirements: _abc.Iterable[Global___ShardRetirement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "tombstones", b"tombstones", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retirements", b"retirements", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "tombstones", b"tombstones", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

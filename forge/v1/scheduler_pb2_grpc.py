@@ -89,6 +89,16 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.FromString,
                 _registered_method=True)
+        self.RetireShard = channel.unary_unary(
+                '/forge.v1.SchedulerService/RetireShard',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.RetireShardRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.RetireShardResponse.FromString,
+                _registered_method=True)
+        self.DeclareShardLost = channel.unary_unary(
+                '/forge.v1.SchedulerService/DeclareShardLost',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.DeclareShardLostRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.DeclareShardLostResponse.FromString,
+                _registered_method=True)
         self.GetSchedulerStatus = channel.unary_unary(
                 '/forge.v1.SchedulerService/GetSchedulerStatus',
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.SerializeToString,
@@ -197,6 +207,30 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetireShard(self, request, context):
+        """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
+        move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
+        the shard is unregistered, and its store is refused from then on. Later leaders continue.
+        NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
+        shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
+        retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeclareShardLost(self, request, context):
+        """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
+        begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
+        other shards. Its store is refused from then on. An elected instance that waits for the shard
+        answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
+        shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+        safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSchedulerStatus(self, request, context):
         """Returns the state of the queue and the window, and the counts of groups.
         """
@@ -268,6 +302,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.DropGroups,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.SerializeToString,
+            ),
+            'RetireShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetireShard,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.RetireShardRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.RetireShardResponse.SerializeToString,
+            ),
+            'DeclareShardLost': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeclareShardLost,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.DeclareShardLostRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.DeclareShardLostResponse.SerializeToString,
             ),
             'GetSchedulerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSchedulerStatus,
@@ -577,6 +621,60 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/DropGroups',
             forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.DropGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetireShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/RetireShard',
+            forge_dot_v1_dot_scheduler__pb2.RetireShardRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.RetireShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeclareShardLost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/DeclareShardLost',
+            forge_dot_v1_dot_scheduler__pb2.DeclareShardLostRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.DeclareShardLostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,22 @@ class SchedulerServiceStub:
     NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
     pool shard is unreachable. Safe to retry.
     """
+    RetireShard: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RetireShardRequest, _scheduler_pb2.RetireShardResponse]
+    """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
+    move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
+    the shard is unregistered, and its store is refused from then on. Later leaders continue.
+    NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
+    shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
+    retry.
+    """
+    DeclareShardLost: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DeclareShardLostRequest, _scheduler_pb2.DeclareShardLostResponse]
+    """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
+    begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
+    other shards. Its store is refused from then on. An elected instance that waits for the shard
+    answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
+    shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+    safe to retry.
+    """
     GetSchedulerStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]
     """Returns the state of the queue and the window, and the counts of groups."""
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
@@ -131,6 +147,22 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
     NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
     pool shard is unreachable. Safe to retry.
+    """
+    RetireShard: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RetireShardRequest, _scheduler_pb2.RetireShardResponse]  # type: ignore[assignment]
+    """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
+    move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
+    the shard is unregistered, and its store is refused from then on. Later leaders continue.
+    NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
+    shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
+    retry.
+    """
+    DeclareShardLost: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DeclareShardLostRequest, _scheduler_pb2.DeclareShardLostResponse]  # type: ignore[assignment]
+    """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
+    begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
+    other shards. Its store is refused from then on. An elected instance that waits for the shard
+    answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
+    shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+    safe to retry.
     """
     GetSchedulerStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]  # type: ignore[assignment]
     """Returns the state of the queue and the window, and the counts of groups."""
@@ -247,6 +279,34 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
         NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
         pool shard is unreachable. Safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def RetireShard(
+        self,
+        request: _scheduler_pb2.RetireShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RetireShardResponse, _abc.Awaitable[_scheduler_pb2.RetireShardResponse]]:
+        """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
+        move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
+        the shard is unregistered, and its store is refused from then on. Later leaders continue.
+        NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
+        shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
+        retry.
+        """
+
+    @_abc_1.abstractmethod
+    def DeclareShardLost(
+        self,
+        request: _scheduler_pb2.DeclareShardLostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.DeclareShardLostResponse, _abc.Awaitable[_scheduler_pb2.DeclareShardLostResponse]]:
+        """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
+        begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
+        other shards. Its store is refused from then on. An elected instance that waits for the shard
+        answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
+        shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+        safe to retry.
         """
 
     @_abc_1.abstractmethod

@@ -17,6 +17,7 @@ from services.pool.config import PoolConfig, RetentionSettings
 from services.pool.erasure import Erasure, FileOf
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
+from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
@@ -75,6 +76,7 @@ class PoolApp:
                 config,
                 on_conflict=lambda error: self._context.fail("shard", error),
             )
+            self._context.metadata["lineage"] = store.lineage()
             self._serve(store, writer, readers, self._purger(store, readers))
             self._retain(store, writer, readers)
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
@@ -125,6 +127,9 @@ class PoolApp:
             readers,
             purger.compactor,
             erasure,
+            GroupMover(
+                store, writer, readers, self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
+            ),
             max_turn_bytes=config.max_turn_bytes,
         )
         self._context.server.add_service(

@@ -44,6 +44,11 @@ REPAIRS = counter(
     "Damaged records: repaired from a copy, left without one, or overwritten by a new state.",
     ["outcome"],
 )
+MOVED_GROUPS = counter(
+    "forge_pool_moved_groups_total",
+    "Groups copied from a shard that retires (in), and groups that moved to another shard (out).",
+    ["direction"],
+)
 REPLICA_LAG = gauge(
     "forge_pool_replica_lag_commits", "Commits that the follower has not confirmed."
 )

@@ -25,6 +25,7 @@ from services.pool.data.stats import Tally
 from services.pool.erasure import Erasure, purged
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
+from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef
 from services.pool.replication.replica import Replica
 from services.pool.storage.records import DamagedRecord
@@ -60,10 +61,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         readers: ReaderRef,
         compactor: Compactor,
         erasure: Erasure,
+        moves: GroupMover,
         *,
         max_turn_bytes: int,
     ) -> None:
         self._store = store
+        self._moves = moves
         self._compactor = compactor
         self._erasure = erasure
         self._writer = writer
@@ -195,6 +198,32 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         async with aclosing(self._compactor.run(request.data_dir)) as responses:
             async for response in responses:
                 yield response
+
+    async def ListGroupsToMove(
+        self, request: pool_pb2.ListGroupsToMoveRequest, context: Any
+    ) -> pool_pb2.ListGroupsToMoveResponse:
+        """Returns groups that did not move to another shard."""
+        return await self._moves.list_groups(request)
+
+    async def ExportGroups(
+        self, request: pool_pb2.ExportGroupsRequest, context: Any
+    ) -> AsyncIterator[pool_pb2.ExportGroupsResponse]:
+        """Streams all records of groups."""
+        async with aclosing(self._moves.export(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def ImportGroups(
+        self, request: pool_pb2.ImportGroupsRequest, context: Any
+    ) -> pool_pb2.ImportGroupsResponse:
+        """Copies groups from another shard."""
+        return await self._moves.import_groups(request)
+
+    async def MarkGroupsMoved(
+        self, request: pool_pb2.MarkGroupsMovedRequest, context: Any
+    ) -> pool_pb2.MarkGroupsMovedResponse:
+        """Marks groups that another shard imported."""
+        return await self._moves.mark(request)
 
     async def EraseTrajectories(
         self, request: pool_pb2.EraseTrajectoriesRequest, context: Any

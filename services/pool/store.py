@@ -7,7 +7,7 @@ the transaction is on disk and belongs to one thread; any thread may call the re
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,14 +21,18 @@ from services.pool.data.commands import (
     AppendRewards,
     AppendTurns,
     Command,
+    DiscardCopy,
     EraseTasks,
     FollowLeader,
     FreeGroups,
+    ImportGroup,
+    MarkMoved,
     MarkOrphans,
     PutGroups,
     RepairUnit,
     SealTrajectory,
     SetGroupStates,
+    StageRecords,
 )
 from services.pool.data.erasing import erase
 from services.pool.data.freeing import free
@@ -40,6 +44,7 @@ from services.pool.data.group_scan import (
     count_settled,
     find_newest_settled,
 )
+from services.pool.data.moving import discard_copy, import_group, mark_moved, stage_records
 from services.pool.data.orphans import OrphanPage, mark, orphans_after
 from services.pool.data.record_repair import repair_from_replica
 from services.pool.data.seal_trajectory import append_rewards, seal
@@ -62,6 +67,7 @@ from services.pool.storage.journal import (
 )
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
+from services.pool.storage.moved_groups import moved_groups
 from services.pool.storage.records import Records
 from services.pool.storage.settled_index import SettledGroup, settled_after
 from services.pool.storage.tables import Table
@@ -275,10 +281,12 @@ class PoolStore:
         def count(records: Records) -> dict[Table, int]:
             return {table: records.count(table) for table in Table}
 
-        counts = self.environment.read(count)
+        counts, moved = self.environment.read(
+            lambda records: (count(records), moved_groups(records))
+        )
         return pool_pb2.GetPoolStatsResponse(
             pool_shard=self.shard,
-            groups=counts[Table.GROUPS],
+            groups=counts[Table.GROUPS] - moved,
             trajectories=counts[Table.TRAJECTORIES],
             turns=counts[Table.TURNS],
             used_bytes=self.environment.used_bytes,
@@ -292,31 +300,30 @@ class PoolStore:
         self.environment.close()
 
 
+_APPLY: Mapping[type[Any], Callable[[Records, Any], Any]] = {
+    AppendTurns: lambda records, command: store_turns(records, command.turns),
+    AppendRewards: append_rewards,
+    SealTrajectory: seal,
+    PutGroups: put_groups,
+    SetGroupStates: set_group_states,
+    FreeGroups: free,
+    MarkOrphans: mark,
+    EraseTasks: erase,
+    MarkMoved: mark_moved,
+    DiscardCopy: discard_copy,
+    StageRecords: stage_records,
+    ImportGroup: import_group,
+    FollowLeader: lambda records, command: follow(records, command.steps),
+    RepairUnit: repair_from_replica,
+}
+"""By type of command."""
+
+
 def _apply(command: Command, records: Records) -> Any:
     """Applies `command` in the transaction of `records`. Returns the answer, or the ForgeError that
     refused it, so that other commands of the transaction are still applied."""
     try:
-        match command:
-            case AppendTurns(turns=turns):
-                return store_turns(records, turns)
-            case AppendRewards():
-                return append_rewards(records, command)
-            case SealTrajectory():
-                return seal(records, command)
-            case PutGroups():
-                return put_groups(records, command)
-            case SetGroupStates():
-                return set_group_states(records, command)
-            case FreeGroups():
-                return free(records, command)
-            case MarkOrphans():
-                return mark(records, command)
-            case EraseTasks():
-                return erase(records, command)
-            case FollowLeader(steps=steps):
-                return follow(records, steps)
-            case RepairUnit():
-                return repair_from_replica(records, command)
+        return _APPLY[type(command)](records, command)
     except ForgeError as error:
         return error
 

@@ -6,7 +6,7 @@ Each function raises `InvalidArgument` naming the field and its value; its resul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -28,6 +28,8 @@ from services.pool.storage.records import TurnHead
 
 MAX_LOOKED_UP = 10_000
 """Ids in one LookUpGroups or EraseTrajectories call."""
+MAX_MOVED = 1000
+"""Groups in one ImportGroups, ExportGroups or MarkGroupsMoved call."""
 _SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDONED)
 
 
@@ -194,6 +196,17 @@ def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
     count = len(request.task_ids) + len(request.batch_ids)
     if count > MAX_LOOKED_UP:
         raise InvalidArgument(f"{count} ids are looked up; at most {MAX_LOOKED_UP} are at a time")
+
+
+def check_move(task_ids: Sequence[str]) -> Sequence[str]:
+    """The tasks of one move. Raises for too many or wrong ids."""
+    if len(task_ids) > MAX_MOVED:
+        raise InvalidArgument(
+            f"{len(task_ids)} groups are moved; at most {MAX_MOVED} are at a time"
+        )
+    for task_id in task_ids:
+        check_task_id(task_id)
+    return task_ids
 
 
 def check_erase(request: pool_pb2.EraseTrajectoriesRequest) -> None:

@@ -115,13 +115,15 @@ class SchedulerApp:
         begin = asyncio.create_task(term.begin())
         ended = asyncio.create_task(term.ended())
         try:
+            self._servicer.awaiting_term = term
             await first_done(begin, asyncio.shield(ended))
+            self._servicer.awaiting_term = None
             if begin.done():
                 self._servicer.leader = begin.result()
                 await self._announce_leading(True)
                 await ended
         finally:
-            self._servicer.leader = None
+            self._servicer.leader = self._servicer.awaiting_term = None
             await cancel_and_wait(begin, ended)
             await self._announce_leading(False)
 

@@ -75,8 +75,12 @@ class SchedulerConfig(ServiceConfig):
     """Deadline of one attempt of a call to a pool shard."""
     shard_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     """Longest wait of a new leader for an unreachable pool shard; then it begins without it."""
-    lost_shards: tuple[str, ...] = ()
-    """Pool shards whose disks are lost: a new leader does not wait for them."""
+
+    @classmethod
+    def removed(cls) -> Mapping[str, str]:
+        """A lost shard is declared so by a command."""
+        command = "run `forge pool declare-lost SHARD` for a shard that is lost for good"
+        return {"lost_shards": command}
 
     def agreed(self) -> Mapping[str, str]:
         """A standby continues the leader's queue by the same rules."""

@@ -43,6 +43,12 @@ _FIELDS = {
     ),
 }
 """By field of the status."""
+GROUPS_TO_MOVE = gauge(
+    "forge_scheduler_groups_to_move", "Groups on pool shards that retire; 0 when none does."
+)
+MOVED_GROUPS = counter(
+    "forge_scheduler_moved_groups_total", "Groups moved from pool shards that retire."
+)
 _ACTIVITY = gauge(
     "forge_scheduler_activity",
     "1 for the activity that an operator set: running, paused, draining.",

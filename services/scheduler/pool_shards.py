@@ -8,6 +8,7 @@ know it yet.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ MAX_WRITE_BYTES = 2 << 20
 MAX_WRITE_GROUPS = 512
 MAX_SUMMARIES = 1024
 MAX_LOOKED_UP = 4096
+IMPORT_S = 300.0
+"""Deadline of a copy of groups between shards."""
 
 Change = pool_pb2.SetGroupStatesRequest.Change
 
@@ -50,10 +53,20 @@ class ShardScans:
         self._discovery = discovery
         self._remote = remote
         self._timeout_s = timeout_s
+        self._gone: set[str] = set()
+        """Lineages of stores that were retired or declared lost."""
 
     def live(self) -> frozenset[str]:
-        """Shards that are registered now."""
-        return frozenset(map(shard_of, self._discovery.instances))
+        """Shards that are registered now, without those that are gone."""
+        return frozenset(
+            shard_of(instance)
+            for instance in self._discovery.instances
+            if instance.metadata.get("lineage") not in self._gone
+        )
+
+    def forget_store(self, lineage: str) -> None:
+        """A store was retired or declared lost: it counts as not registered."""
+        self._gone.add(lineage)
 
     async def changed(self) -> None:
         """Returns when a shard joined or left."""
@@ -110,6 +123,8 @@ class PoolShards(ShardScans):
     ) -> None:
         super().__init__(discovery, remote, timeout_s=timeout_s)
         self._leadership = leadership
+        self._relocated: dict[str, str] = {}
+        """By task: the shard to which its pending group moved in this term."""
 
     async def raise_fence(self, shard: str) -> None:
         """Make the shard refuse writes of every earlier leader from now on."""
@@ -133,9 +148,53 @@ class PoolShards(ShardScans):
         Raises the first error after every part was tried."""
         await gathered(
             self._set_states(shard, changed[start : start + MAX_WRITE_GROUPS])
-            for shard, changed in changes.items()
+            for shard, changed in self._by_present_shard(changes).items()
             for start in range(0, len(changed), MAX_WRITE_GROUPS)
         )
+
+    def relocate(self, task_ids: Iterable[str], target: str) -> None:
+        """Pending groups moved to another shard: later states go there."""
+        self._relocated.update(dict.fromkeys(task_ids, target))
+
+    def _by_present_shard(
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> Mapping[str, Sequence[Change]]:
+        if not self._relocated:
+            return changes
+        by_shard: defaultdict[str, list[Change]] = defaultdict(list)
+        for shard, changed in changes.items():
+            for change in changed:
+                by_shard[self._relocated.get(change.task_id, shard)].append(change)
+        return by_shard
+
+    async def list_to_move(self, shard: str, *, limit: int) -> pool_pb2.ListGroupsToMoveResponse:
+        """Groups of a shard that did not move, settled ones first."""
+        request = pool_pb2.ListGroupsToMoveRequest(limit=limit)
+        answer: pool_pb2.ListGroupsToMoveResponse = await self._call(
+            shard, "ListGroupsToMove", request
+        )
+        return answer
+
+    async def import_groups(
+        self, target: str, source: str, task_ids: Sequence[str]
+    ) -> Sequence[pool_pb2.GroupDigest]:
+        """Copy groups to a shard; those that the source still has."""
+        self._check_leadership()
+        request = pool_pb2.ImportGroupsRequest(
+            source_shard=source, task_ids=task_ids, fence=self._leadership.fence
+        )
+        answer = await self._call(target, "ImportGroups", request, timeout_s=IMPORT_S)
+        return list(answer.groups)
+
+    async def mark_moved(
+        self, source: str, target: str, groups: Sequence[pool_pb2.GroupDigest]
+    ) -> set[str]:
+        """Mark groups at their source; the tasks whose groups are moved now."""
+        self._check_leadership()
+        request = pool_pb2.MarkGroupsMovedRequest(
+            groups=groups, target_shard=target, fence=self._leadership.fence
+        )
+        return set((await self._call(source, "MarkGroupsMoved", request)).moved)
 
     async def look_up(
         self, names: Iterable[str], *, task_ids: Sequence[str], batch_ids: Sequence[str]
@@ -213,12 +272,14 @@ class PoolShards(ShardScans):
         request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=self._leadership.fence)
         await self._call(shard, "SetGroupStates", request)
 
-    async def _call(self, shard: str, method: str, request: Any) -> Any:
+    async def _call(
+        self, shard: str, method: str, request: Any, *, timeout_s: float | None = None
+    ) -> Any:
         try:
             return await self._remote.call(
                 method,
                 request,
-                timeout_s=self._timeout_s,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
                 retry_for_s=self._timeout_s,
                 where=lambda instance: shard_of(instance) == shard,
             )

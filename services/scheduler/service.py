@@ -22,26 +22,31 @@ from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_listing import list_groups
 from services.scheduler.group_look_up import ask_with_look_up
-from services.scheduler.leadership.term import LeaderContext
+from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.state import messages as m
+from services.scheduler.state import removal_messages as r
 
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
     "SubmitTasks": "operator",
     "SetActivity": "operator",
     "DropGroups": "operator",
+    "RetireShard": "operator",
+    "DeclareShardLost": "admin",
     "GetSchedulerStatus": "viewer",
     "ListGroups": "operator",
     "LeaseRollouts": "runner",
     "RenewRollouts": "runner",
     "FinishRollouts": "runner",
 }
-AUDITED = frozenset({"SubmitTasks", "SetActivity", "DropGroups"})
+AUDITED = frozenset({"SubmitTasks", "SetActivity", "DropGroups", "RetireShard", "DeclareShardLost"})
 """Changes by people: calls in the audit log."""
 LEADER_KEY = "forge-leader"
 ASK_S = 10.0
 WRITE_S = 60.0
 """Deadline of messages that wait for the pool."""
+LOSE_S = 600.0
+"""Deadline of a declaration, which stores a record for each group in memory."""
 MAX_ANSWER_BYTES = 4 << 20
 NO_LEADER_RETRY_S = 0.2
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -56,6 +61,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._schedulers = schedulers
         self.leader: LeaderContext | None = None
         """Set while this instance leads."""
+        self.awaiting_term: Term | None = None
+        """The term of this instance while it begins."""
         self.last_failure = ""
         """Why the last term of this instance failed; empty once the next one begins."""
 
@@ -226,6 +233,32 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         dropped = await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.DropGroupsResponse(dropped=dropped)
 
+    async def RetireShard(
+        self, request: scheduler_pb2.RetireShardRequest, context: Any
+    ) -> scheduler_pb2.RetireShardResponse:
+        """Retire a pool shard, or report the progress."""
+        leader = await self._lead(context)
+        shard = validation.check_id("pool_shard", request.pool_shard)
+        ask = r.RetireShard(shard=shard, cancel=request.cancel)
+        answer: scheduler_pb2.RetireShardResponse = await leader.removals.ask(
+            ask, timeout_s=WRITE_S
+        )
+        return answer
+
+    async def DeclareShardLost(
+        self, request: scheduler_pb2.DeclareShardLostRequest, context: Any
+    ) -> scheduler_pb2.DeclareShardLostResponse:
+        """Declare a pool shard lost; durable on return."""
+        shard = validation.check_id("pool_shard", request.pool_shard)
+        if self.leader is None and self.awaiting_term is not None:
+            await self.awaiting_term.declare_lost(shard)
+            return scheduler_pb2.DeclareShardLostResponse()
+        leader = await self._lead(context)
+        answer: scheduler_pb2.DeclareShardLostResponse = await leader.removals.ask(
+            r.DeclareShardLost(shard=shard), timeout_s=LOSE_S
+        )
+        return answer
+
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
@@ -234,6 +267,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         status: scheduler_pb2.GetSchedulerStatusResponse = await leader.queue.ask(
             m.GetStatus(with_tombstones=request.with_tombstones), timeout_s=ASK_S
         )
+        status.retirements.extend(leader.members.progress.values())
         return status
 
     async def ListGroups(

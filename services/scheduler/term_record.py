@@ -6,7 +6,8 @@ Owns its format and its changes: by compare-and-swap, and only by the leader of 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forge.core.errors import StaleFence, Unavailable
@@ -14,6 +15,20 @@ from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Coordinator
 
 TERM_KEY = "scheduler/term"
+
+
+Counts = Mapping[str, int]
+"""Settled groups by purpose and phase, as `count_key` names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Groups that move from a pool shard to another, and may be on both."""
+
+    source: str
+    """Authoritative for each group that is not MOVED there."""
+    target: str
+    task_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,14 @@ class TermRecord:
     """Every group with a lower queue index was consumed; None before a leader stored it."""
     trainer_fence: int = 0
     """Highest fence of a trainer that rewound."""
+    retiring: frozenset[str] = frozenset()
+    """Pool shards that an operator retires: they get no new groups, and theirs move away."""
+    move: Move | None = None
+    """The last move. A new leader completes it before it scans one of the two shards."""
+    losing: Mapping[str, Counts] = field(default_factory=dict)
+    """By pool shard that is being declared lost: its settled groups without a record elsewhere."""
+    lost: Counts = field(default_factory=dict)
+    """The sum over all lost shards; every leader counts these groups."""
     revision: int = 0
     """Revision of the key in etcd; 0 before the first write."""
 
@@ -53,6 +76,10 @@ class TermRecord:
             void_before=(term, number),
             head=fields.get("head"),
             trainer_fence=fields.get("trainer_fence", 0),
+            retiring=frozenset(fields.get("retiring", ())),
+            move=_move_of(fields.get("move")),
+            losing=fields.get("losing", {}),
+            lost=fields.get("lost", {}),
             revision=stored.mod_revision,
         )
 
@@ -66,11 +93,39 @@ class TermRecord:
             "void_before": self.void_before,
             "head": self.head,
             "trainer_fence": self.trainer_fence,
+            "retiring": sorted(self.retiring),
+            "move": None if self.move is None else asdict(self.move),
+            "losing": self.losing,
+            "lost": self.lost,
         }
         revision = await coordinator.compare_and_swap(
             TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision
         )
         return replace(self, revision=revision)
+
+    def without(self, gone: Collection[str]) -> TermRecord:
+        """The record without pool shards that were retired or lost."""
+        lost = dict(self.lost)
+        for shard in self.losing.keys() & set(gone):
+            for key, groups in self.losing[shard].items():
+                lost[key] = lost.get(key, 0) + groups
+        move = self.move
+        return replace(
+            self,
+            shards=self.shards - set(gone),
+            retiring=self.retiring - set(gone),
+            move=None if move is not None and {move.source, move.target} & set(gone) else move,
+            losing={shard: counts for shard, counts in self.losing.items() if shard not in gone},
+            lost=lost,
+        )
+
+
+def _move_of(fields: dict[str, Any] | None) -> Move | None:
+    if fields is None:
+        return None
+    return Move(
+        source=fields["source"], target=fields["target"], task_ids=tuple(fields["task_ids"])
+    )
 
 
 class OwnRecord:
@@ -102,6 +157,22 @@ class OwnRecord:
             )
         if fence > stored:
             await self.amend(trainer_fence=fence)
+
+    async def read(self) -> TermRecord:
+        """The record. Raises Unavailable."""
+        return await TermRecord.read(self._coordinator)
+
+    async def remove_shards(self, gone: Collection[str]) -> None:
+        """Remove shards that were retired or lost. Raises Unavailable."""
+        while True:
+            record = await TermRecord.read(self._coordinator)
+            if record.term != self._term:
+                raise Unavailable(f"term {self._term} is over: term {record.term} has begun")
+            try:
+                await record.without(gone).write(self._coordinator)
+            except StaleFence:
+                continue
+            return
 
     async def add_shards(self, joined: frozenset[str]) -> None:
         """Add shards, before the first group is stored on them. Raises Unavailable."""

@@ -52,11 +52,13 @@ class Slot:
         return self.group.rollout(self.rollout_index)
 
 
-def _to_start(group: Group) -> bool:
-    return group.phase is Phase.QUEUED
+def _to_start(group: Group, shard: str) -> bool:
+    return group.phase is Phase.QUEUED and group.spec.shard == shard
 
 
-def _to_hand_out(slot: Slot) -> bool:
+def _to_hand_out(slot: Slot, shard: str) -> bool:
+    if slot.group.spec.shard != shard:
+        return False
     if slot.group.phase is Phase.RUNNING and slot.rollout.phase is RolloutPhase.READY:
         return True
     # A closed group has no rollouts; `Slot.rollout` would create them again.
@@ -103,6 +105,16 @@ class Dispatch:
             key = (slot.place, slot.queue_index, slot.rollout_index)
             lanes = self._ready[slot.group.spec.evaluation][_kind(slot.group)]
             lanes.push(slot.group.spec.shard, key, slot)
+
+    def relocated(self, group: Group) -> None:
+        """The group is on another pool shard now; the entries of the former one are void."""
+        if group.phase is Phase.QUEUED:
+            self.list_group(group)
+        elif group.phase is Phase.RUNNING:
+            for index, rollout in enumerate(group.rollouts):
+                if rollout.phase is RolloutPhase.READY:
+                    rollout.listed = False
+                    self.list_rollout(Slot.of(group, index))
 
     def first_group(
         self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY

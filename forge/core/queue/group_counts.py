@@ -45,6 +45,12 @@ class GroupCounts:
         self._groups[False, before] -= groups
         self._groups[False, phase] += groups
 
+    def relocated(self, group: Group, before: str) -> None:
+        """A group is on another pool shard than `before`."""
+        if group.phase is Phase.RUNNING:
+            self._running[group.spec.evaluation, before] -= 1
+            self._running[group.spec.evaluation, group.spec.shard] += 1
+
     def of(self, phase: Phase, *, evaluation: bool = False) -> int:
         """Groups of one purpose in a phase."""
         return self._groups[evaluation, phase]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.activity import Activity
@@ -78,6 +78,8 @@ class GroupLedger:
         """Tombstoned and evaluated groups in memory that `settled` returned."""
         self._forgotten_steps: dict[str, int] = {}
         """By pool shard with settled groups that are not in memory: no later step trained one."""
+        self._forgotten: defaultdict[str, Counter[tuple[bool, Phase]]] = defaultdict(Counter)
+        """By pool shard: these groups by (evaluation, phase)."""
         self._kept_after = math.inf
         """Groups of later steps stay in memory, for a prepared rewind."""
 
@@ -127,6 +129,7 @@ class GroupLedger:
         self.next_eval_index = max(self.next_eval_index, next_eval_index)
         if any(counts.values()):
             self._note_forgotten(shard, last_step)
+            self._forgotten[shard].update(counts)
 
     def add_group(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or of an earlier term. Raises InvalidArgument."""
@@ -301,6 +304,7 @@ class GroupLedger:
         for group in gone:
             del self._groups[group.spec.task_id]
             self._note_forgotten(group.spec.shard, group.step)
+            self._forgotten[group.spec.shard][group.spec.evaluation, group.phase] += 1
         return gone
 
     def _note_forgotten(self, shard: str, step: int) -> None:
@@ -322,10 +326,46 @@ class GroupLedger:
                 self._place(group)
                 self._groups[group.spec.task_id] = group
                 self._keep_settled((group,))
+                self._forgotten[group.spec.shard][False, Phase.TRAINED] -= 1
                 recalled.append(group)
         for shard, last in self._forgotten_steps.items():
             self._forgotten_steps[shard] = min(last, after)
         return recalled
+
+    # Pool shards that are removed
+
+    def on_shard(self, shard: str) -> list[Group]:
+        """Groups in memory on a pool shard."""
+        return [group for group in self._groups.values() if group.spec.shard == shard]
+
+    def relocate(
+        self, moved: Mapping[str, tuple[bool, Phase] | None], *, source: str, target: str
+    ) -> None:
+        """Groups are on `target` now. `moved` has, by task id, (evaluation, phase) of settled
+        groups, which may not be in memory; None for others."""
+        if source in self._forgotten_steps:
+            self._note_forgotten(target, self._forgotten_steps[source])
+        for task_id, settled in moved.items():
+            group = self._groups.get(TaskId(task_id))
+            if group is None:
+                if settled is not None:
+                    self._forgotten[source][settled] -= 1
+                    self._forgotten[target][settled] += 1
+            elif group.spec.shard == source:
+                group.spec = replace(group.spec, shard=target)
+                self.counts.relocated(group, source)
+                self.dispatch.relocated(group)
+                if not group.spec.evaluation:
+                    self.window.relocated(group, source)
+
+    def forgotten_on(self, shard: str) -> Counter[tuple[bool, Phase]]:
+        """Settled groups of a pool shard that are not in memory, by (evaluation, phase)."""
+        return +self._forgotten[shard]
+
+    def remove_shard(self, shard: str) -> None:
+        """A pool shard is gone: its settled groups that are not in memory are counted alone."""
+        self._forgotten_steps.pop(shard, None)
+        self._forgotten.pop(shard, None)
 
     def _limit_domain(self, domain: str, change: int) -> None:
         limit = self._domain_limits.get(domain)

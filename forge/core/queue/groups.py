@@ -185,6 +185,11 @@ class Group:
     reason: str = ""
     """Reason of the tombstone."""
 
+    @property
+    def idle(self) -> bool:
+        """Pending, without a lease, and in no batch."""
+        return self.phase.droppable and all(rollout.lease is None for rollout in self.rollouts)
+
     def rollout(self, index: int) -> Rollout:
         """One rollout; the group is open."""
         if not self.rollouts:

@@ -19,8 +19,8 @@ Key = tuple[float, int, int]
 class Lanes(Generic[Item]):
     """Items by unique key, the lowest first."""
 
-    def __init__(self, waits: Callable[[Item], bool]) -> None:
-        """`waits`: whether an item is still valid; `first` drops others."""
+    def __init__(self, waits: Callable[[Item, str], bool]) -> None:
+        """`waits`: whether an item is still valid on a shard; `first` drops others."""
         self._waits = waits
         self._lanes: defaultdict[str, list[tuple[Key, Item]]] = defaultdict(list)
         """By pool shard."""
@@ -52,7 +52,7 @@ class Lanes(Generic[Item]):
                 continue
             lane = self._lanes[shard]
             if shard not in away:
-                while lane and not self._waits(lane[0][1]):
+                while lane and not self._waits(lane[0][1], shard):
                     heappop(lane)
             if not lane or shard in away:
                 heappop(firsts)

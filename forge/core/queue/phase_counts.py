@@ -47,6 +47,11 @@ class PhaseCounts:
             self._count(before, domain, shard, -count)
             self._count(phase, domain, shard, count)
 
+    def relocated(self, group: Group, before: str) -> None:
+        """A group is on another pool shard than `before`."""
+        self._count(group.phase, group.spec.domain, before, -1)
+        self._count(group.phase, group.spec.domain, group.spec.shard, 1)
+
     def of(self, phase: Phase, away: frozenset[str] = frozenset()) -> int:
         """Groups of a phase, except those on the pool shards `away`."""
         return sum(count for _, count in self.by_domain((phase,), away))

@@ -137,6 +137,11 @@ class Window:
         if not passed:
             self._advance(self._part)
 
+    def relocated(self, group: Group, before: str) -> None:
+        """A group is on another pool shard than `before`."""
+        if group.spec.index < self._edge:
+            self._counts.relocated(group, before)
+
     def rebuild(self, undone: Sequence[Group]) -> None:
         """Rebuild the window after a rewind: the groups `undone` are no longer consumed."""
         self._groups.update((group.spec.index, group) for group in undone)

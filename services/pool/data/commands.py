@@ -116,6 +116,49 @@ class EraseTasks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MarkMoved:
+    """Answered by the tasks whose groups are moved to the target."""
+
+    digests: dict[str, bytes]
+    """`moving.group_digest` of each task, as exported."""
+    target: str
+    fence: int
+    now_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardCopy:
+    """Deletes a copy of a group. Answered by whether anything is left."""
+
+    task_id: str
+    fence: int
+    max_records: int = 128
+    """Turns and rewards that may be deleted in one transaction."""
+    max_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecords:
+    """Turns and rewards of a group from another shard, as they lie on disk."""
+
+    values: tuple[tuple[Key, bytes], ...]
+    fence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportGroup:
+    """The rest of a group from another shard."""
+
+    task_id: str
+    values: tuple[tuple[Key, bytes], ...]
+    """Record, state and trajectory headers, as they lie on disk."""
+    staged: int
+    """Turns and rewards that were staged."""
+    erased: bool
+    fence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FollowLeader:
     """Steps from a leader, in order. Answered by the position reached, 0 while copying."""
 
@@ -143,6 +186,10 @@ Command = (
     | FreeGroups
     | MarkOrphans
     | EraseTasks
+    | MarkMoved
+    | DiscardCopy
+    | StageRecords
+    | ImportGroup
     | FollowLeader
     | RepairUnit
 )
@@ -161,5 +208,7 @@ def cost_bytes(command: Command) -> int:
             return sum(state.ByteSize() for state in states.values())
         case RepairUnit(copy=copy):
             return sum(map(len, copy.values.values()))
+        case StageRecords(values=values) | ImportGroup(values=values):
+            return sum(len(value) for _, value in values)
         case _:
             return 0

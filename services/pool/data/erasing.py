@@ -24,7 +24,7 @@ from services.pool.data.orphans import ORPHAN_REASON
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import erased_group, is_erased, put_erasure
 from services.pool.storage.group_index import (
-    SETTLED_STATES,
+    INDEXED_STATES,
     GroupMoves,
     after_late_seal,
     before_late_seal,
@@ -154,7 +154,7 @@ def _put_erased_state(
     records: Records, task_id: str, before: common_pb2.GroupRecord | None, *, now_unix_s: float
 ) -> None:
     after = common_pb2.GroupRecord(freed_unix_s=now_unix_s)
-    if before is not None and before.state in SETTLED_STATES:
+    if before is not None and before.state in INDEXED_STATES:
         after.MergeFrom(before)
         after.freed_unix_s = now_unix_s
     else:

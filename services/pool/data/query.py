@@ -26,6 +26,7 @@ from services.pool.storage.change_log import (
     number_of_change_key,
 )
 from services.pool.storage.keys import name_of_trajectory_key
+from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     DamagedRecord,
@@ -171,10 +172,12 @@ def summary_if_fits(
     trajectory: bytes,
     header: TrajectoryHeader,
 ) -> common_pb2.TrajectorySummary | None:
-    """None if it does not fit; the turns of an open one are counted in `header`."""
-    if not fits_header(wanted, header):
+    """None if it does not fit, and if its group moved to another shard; the turns of an open one
+    are counted in `header`."""
+    name = name_of_trajectory_key(trajectory)
+    if not fits_header(wanted, header) or is_moved(records, name.task_id):
         return None
-    summary = summary_of(records, name_of_trajectory_key(trajectory), header)
+    summary = summary_of(records, name, header)
     return summary if _fits_rewards(wanted, summary) else None
 
 

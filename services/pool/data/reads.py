@@ -131,9 +131,12 @@ def groups(
             log.error("queue_entry_damaged", key=key.hex())
             damaged += 1
             continue
-        response = _scanned(records, queued_group(records, key[len(prefix) :]), brief=brief)
+        group = queued_group(records, key[len(prefix) :])
+        whole += records.has(Table.GROUPS, group_key(group.task.task_id))
+        if group.state == common_pb2.GROUP_STATE_MOVED:
+            continue
+        response = _scanned(records, group, brief=brief)
         page.append(response)
-        whole += records.has(Table.GROUPS, group_key(response.group.task.task_id))
         size_bytes += response.ByteSize()
         if len(page) >= limit or size_bytes >= limit_bytes:
             return GroupPage(groups=page, last_key=key, whole=whole, damaged=damaged)

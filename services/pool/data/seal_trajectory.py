@@ -33,6 +33,7 @@ from services.pool.data.summaries import (
 from services.pool.storage.change_log import log_closed, log_rewarded
 from services.pool.storage.group_index import after_late_seal, before_late_seal
 from services.pool.storage.keys import index_of_turn_key, reward_key, trajectory_key
+from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,
@@ -44,8 +45,9 @@ from services.pool.storage.tables import Table
 
 
 def append_rewards(records: Records, command: AppendRewards) -> None:
-    """Adds rewards to a trajectory, closed or not. Raises if it was freed."""
+    """Adds rewards to a trajectory, closed or not. Raises if it was freed or moved."""
     trajectory = trajectory_key(command.trajectory)
+    check_not_moved(records, command.trajectory.task_id)
     header = header_of(records, trajectory)
     check_not_freed(records, command.trajectory, header)
     check_one_outcome(records, command.trajectory, command.rewards)
@@ -99,6 +101,7 @@ def _check_credits(
 def seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySummary:
     """Closes a trajectory with its last rewards; repeated, only adds rewards."""
     trajectory = trajectory_key(command.trajectory)
+    check_not_moved(records, command.trajectory.task_id)
     header = header_of(records, trajectory)
     if header is None or not _same_seal(command, header):
         check_not_freed(records, command.trajectory, header)

@@ -11,6 +11,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads import queued_group
 from services.pool.storage.group_records import group_state
 from services.pool.storage.keys import name_of_trajectory_key
+from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.records import Payload, Records, decode_header
 from services.pool.storage.tables import Table
 
@@ -65,6 +66,9 @@ class Tally:
         stats.oldest_pending_closed_unix_s = self._oldest_closed_unix_s
 
     def _count_trajectory(self, records: Records, key: bytes, payload: Payload) -> None:
+        task_id = name_of_trajectory_key(key).task_id
+        if is_moved(records, task_id):
+            return
         header = decode_header(payload)
         place = (header.domain, header.state)
         count = self._trajectories.get(place)
@@ -76,7 +80,7 @@ class Tally:
         count.turns += header.turns
         count.sampled_tokens += header.sampled_tokens
         count.turn_bytes += header.turn_bytes
-        if header.state == _SEALED and self._waits(records, name_of_trajectory_key(key).task_id):
+        if header.state == _SEALED and self._waits(records, task_id):
             closed_unix_s = header.sealed_unix_s
             first = self._oldest_closed_unix_s
             self._oldest_closed_unix_s = min(first, closed_unix_s) if first else closed_unix_s
@@ -90,6 +94,8 @@ class Tally:
 
     def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:
         group = queued_group(records, key)
+        if group.state == common_pb2.GROUP_STATE_MOVED:
+            return
         self._groups[group.task.domain, group.task.purpose, group.state] += 1
         trains = group.task.purpose == common_pb2.PURPOSE_TRAIN
         if self._oldest is None and trains and group.state == _PENDING:

@@ -16,6 +16,7 @@ from services.pool.storage.erasures import is_erased
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves, enter_new
 from services.pool.storage.group_records import intact_state
 from services.pool.storage.keys import group_key, queue_key
+from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Table
 
@@ -25,7 +26,7 @@ _FENCE = struct.Struct(">Q")
 
 def put_groups(records: Records, command: PutGroups) -> None:
     """Stores new groups as pending; known ones stay as they are. Raises StaleFence."""
-    _check_fence(records, command.fence)
+    check_fence(records, command.fence)
     for group in command.groups:
         key = group_key(group.task.task_id)
         if records.has(Table.GROUPS, key):
@@ -37,12 +38,12 @@ def put_groups(records: Records, command: PutGroups) -> None:
         place = queue_key(group.task.purpose, group.queue_index, group.task.task_id)
         records.put(Table.QUEUE, place, b"")
         enter_new(records, group)
-    _raise_fence(records, command.fence)
+    raise_fence(records, command.fence)
 
 
 def set_group_states(records: Records, command: SetGroupStates) -> None:
     """Replaces states of groups. Raises StaleFence, or an error of the first wrong group."""
-    _check_fence(records, command.fence)
+    check_fence(records, command.fence)
     new = {
         task_id: state
         for task_id, state in command.states.items()
@@ -52,18 +53,19 @@ def set_group_states(records: Records, command: SetGroupStates) -> None:
     for task_id, state in new.items():
         put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
     moves.store()
-    _raise_fence(records, command.fence)
+    raise_fence(records, command.fence)
 
 
 def _is_new_state(
     records: Records, task_id: str, state: common_pb2.GroupRecord, *, past_damage: bool
 ) -> bool:
     """False for the state that a freed group has, and for an erased group. Raises
-    `FailedPrecondition` for another state of a freed group, and `DamagedRecord` for a group that
-    cannot be read, unless `past_damage`."""
+    `FailedPrecondition` for another state of a freed group, `Unavailable` for one that moved, and
+    `DamagedRecord` for a group that cannot be read, unless `past_damage`."""
     key = group_key(task_id)
     if not records.has(Table.GROUPS, key):
         raise NotFound(f"group {task_id} is not on this shard")
+    check_not_moved(records, task_id)
     stored = intact_state(records, task_id)
     if not past_damage:
         if stored is None:
@@ -93,12 +95,14 @@ def fence_of(records: Records) -> int:
     return 0 if stored is None else int(_FENCE.unpack(stored)[0])
 
 
-def _check_fence(records: Records, fence: int) -> None:
+def check_fence(records: Records, fence: int) -> None:
+    """Raises StaleFence if a later leader has written."""
     newest = fence_of(records)
     if fence < newest:
         raise StaleFence(f"fence {fence} is stale: a leader with fence {newest} has written")
 
 
-def _raise_fence(records: Records, fence: int) -> None:
+def raise_fence(records: Records, fence: int) -> None:
+    """Refuses earlier leaders from now on."""
     if fence > fence_of(records):
         records.put(Table.META, _FENCE_KEY, _FENCE.pack(fence))

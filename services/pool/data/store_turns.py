@@ -14,6 +14,7 @@ from services.pool.data.commands import NewTurn
 from services.pool.data.freeing import check_not_freed
 from services.pool.data.summaries import header_of, state_name
 from services.pool.storage.keys import trajectory_key, turn_key
+from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,
@@ -39,6 +40,7 @@ def _attempt_turn(records: Records, turn: NewTurn) -> ForgeError | None:
 
 def _append_turn(records: Records, turn: NewTurn) -> None:
     trajectory = trajectory_key(turn.trajectory)
+    check_not_moved(records, turn.trajectory.task_id)
     header = header_of(records, trajectory)
     check_not_freed(records, turn.trajectory, header)
     key = turn_key(trajectory, turn.head.turn_index)

@@ -15,12 +15,13 @@ from typing import TypeVar
 
 from forge.core.errors import ConfigError, Unavailable
 from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.coordination.shard_record import read_record
 from forge.runtime.telemetry import log
 from services.pool.config import PoolConfig
 from services.pool.readers import Readers
 from services.pool.replication.ack_gate import RETRY_S
 from services.pool.replication.replica_set import ReplicaSet, leadership_name, may_lead
-from services.pool.replication.shard_identity import may_serve, read_binding
+from services.pool.replication.shard_identity import may_serve
 from services.pool.storage.journal import is_empty, leave_replication, replica_state
 from services.pool.storage.records import Records
 from services.pool.store import PoolStore
@@ -93,7 +94,7 @@ class Election:
 
     async def _standing(self) -> tuple[bool, ReplicaSet | None]:
         """Whether this replica may lead, and the record that says so. Raises Unavailable."""
-        binding, _ = await read_binding(self._coordinator, self._store.shard)
+        binding, _ = await read_record(self._coordinator, self._store.shard)
         is_bound = await asyncio.to_thread(may_serve, binding, self._store, replicated=True)
         members = await ReplicaSet.read(self._coordinator, self._store.shard)
         return is_bound and may_lead(members, await self._read(replica_state)), members

@@ -253,6 +253,7 @@ class Replica:
     def _announce(self) -> None:
         assert self._leader is not None, "only a leader changes the set"
         self._context.metadata["copies"] = str(len(self._leader.members.in_sync))
+        self._context.metadata["lineage"] = self._leader.members.lineage
         self._announcing = asyncio.create_task(self._context.announce())
 
     async def _read(self, look: Callable[[Any], T]) -> T:

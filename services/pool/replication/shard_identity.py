@@ -1,13 +1,15 @@
 """The store that a shard's name belongs to: one durable record in etcd, and one leased key.
 
     pool/shards/<shard>     lineage of the shard, and the data directory that serves it alone (empty
-                            while it is replicated: the record of its replicas decides)
+                            while it is replicated: the record of its replicas decides); format and
+                            key are `coordination.shard_record`'s
     pool/<shard>/server     leased by the process that serves an unreplicated shard
 
 The record is written by compare-and-swap when a shard is first served. A store of another lineage,
 or a copy in another directory, is refused with one line, unless its directory has the hand-over
 mark of `restore` or `adopt`: then it gets the name once no live process has it. Without a record,
-as in a new etcd, the first store to start gets the name.
+as in a new etcd, the first store to start gets the name. The store of a shard that was retired or
+declared lost is always refused.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Conflict, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator, Fields, Registration
+from forge.runtime.coordination.shard_record import ShardRecord, read_record, record_key
 from forge.runtime.telemetry import log
 from services.pool.config import PoolConfig
 from services.pool.replication.replica_set import leadership_name
@@ -29,49 +32,29 @@ from services.pool.storage.journal import is_empty, replica_state
 from services.pool.store import PoolStore
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """The store that a shard's name belongs to."""
-
-    lineage: str
-    directory_id: str
-    """Identity of the data directory that serves it; empty while it is replicated."""
-    data_dir: str
-    """Path of that directory at its last start, for messages."""
-    host: str
-    instance_id: str
-
-    @classmethod
-    def of(cls, store: PoolStore, config: PoolConfig, *, replicated: bool) -> Binding:
-        """The binding for a store in service."""
-        return cls(
-            lineage=store.lineage(),
-            directory_id="" if replicated else store.directory_id,
-            data_dir=str(store.directory.resolve()),
-            host=socket.gethostname(),
-            instance_id=config.instance_id,
-        )
-
-    def __str__(self) -> str:
-        return f"the store in {self.data_dir} of host {self.host} (instance {self.instance_id})"
+def record_of(store: PoolStore, config: PoolConfig, *, replicated: bool) -> ShardRecord:
+    """The record of a shard whose name belongs to `store`."""
+    return ShardRecord(
+        lineage=store.lineage(),
+        directory_id="" if replicated else store.directory_id,
+        data_dir=str(store.directory.resolve()),
+        host=socket.gethostname(),
+        instance_id=config.instance_id,
+    )
 
 
-async def read_binding(coordinator: Coordinator, shard: str) -> tuple[Binding | None, int]:
-    """The record and its revision; None and 0 before a shard is first served. Raises
-    Unavailable."""
-    stored = await coordinator.get(_binding_key(shard))
-    if stored is None:
-        return None, 0
-    return Binding(**json.loads(stored.value)), stored.mod_revision
-
-
-def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) -> bool:
-    """Whether the name belongs to `store`, by the record or by its hand-over mark.
+def may_serve(binding: ShardRecord | None, store: PoolStore, *, replicated: bool) -> bool:
+    """Whether the name belongs to `store`, by the record or by its hand-over mark. The name of a
+    shard that is gone belongs to any other store.
 
     A replicated shard may be served alone by any of its replicas; `serve_alone` checks before that
     it has every acknowledged write.
     """
-    if binding is None or has_hand_over_mark(store.directory):
+    if binding is None:
+        return True
+    if binding.gone:
+        return binding.lineage != store.lineage()
+    if has_hand_over_mark(store.directory):
         return True
     if binding.lineage != store.lineage():
         return False
@@ -83,8 +66,12 @@ def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) ->
 async def check_follower(coordinator: Coordinator, store: PoolStore) -> None:
     """Raises `ConfigError` if `store` is of another shard of the same name; an empty store follows
     any."""
-    binding, _ = await read_binding(coordinator, store.shard)
+    binding, _ = await read_record(coordinator, store.shard)
     if binding is None or await asyncio.to_thread(store.read, is_empty):
+        return
+    if binding.gone:
+        if binding.lineage == store.lineage():
+            raise _refusal(store, binding)
         return
     if binding.lineage != store.lineage() and not has_hand_over_mark(store.directory):
         raise _refusal(store, binding)
@@ -96,7 +83,7 @@ async def bind_leader(coordinator: Coordinator, store: PoolStore, config: PoolCo
     Raises `ConfigError` if the name belongs to another store, `Unavailable` if a process serves
     that, or etcd does not answer.
     """
-    binding, _ = await read_binding(coordinator, store.shard)
+    binding, _ = await read_record(coordinator, store.shard)
     taken_over = binding is not None and binding.lineage != store.lineage()
     server = await coordinator.get(_server_key(store.shard)) if taken_over else None
     if server is not None:
@@ -117,7 +104,7 @@ async def hold_shard(
     it, `Unavailable` if etcd does not answer. `on_conflict` is called if another process took it
     while the lease was lost.
     """
-    binding, _ = await read_binding(coordinator, store.shard)
+    binding, _ = await read_record(coordinator, store.shard)
     if not may_serve(binding, store, replicated=False):
         assert binding is not None
         raise _refusal(store, binding)
@@ -129,7 +116,7 @@ async def hold_shard(
         )
     held = await coordinator.hold(
         _server_key(store.shard),
-        asdict(Binding.of(store, config, replicated=False)),
+        asdict(record_of(store, config, replicated=False)),
         ttl_s=config.lease_ttl_s,
         taken=_taken(store),
         on_conflict=on_conflict,
@@ -145,17 +132,16 @@ async def hold_shard(
 async def _bind(
     coordinator: Coordinator, store: PoolStore, config: PoolConfig, *, replicated: bool
 ) -> None:
-    wanted = Binding.of(store, config, replicated=replicated)
+    wanted = record_of(store, config, replicated=replicated)
     while True:
-        found, revision = await read_binding(coordinator, store.shard)
+        found, revision = await read_record(coordinator, store.shard)
         if not may_serve(found, store, replicated=replicated):
             assert found is not None
             raise _refusal(store, found)
         if found != wanted:
-            value = json.dumps(asdict(wanted)).encode()
             try:
                 await coordinator.compare_and_swap(
-                    _binding_key(store.shard), value, expected_revision=revision
+                    record_key(store.shard), wanted.encoded(), expected_revision=revision
                 )
             except StaleFence:
                 continue
@@ -165,8 +151,13 @@ async def _bind(
         return
 
 
-def _refusal(store: PoolStore, binding: Binding) -> ConfigError:
+def _refusal(store: PoolStore, binding: ShardRecord) -> ConfigError:
     directory: Path = store.directory.resolve()
+    if binding.gone:
+        return ConfigError(
+            f"pool shard {store.shard} with the store in {directory} {binding.gone_text}: its "
+            "groups are on other shards or tombstoned; start a shard with an empty data_dir"
+        )
     return ConfigError(
         f"pool shard {store.shard} belongs to {binding}, not to the one in {directory}: give "
         "another shard name, or, if that store is gone for good, run "
@@ -183,10 +174,6 @@ def _taken(store: PoolStore) -> Callable[[Fields], str]:
         )
 
     return message
-
-
-def _binding_key(shard: str) -> str:
-    return f"pool/shards/{shard}"
 
 
 def _server_key(shard: str) -> str:

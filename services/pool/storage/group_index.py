@@ -1,7 +1,8 @@
 """Indexes of the groups of a shard, and counters of settled ones.
 
     pending         place in the queue     groups that are not settled
-    settled order   step, or time          settled groups: trained, then tombstoned and evaluated
+    settled order   step, or time          settled groups: trained, then tombstoned and evaluated,
+                                           then groups that moved to another shard
     tags            tag, place             groups with a tag
     settled counts  see `SettledCounts`    counters of settled groups, for schedulers
 
@@ -43,8 +44,10 @@ SETTLED_STATES = frozenset(
         common_pb2.GROUP_STATE_EVALUATED,
     }
 )
+INDEXED_STATES = SETTLED_STATES | {common_pb2.GROUP_STATE_MOVED}
+"""States of groups in the settled order; scans omit moved ones."""
 _ORDER = struct.Struct(">BQ")
-_TRAINED, _OTHER = 1, 2
+_TRAINED, _OTHER, _MOVED = 1, 2, 3
 _MS = 1000
 _TAG_BYTES = 16
 INDEXES = (Table.PENDING, Table.SETTLED_ORDER, Table.TAGS)
@@ -59,8 +62,9 @@ def entries_of(group: common_pb2.GroupRecord, state: common_pb2.GroupRecord) -> 
     """Every index entry of a group; `group` is without its state."""
     task = group.task
     place = queue_key(task.purpose, group.queue_index, task.task_id)
-    entries = [(Table.TAGS, tag_prefix(task.tag) + place)] if task.tag else []
-    if state.state in SETTLED_STATES:
+    listed = task.tag and state.state != common_pb2.GROUP_STATE_MOVED
+    entries = [(Table.TAGS, tag_prefix(task.tag) + place)] if listed else []
+    if state.state in INDEXED_STATES:
         entries.append((Table.SETTLED_ORDER, _order_key(task.task_id, state)))
     else:
         entries.append((Table.PENDING, place))
@@ -81,13 +85,45 @@ def task_of_entry(table: Table, key: bytes) -> TaskId:
 def _order_key(task_id: str, state: common_pb2.GroupRecord) -> bytes:
     if state.state == common_pb2.GROUP_STATE_TRAINED:
         return _ORDER.pack(_TRAINED, state.step) + group_key(task_id)
-    return _ORDER.pack(_OTHER, round(state.settled_unix_s * _MS)) + group_key(task_id)
+    kind = _MOVED if state.state == common_pb2.GROUP_STATE_MOVED else _OTHER
+    return _ORDER.pack(kind, round(state.settled_unix_s * _MS)) + group_key(task_id)
 
 
 def enter_new(records: Records, group: common_pb2.GroupRecord) -> None:
     """Indexes a new, pending group."""
     for table, key in entries_of(group, common_pb2.GroupRecord()):
         records.put(table, key, b"")
+
+
+def enter_copied(
+    records: Records, group: common_pb2.GroupRecord, state: common_pb2.GroupRecord
+) -> None:
+    """Indexes and counts a group from another shard, after its trajectories."""
+    for table, key in entries_of(group, state):
+        records.put(table, key, b"")
+    if state.state in SETTLED_STATES:
+        counts = SettledCounts()
+        counts.enter(group, state, counted_rollouts(records, group))
+        _store(records, counts)
+
+
+def leave_copied(records: Records, task_id: str, state: common_pb2.GroupRecord | None) -> None:
+    """Undoes `enter_copied`, while the records of the group are still there. `state` is None if it
+    is damaged."""
+    try:
+        group = group_record(records, task_id)
+    except DataLoss:
+        group = None
+    if group is None or state is None:
+        _remove_entries(records, {task_id})
+        _recount(records, without=task_id)
+        return
+    for table, key in entries_of(group, state):
+        records.delete(table, key)
+    if state.state in SETTLED_STATES:
+        counts = SettledCounts()
+        counts.leave(group, state, counted_rollouts(records, group))
+        _store(records, counts)
 
 
 class GroupMoves:
@@ -107,7 +143,7 @@ class GroupMoves:
             self._damaged.add(task_id)
             return
         was, now = before.state in SETTLED_STATES, after.state in SETTLED_STATES
-        if not (was or now):
+        if not (before.state in INDEXED_STATES or after.state in INDEXED_STATES):
             return
         try:
             group = group_record(self._records, task_id)
@@ -214,12 +250,7 @@ def rebuild(records: Records) -> None:
 
 def _index_again(records: Records, task_ids: Container[str]) -> None:
     """Makes the entries of some groups, and all counters, again."""
-    for table in (Table.PENDING, Table.SETTLED_ORDER):
-        keys = [key for key, _ in records.scan_sealed(table)]
-        for key in keys:
-            with suppress(ValueError):
-                if task_of_entry(table, key) in task_ids:
-                    records.delete(table, key)
+    _remove_entries(records, task_ids)
     for group, state in stored_groups(records):
         if group.task.task_id in task_ids:
             for table, key in entries_of(group, state):
@@ -227,12 +258,21 @@ def _index_again(records: Records, task_ids: Container[str]) -> None:
     _recount(records)
 
 
-def _recount(records: Records) -> None:
+def _remove_entries(records: Records, task_ids: Container[str]) -> None:
+    for table in (Table.PENDING, Table.SETTLED_ORDER):
+        keys = [key for key, _ in records.scan_sealed(table)]
+        for key in keys:
+            with suppress(ValueError):
+                if task_of_entry(table, key) in task_ids:
+                    records.delete(table, key)
+
+
+def _recount(records: Records, *, without: str = "") -> None:
     # One by one, not by `clear`: replicas get what a commit changed.
     records.delete_prefix(Table.SETTLED_COUNTS, b"", limit=sys.maxsize, limit_bytes=sys.maxsize)
     counts = SettledCounts()
     for group, state in stored_groups(records):
-        if state.state in SETTLED_STATES:
+        if state.state in SETTLED_STATES and group.task.task_id != without:
             counts.enter(group, state, counted_rollouts(records, group))
     counts.store(records)
 
@@ -332,7 +372,21 @@ def unindexed(records: Records) -> list[TaskId]:
     }
     tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
     missing = (task_id for task_id in tasks if task_id not in pending)
-    return [each for each in missing if _state_of(records, each).state not in SETTLED_STATES]
+    return [each for each in missing if _state_of(records, each).state not in INDEXED_STATES]
+
+
+def not_moved(records: Records, limit: int) -> list[TaskId]:
+    """Settled groups, then pending ones, that did not move to another shard."""
+    found: list[TaskId] = []
+    for table in (Table.SETTLED_ORDER, Table.PENDING):
+        for key, value in records.scan_sealed(table):
+            if len(found) == limit:
+                return found
+            if table is Table.SETTLED_ORDER and key[0] == _MOVED:
+                break
+            if is_intact_entry(key, value):
+                found.append(task_of_entry(table, key))
+    return found
 
 
 def next_queue_index(records: Records, purpose: int) -> int:

@@ -278,6 +278,11 @@ class Records:
         for key, value in self._scan(table, prefix, after):
             yield key, bytes(value)
 
+    def keys(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
+        """Keys that start with `prefix`, in order; no value is read."""
+        for key, _ in self._scan(table, prefix, b""):
+            yield key
+
     def keys_backwards(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
         """Keys that start with `prefix`, the greatest first."""
         behind = prefix[:-1] + bytes([prefix[-1] + 1])

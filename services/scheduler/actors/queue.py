@@ -23,7 +23,9 @@ from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
 from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
+from services.scheduler.state import removal_messages as r
 from services.scheduler.state.queue_status import status_of, tombstones_of
+from services.scheduler.state.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
 
@@ -141,8 +143,16 @@ class QueueActor(Actor):
                 state.earlier.restore_joined(message, now_s=now_s)
             case m.SetActivity(activity=activity):
                 state.queue.set_activity(activity)
-            case m.SetAway(shards=shards, unread=unread):
-                state.set_away(shards, unread=unread, now_s=now_s)
+            case m.SetAway(shards=shards, unread=unread, retiring=retiring):
+                state.set_away(shards, unread=unread, now_s=now_s, retiring=retiring)
+            case r.FindMovable():
+                return movable(state, message, now_s=now_s)
+            case r.GroupsMoved(moved=moved, source=source, target=target):
+                state.queue.ledger.relocate(moved, source=source, target=target)
+            case r.GroupsOn(shard=shard):
+                return on_shard(state, shard)
+            case r.RemoveShard(shard=shard):
+                state.queue.ledger.remove_shard(shard)
             case m.NoteHead():
                 return state.queue.window.lowest_pending
             case m.RenewBatch(batch_id=batch_id):

@@ -38,12 +38,15 @@ class SubmissionActor(Actor):
         *,
         next_index: Mapping[int, int],
         placeable: Callable[[], Collection[str]],
+        reachable: Callable[[], Collection[str]],
     ) -> None:
-        """`next_index` by purpose; `placeable`: the shards that accept new groups now."""
+        """`next_index` by purpose; `placeable`: the shards that accept new groups now;
+        `reachable`: those that answer, also for groups whose write ended in doubt."""
         self._queue = queue
         self._shards = shards
         self._next_index = dict(next_index)
         self._placeable = placeable
+        self._reachable = reachable
         self._unsettled: dict[str, common_pb2.GroupRecord] = {}
 
     async def receive(self, message: Any) -> Any:
@@ -85,14 +88,13 @@ class SubmissionActor(Actor):
             del self._unsettled[record.task.task_id]
 
     def _record(self, task: common_pb2.Task) -> common_pb2.GroupRecord:
-        placeable = self._placeable()
         record = self._unsettled.get(task.task_id)
         if record is not None:
             if digest_of(record.task) != digest_of(task):
                 raise InvalidArgument(
                     f"task_id {task.task_id!r} was submitted before with different content"
                 )
-            if record.pool_shard not in placeable:
+            if record.pool_shard not in self._reachable():
                 raise Unavailable(
                     f"task_id {task.task_id!r} may be stored on pool shard {record.pool_shard}, "
                     "which is unreachable"
@@ -103,7 +105,7 @@ class SubmissionActor(Actor):
             task=task,
             queue_index=index,
             state=common_pb2.GROUP_STATE_PENDING,
-            pool_shard=choose_shard(task.task_id, placeable),
+            pool_shard=choose_shard(task.task_id, self._placeable()),
             task_digest=digest_of(task),
         )
         self._next_index[task.purpose] = index + 1

@@ -1,7 +1,8 @@
 """Recovery: a new leader rebuilds the queue from the pool's records.
 
     1. read the term record from etcd, increment the term, write it (`term_record`)
-    2. wait for every pool shard that ever held a group, at most `shard_wait_s`
+    2. wait for every pool shard that may hold a group, at most `shard_wait_s`; complete the last
+       move of groups between two shards
     3. raise the fence of each shard: from then on it refuses an earlier leader's writes
     4. scan each shard: the changes since the standby's last scan (`leadership.standby`), or the
        pending groups and the newest settled ones; add these in queue order, then the counters of
@@ -20,6 +21,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
+from forge.runtime.asyncio_tasks import first_done
 from forge.runtime.telemetry import log
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
 from services.scheduler.pool_shards import PoolShards, gathered
@@ -33,25 +35,31 @@ async def wait_for_shards(
     shards: PoolShards,
     known: frozenset[str],
     *,
-    lost: frozenset[str],
+    forget_gone: Callable[[frozenset[str]], Awaitable[frozenset[str]]],
+    declared: asyncio.Event,
     patience_s: float,
     awaiting: Callable[[frozenset[str]], Awaitable[None]],
-) -> frozenset[str]:
-    """The registered shards: every known one except the lost, or, after `patience_s`, at least one.
-    `awaiting` receives the missing ones: `ANY` if none is known, an empty set at the end."""
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The registered shards, and those that are gone: every known one is registered or gone, or,
+    after `patience_s`, at least one is registered. `forget_gone` returns which of some shards were
+    retired or declared lost. `awaiting` receives the missing ones: `ANY` if none is known, an empty
+    set at the end. `declared` is set when a shard was declared lost."""
     give_up_s = time.monotonic() + patience_s
-    while not (live := shards.live()) or known - lost - live:
+    gone = await forget_gone(known)
+    while not (live := shards.live()) or known - gone - live:
         left_s = give_up_s - time.monotonic()
         if live and left_s <= 0:
             break
-        missing = known - lost - live
+        missing = known - gone - live
         log.warning("waiting_for_pool_shards", missing=sorted(missing) or "any")
         await awaiting(missing or frozenset({ANY}))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(left_s, _REMIND_S) if live else _REMIND_S):
-                await shards.changed()
+                await first_done(shards.changed(), declared.wait())
+        declared.clear()
+        gone = await forget_gone(known)
     await awaiting(frozenset())
-    return live
+    return live, gone
 
 
 async def register_shards(

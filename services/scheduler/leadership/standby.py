@@ -20,7 +20,7 @@ from operator import attrgetter
 from forge.core.errors import FailedPrecondition, ForgeError
 from forge.core.queue.groups import Phase
 from forge.runtime.telemetry import log
-from forge.v1 import pool_pb2
+from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.pool_shards import ShardScans
 from services.scheduler.state.left_out_groups import LeftOut, left_out
 from services.scheduler.state.stored_group import StoredGroup, stored_group
@@ -120,6 +120,12 @@ class _Copy:
             else:
                 self._others[task_id] = None
 
+    def drop(self, task_id: str) -> None:
+        """Remove a group that moved to another shard."""
+        stored = self.groups.pop(task_id, None)
+        if stored is not None:
+            self._unlist(task_id, stored)
+
     def _is_left_out(self, stored: StoredGroup) -> bool:
         if stored.group.phase is Phase.TRAINED:
             return stored.group.step <= self.left_out_step
@@ -215,6 +221,7 @@ class ShardCopies:
         """`most`: 0 for no bound."""
         copy = self._copies.get(shard) or _Copy()
         mark, settled, changed = "", None, list[StoredGroup]()
+        moved: list[str] = []
         responses = self._shards.scan(
             shard, since=copy.mark, settled_limit=most, count_settled=count
         )
@@ -227,12 +234,16 @@ class ShardCopies:
                     copy = _Copy.begun(response.begin)
                 if count and response.begin.HasField("settled"):
                     settled = response.begin.settled
+            elif response.group.state == common_pb2.GROUP_STATE_MOVED:
+                moved.append(response.group.task.task_id)
             else:
                 changed.append(stored_group(response, counted=copy.bounded))
         if not mark:
             raise FailedPrecondition(f"pool shard {shard} returns no marks: upgrade it first")
         for stored in changed:
             copy.put(stored)
+        for task_id in moved:
+            copy.drop(task_id)
         if copy.bounded:
             copy.forget(most=most)
         copy.mark, copy.settled = mark, settled

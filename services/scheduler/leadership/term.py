@@ -16,25 +16,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.coordination.shard_record import LOST, gone_shards, mark_gone, read_record
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
 from services.scheduler.actors.commits import CommitActor
 from services.scheduler.actors.expired_leases import ExpiredLeaseActor
+from services.scheduler.actors.lost_shards import parse_count_key
 from services.scheduler.actors.outcome_writer import OutcomeWriter
 from services.scheduler.actors.queue import QueueActor
+from services.scheduler.actors.shard_removals import ShardRemovals
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.group_moves import GroupMoves
 from services.scheduler.leadership.recovery import register_shards, wait_for_shards
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shard_membership import ShardMembership
 from services.scheduler.state.messages import (
     Connect,
     GetStatus,
@@ -44,7 +49,7 @@ from services.scheduler.state.messages import (
     SetAway,
 )
 from services.scheduler.state.term_state import TermState
-from services.scheduler.term_record import OwnRecord, TermRecord
+from services.scheduler.term_record import Move, OwnRecord, TermRecord
 
 RETRY_S = 1.0
 ASK_S = 30.0
@@ -60,6 +65,8 @@ class LeaderContext:
     queue: ActorRef
     submissions: ActorRef
     commits: ActorRef
+    removals: ActorRef
+    members: ShardMembership
     shards: PoolShards
 
 
@@ -91,10 +98,13 @@ class Term:
         self._leader: LeaderContext | None = None
         self._number = -1
         self._clock = ListeningClock(time.monotonic)
-        self._registered: frozenset[str] = frozenset()
-        """Pool shards that were fenced and scanned."""
-        self._unread: frozenset[str] = frozenset()
-        """Pool shards that may hold groups and were unreachable when the term began."""
+        self._members = ShardMembership()
+        self._awaited: frozenset[str] = frozenset()
+        """Pool shards that the term waits for before it begins."""
+        self._declared = asyncio.Event()
+        """Set when an awaited shard was declared lost."""
+        self._move: Move | None = None
+        """The last move of an earlier term, until it is complete."""
         self._noting: asyncio.Task[None] | None = None
         self._restored = 0
         """Messages sent with the groups of shards that joined."""
@@ -103,21 +113,23 @@ class Term:
         """Rebuild the queue and start the actors. Raises ForgeError."""
         started_s = time.monotonic()
         last = await TermRecord.read(self._coordinator)
-        lost = frozenset(self._config.lost_shards)
-        registered = await wait_for_shards(
+        live, gone = await wait_for_shards(
             self._shards,
             last.shards,
-            lost=lost,
+            forget_gone=self._forget_gone,
+            declared=self._declared,
             # Without a stored head, the head could pass groups of an unreachable shard.
             patience_s=math.inf if last.head is None else self._config.shard_wait_s,
-            awaiting=self._awaiting,
+            awaiting=self._await,
         )
-        self._unread = last.shards - lost - registered
-        record = replace(
-            last, term=last.term + 1, shards=(last.shards - lost) | registered, claims=True
-        )
+        last = last.without(gone)
+        record = replace(last, term=last.term + 1, shards=last.shards | live, claims=True)
         await record.write(self._coordinator)
-        self._number, self._registered = record.term, registered
+        self._number, self._move = record.term, record.move
+        self._members.unread = record.shards
+        registered = await self._complete_move(live)
+        self._members.registered, self._members.unread = registered, record.shards - registered
+        self._members.set_retiring(record.retiring)
         state = await self._rebuild(registered, last)
         self._leader = leader = await self._start_actors(state)
         self._keeper = asyncio.create_task(self._keep_shards(leader), name="shard-keeper")
@@ -131,10 +143,52 @@ class Term:
             head=state.queue.window.head,
             accepted=totals.accepted,
             pending=totals.pending,
-            awaited_shards=sorted(self._unread),
+            awaited_shards=sorted(self._members.unread),
+            retiring_shards=sorted(self._members.retiring),
             rebuilt_s=time.monotonic() - started_s,
         )
         return leader
+
+    async def declare_lost(self, shard: str) -> None:
+        """Declare a shard lost that the term waits for. Raises Unavailable."""
+        if shard not in self._awaited:
+            raise Unavailable(f"this scheduler has not begun its term, and does not await {shard}")
+        stored, _ = await read_record(self._coordinator, shard)
+        await mark_gone(
+            self._coordinator,
+            shard,
+            gone=LOST,
+            lineage="" if stored is None else stored.lineage,
+            now_unix_s=time.time(),
+        )
+        log.warning("pool_shard_lost", pool_shard=shard)
+        self._declared.set()
+
+    async def _await(self, missing: frozenset[str]) -> None:
+        self._awaited = missing
+        await self._awaiting(missing)
+
+    async def _forget_gone(self, known: frozenset[str]) -> frozenset[str]:
+        gone = await gone_shards(self._coordinator, known)
+        for record in gone.values():
+            self._shards.forget_store(record.lineage)
+        return frozenset(gone)
+
+    async def _complete_move(self, live: frozenset[str]) -> frozenset[str]:
+        """Completes the last move of an earlier term. Returns the shards of `live` that may be
+        scanned: a group in between would be read twice. Raises ForgeError."""
+        if self._move is None:
+            return live
+        ends = {self._move.source, self._move.target}
+        if not ends <= self._members.known:
+            # One of them was declared lost.
+            self._move = None
+            return live
+        if not ends <= live:
+            return live - ends
+        await GroupMoves(self._shards, self._record()).complete(self._move)
+        self._move = None
+        return live
 
     async def ended(self) -> None:
         """Returns when leadership is lost or an actor has failed."""
@@ -164,7 +218,8 @@ class Term:
             stall_after_s=self._config.stall_after_s,
             most_settled=self._config.held_settled_groups,
         )
-        state.set_away(self._unread, unread=self._unread, now_s=self._clock())
+        unread, retiring = self._members.unread, self._members.retiring
+        state.set_away(unread, unread=unread, now_s=self._clock(), retiring=retiring)
         # A million groups live as long as the term: the garbage collector must not walk them each
         # time. During the rebuild it would stop the process for longer than the lease lasts.
         gc.disable()
@@ -172,9 +227,9 @@ class Term:
             registry = await register_shards(self._shards, registered, self._copies)
             now_s = self._clock()
             head = registry.head()
-            if self._unread and last.head is not None:
+            if unread and last.head is not None:
                 head = min(head, last.head)
-            queue.begin_at(head, unknown_from=last.head if self._unread else None)
+            queue.begin_at(head, unknown_from=last.head if unread else None)
             if registry.unbounded:
                 state.settled.hold_all()
             for part in registry.parts():
@@ -182,6 +237,8 @@ class Term:
                 # The lease of the leadership must be renewed meanwhile.
                 await asyncio.sleep(0)
             state.earlier.leave_out(registry.left_out)
+            lost = {parse_count_key(key): groups for key, groups in last.lost.items()}
+            queue.ledger.counts.add_counted(lost)
             gc.freeze()
         finally:
             gc.enable()
@@ -200,12 +257,19 @@ class Term:
                     common_pb2.PURPOSE_TRAIN: state.queue.window.next_index,
                     common_pb2.PURPOSE_EVAL: state.queue.ledger.next_eval_index,
                 },
-                placeable=lambda: self._registered & self._shards.live(),
+                placeable=lambda: self._members.placeable(self._shards.live()),
+                reachable=lambda: self._members.registered & self._shards.live(),
             ),
             name="submissions",
         )
         commits = await spawn(
             lambda: CommitActor(queue, self._shards, self._record()), name="commits"
+        )
+        removals = await spawn(
+            lambda: ShardRemovals(
+                queue, commits, self._shards, self._members, self._coordinator, self._record()
+            ),
+            name="shard_removals",
         )
         writer = await spawn(lambda: OutcomeWriter(self._shards), name="outcome_writer")
         expired_leases = await spawn(
@@ -217,25 +281,30 @@ class Term:
             queue=queue,
             submissions=submissions,
             commits=commits,
+            removals=removals,
+            members=self._members,
             shards=self._shards,
         )
 
     async def _keep_shards(self, leader: LeaderContext) -> None:
         """Follow the pool: report unreachable shards to the queue, register new ones."""
         reported_away = frozenset[str]()
+        members = self._members
         while True:
-            changed = asyncio.create_task(self._shards.changed())
+            changed = asyncio.create_task(first_done(self._shards.changed(), members.changed()))
             try:
                 live = self._shards.live()
-                away = (self._registered - live) | self._unread
-                leader.queue.tell(SetAway(shards=away, unread=self._unread))
+                away = (members.registered - live) | members.unread
+                leader.queue.tell(
+                    SetAway(shards=away, unread=members.unread, retiring=members.retiring)
+                )
                 if away != reported_away:
                     reported_away = away
                     log.warning("pool_shards_away", pool_shards=sorted(away))
-                if live <= self._registered:
-                    await changed
+                if joined := await self._complete_move(live) - members.registered:
+                    await self._admit(joined, leader)
                 else:
-                    await self._admit(live - self._registered, leader)
+                    await changed
             except ForgeError as error:
                 log.warning("pool_shard_not_registered", error=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -257,8 +326,9 @@ class Term:
             common_pb2.PURPOSE_EVAL: next_eval_index,
         }
         await _until_taken(leader.submissions, ReserveIndices(next_index=indices))
-        self._registered |= joined
-        self._unread -= joined
+        members = self._members
+        members.registered |= joined
+        members.unread -= joined
 
     async def _restore(self, leader: LeaderContext, part: RestoreGroups) -> None:
         await _until_taken(leader.queue, replace(part, number=self._restored))

@@ -263,6 +263,8 @@ class SetAway:
     shards: frozenset[str]
     unread: frozenset[str] = frozenset()
     """Those that have not been read in this term."""
+    retiring: frozenset[str] = frozenset()
+    """Shards whose groups move away: nothing is leased there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
         taking_over=now_s < queue.rollouts.hold_until_s,
         stall=_stall(state, totals, now_s),
         untrained_s=state.watch.idle_s(now_s),
-        shards_away=sorted(queue.ledger.away),
+        shards_away=sorted(state.unreachable),
         faults=state.watch.all_faults,
         unserved=[
             scheduler_pb2.UnservedTasks(domain=kind.domain, scaffold=kind.scaffold)
@@ -80,7 +80,7 @@ def _stall(state: TermState, totals: GroupTotals, now_s: float) -> scheduler_pb2
         assigned=queue.window.assigned,
         complete_outside_window=totals.complete_outside_window,
         rollouts=len(queue.rollouts),
-        away=queue.ledger.away,
+        away=state.unreachable,
         head=head_of(queue),
         unserved=state.unserved(now_s=now_s),
     )

@@ -221,7 +221,7 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
     if facts.away:
         text = (
             f"pool shard {', '.join(sorted(facts.away))} does not answer, and its groups wait. "
-            "Start it again; if its disk is lost, name it in the scheduler's lost_shards."
+            "Start it again; if its disk is lost, run: forge pool declare-lost SHARD"
         )
         yield Stall("shard_away", text)
     if facts.runner_silent_s > HEARD_S:

@@ -61,6 +61,10 @@ class TermState:
         self.queue = queue
         self.watch = Watch()
         self.stall_after_s = stall_after_s
+        self.unreachable: frozenset[str] = frozenset()
+        """Pool shards that may have groups."""
+        self.retiring: frozenset[str] = frozenset()
+        """Pool shards whose groups move away."""
         self._unread: frozenset[str] = frozenset()
         """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
@@ -146,9 +150,18 @@ class TermState:
 
     # Shards
 
-    def set_away(self, shards: frozenset[str], *, unread: frozenset[str], now_s: float) -> None:
-        """`unread`: those that have not been read in this term."""
-        self.queue.set_away(shards)
+    def set_away(
+        self,
+        shards: frozenset[str],
+        *,
+        unread: frozenset[str],
+        now_s: float,
+        retiring: frozenset[str] = frozenset(),
+    ) -> None:
+        """`unread`: those that have not been read in this term; `retiring`: reachable, but their
+        groups wait until they have moved."""
+        self.unreachable, self.retiring = shards, retiring
+        self.queue.set_away(shards | retiring)
         was_unread, self._unread = self._unread, unread
         if was_unread and not unread:
             self.queue.all_read(now_s=now_s)
@@ -272,7 +285,7 @@ class TermState:
         expired: defaultdict[str, list[str]] = defaultdict(list)
         for trajectory_id in self.queue.expire(now_s):
             shard = self.queue.rollouts.group_of(trajectory_id).spec.shard
-            if shard not in self.queue.ledger.away:
+            if shard not in self.unreachable:
                 expired[shard].append(trajectory_id)
         return dict(expired)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -73,6 +75,14 @@ class PoolProcess:
             self.process.kill()
             self.process.communicate()
             self.process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """SIGTERM, without waiting."""

@@ -6,6 +6,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from services.pool.actors.writer import WriterRef
 from services.pool.erasure import Erasure
 from services.pool.maintenance.compaction import Compactor
+from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, Readers
 from services.pool.service import PoolServicer
 from services.pool.store import PoolStore
@@ -22,5 +23,6 @@ def make_servicer(
         readers or unused(Readers),
         unused(Compactor),
         unused(Erasure),
+        unused(GroupMover),
         max_turn_bytes=1,
     )

@@ -10,6 +10,8 @@ from services.pool import validation
 from services.pool.data.commands import AppendTurns, Command
 from services.pool.data.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
 from services.pool.data.reads import GroupPage, groups
+from services.pool.maintenance.integrity import Checker
+from services.pool.storage.records import Records
 from services.pool.store import PoolStore
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -89,6 +91,16 @@ def fetch(store: PoolStore, trajectory_id: str = "task:0:0") -> common_pb2.Traje
 def summary(store: PoolStore, trajectory_id: str = "task:0:0") -> common_pb2.TrajectorySummary:
     (found,) = store.summaries([parse_trajectory_id(trajectory_id)])
     return found
+
+
+def damage_of(store: PoolStore) -> list[str]:
+    """Every damaged record and broken rule."""
+
+    def look(records: Records) -> list[str]:
+        checker = Checker(records._transaction, store.environment._databases)
+        return [str(found) for found in checker.damage()]
+
+    return store.read(look)
 
 
 def groups_page(

@@ -24,6 +24,7 @@ from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.shard_membership import ShardMembership
 from services.scheduler.state.messages import Connect
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import OwnRecord, TermRecord
@@ -219,6 +220,7 @@ class TermActors:
                 self.shards,
                 next_index={common_pb2.PURPOSE_TRAIN: 0, common_pb2.PURPOSE_EVAL: 0},
                 placeable=self.shards.live,
+                reachable=self.shards.live,
             ),
             name="submissions",
         )
@@ -247,5 +249,7 @@ class TermActors:
             queue=self.queue,
             submissions=self.submissions,
             commits=self.commits,
+            removals=self.commits,
+            members=ShardMembership(),
             shards=self.shards,
         )

@@ -21,6 +21,7 @@ class System:
     """An operator's view of scheduler and inference: tasks end when they are told to."""
 
     all_ended = Operator.all_ended
+    _retry_for_s = 0.0
 
     def __init__(self) -> None:
         self.tasks: dict[str, common_pb2.Task] = {}
@@ -45,6 +46,9 @@ class System:
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
         self._fault()
         return inference_pb2.GetInferenceStatusResponse(weight_version=self.served)
+
+    async def _list_groups(self, tag: str) -> list[scheduler_pb2.BatchGroup]:
+        return [group async for group in self.groups(tag)]
 
     async def groups(self, tag: str) -> AsyncIterator[scheduler_pb2.BatchGroup]:
         await asyncio.sleep(0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -31,12 +32,17 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.groups: list[scheduler_pb2.BatchGroup] = []
         self.stuck = False
         """Whether a list of groups never ends."""
+        self.outages: deque[Callable[[], None]] = deque()
+        """Called by each list that fails."""
 
     async def SubmitTasks(self, request: Any, context: Any) -> Any:
         self.submitted.append([task.task_id for task in request.tasks])
         return scheduler_pb2.SubmitTasksResponse(accepted=len(request.tasks))
 
     async def ListGroups(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if self.outages:
+            self.outages.popleft()()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no scheduler leads")
         for group in self.groups:
             if group.group.task.tag == request.tag:
                 yield scheduler_pb2.ListGroupsResponse(group=group)
@@ -211,6 +217,24 @@ async def test_tag_is_followed_until_all_its_groups_are_settled(
     assert seen == [1, 2] and paused_s == [4.5]
     assert (sums.rollouts, sums.failed, sums.mean_outcome) == (4, 4, 0.0)
     assert (sums.min_weight_version, sums.max_weight_version) == (-1, -1)
+
+
+async def test_an_outage_does_not_slow_the_looks_at_a_tag(
+    operator: Operator, system: System
+) -> None:
+    """The pause is nine times the successful look, whatever the failover before it took."""
+    pending, ended = common_pb2.GROUP_STATE_PENDING, common_pb2.GROUP_STATE_EVALUATED
+    system.scheduler.groups = [group("a", "sums", pending, 1.0)]
+    times_s = [0.0]
+    system.scheduler.outages.append(lambda: times_s.append(3.0))
+    paused_s: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        paused_s.append(pause_s)
+        system.scheduler.groups = [group("a", "sums", ended, 1.0)]
+
+    await operator.all_ended("test", groups=1, poll_s=2.0, clock=lambda: times_s[-1], sleep=sleep)
+    assert paused_s == [2.0]
 
 
 async def test_step_tail_continues_after_a_trainer_restart(

@@ -19,6 +19,7 @@ from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership import term
 from services.scheduler.state.term_state import TermState
+from services.scheduler.term_record import TERM_KEY
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.term import FakeShards
 
@@ -55,7 +56,7 @@ class Coordinator:
         return await self.elections.get()
 
     async def get(self, key: str) -> Versioned | None:
-        return self.stored
+        return self.stored if key == TERM_KEY else None
 
     async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
         self.stored = Versioned(value=value, mod_revision=expected_revision + 1)

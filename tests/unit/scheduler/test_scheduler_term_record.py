@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import StaleFence, Unavailable
 from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Coordinator, Versioned
-from services.scheduler.term_record import TERM_KEY, OwnRecord, TermRecord
+from services.scheduler.term_record import TERM_KEY, Move, OwnRecord, TermRecord
 
 
 class OneKey(Coordinator):
@@ -47,6 +47,10 @@ async def test_term_record_is_read_back() -> None:
         claims=True,
         activity=Activity.PAUSED,
         void_before=(2, 7),
+        retiring=frozenset({"s1"}),
+        move=Move(source="s1", target="s0", task_ids=("a", "b")),
+        losing={"s2": {"train/trained": 3}},
+        lost={"eval/evaluated": 1},
     ).write(etcd)
     assert written.revision == 1
     assert await TermRecord.read(etcd) == written
@@ -90,3 +94,32 @@ async def test_former_trainer_is_refused() -> None:
     with pytest.raises(StaleFence, match="fence 5 of this trainer is below 7"):
         await record.raise_trainer_fence(5)
     assert (await TermRecord.read(etcd)).trainer_fence == 7
+
+
+async def test_record_without_lost_shards_keeps_their_counts() -> None:
+    """They are summed once; the move of a gone shard is over, any other stays."""
+    move = Move(source="s1", target="s0", task_ids=("a",))
+    record = TermRecord(
+        shards=frozenset({"s0", "s1", "s2"}),
+        retiring=frozenset({"s1"}),
+        move=move,
+        losing={"s1": {"train/trained": 2}, "s2": {"train/trained": 3, "train/tombstoned": 1}},
+        lost={"train/trained": 4},
+    )
+    without = record.without({"s2"})
+    assert without.shards == {"s0", "s1"} and without.move == move
+    assert without.lost == {"train/trained": 7, "train/tombstoned": 1}
+    assert without.losing == {"s1": {"train/trained": 2}}
+    assert without.without({"s2"}) == without
+    assert without.without({"s1"}).move is None
+    assert without.without({"s1"}).retiring == frozenset()
+
+
+async def test_shards_are_removed_only_in_the_own_term() -> None:
+    """A deposed leader changes nothing."""
+    etcd = OneKey()
+    await TermRecord(term=1, shards=frozenset({"s0", "s1"})).write(etcd)
+    with pytest.raises(Unavailable, match="term 0 is over"):
+        await OwnRecord(etcd, 0).remove_shards({"s1"})
+    await OwnRecord(etcd, 1).remove_shards({"s1"})
+    assert (await TermRecord.read(etcd)).shards == {"s0"}

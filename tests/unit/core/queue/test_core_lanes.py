@@ -23,7 +23,7 @@ def test_first_group_is_the_lowest_waiting_one_of_a_reachable_shard(
 ) -> None:
     """For any order of pushes, ends, takes and outages."""
     waiting: dict[int, tuple[Key, str]] = {}
-    lanes: Lanes[int] = Lanes(lambda item: item in waiting)
+    lanes: Lanes[int] = Lanes(lambda item, _: item in waiting)
     away: frozenset[str] = frozenset()
     for number, step in enumerate(history):
         match step:
@@ -45,7 +45,7 @@ def test_first_group_is_the_lowest_waiting_one_of_a_reachable_shard(
 def test_lane_emptied_in_an_outage_serves_new_groups() -> None:
     """A group pushed later counts as soon as the shard answers."""
     waiting = {1, 2}
-    lanes: Lanes[int] = Lanes(lambda item: item in waiting)
+    lanes: Lanes[int] = Lanes(lambda item, _: item in waiting)
     lanes.push("s0", (1.0, 1, 0), 1)
     assert lanes.first(frozenset({"s0"})) is None
     waiting.discard(1)

@@ -30,6 +30,10 @@ DOMAINS = ("code", "qa", "general")
 SHARDS = ("s0", "s1")
 
 
+def _may_move(group: Group) -> bool:
+    return group.idle or group.phase.consumed
+
+
 class GenerationQueueMachine(QueueTrainers):
     """See the module's docstring."""
 
@@ -257,6 +261,42 @@ class GenerationQueueMachine(QueueTrainers):
     @rule(shards=st.sampled_from([(), (), (), (), (), ("s0",), ("s1",), SHARDS]))
     def lose_shards(self, shards: tuple[str, ...]) -> None:
         self.queue.set_away(frozenset(shards))
+
+    @rule(data=st.data(), to_shard=st.sampled_from(SHARDS))
+    def move_groups(self, data: st.DataObject, to_shard: str) -> None:
+        """Groups without a lease and in no batch, in memory or not, are on another shard now."""
+        (source,) = set(SHARDS) - {to_shard}
+        ledger = self.queue.ledger
+        movable = [
+            task_id
+            for task_id, durable in self.pool.items()
+            if durable.spec.shard == source
+            and (task_id not in ledger or _may_move(ledger.group(task_id)))
+        ]
+        if not movable:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(movable), unique=True, max_size=3))
+        moved: dict[str, tuple[bool, Phase] | None] = {}
+        for task_id in chosen:
+            durable = self.pool[task_id]
+            durable.spec = replace(durable.spec, shard=to_shard)
+            # What a group in memory is, the ledger knows itself.
+            gone = None if task_id in ledger else self.gone[task_id]
+            moved[task_id] = None if gone is None else (durable.spec.evaluation, gone.phase)
+        ledger.relocate(moved, source=source, target=to_shard)
+
+    @invariant()
+    def forgotten_groups_are_counted_by_shard(self) -> None:
+        """A shard that is declared lost takes these out of memory."""
+        ledger = self.queue.ledger
+        for shard in SHARDS:
+            there = [
+                one
+                for task_id, one in self.pool.items()
+                if task_id not in ledger and one.spec.shard == shard
+            ]
+            phases = ((one.spec.evaluation, self.gone[one.spec.task_id].phase) for one in there)
+            assert ledger.forgotten_on(shard) == Counter(phases)
 
     @rule(keep=st.integers(0, 3))
     def store_final_states(self, keep: int) -> None:

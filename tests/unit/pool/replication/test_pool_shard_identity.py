@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from forge.runtime.coordination.shard_record import ShardRecord
 from services.pool.config import PoolConfig
-from services.pool.replication.shard_identity import Binding, may_serve
+from services.pool.replication.shard_identity import may_serve, record_of
 from services.pool.storage.file_locks import set_hand_over_mark
 from services.pool.storage.keys import LINEAGE_KEY
 from services.pool.storage.tables import Table
@@ -49,8 +50,8 @@ async def test_follower_adopts_the_lineage_of_its_leader(node):
     assert follower.store.directory_id != leader.store.directory_id
 
 
-def binding(store: PoolStore, *, replicated: bool = False) -> Binding:
-    return Binding.of(store, PoolConfig(instance_id="pool-0"), replicated=replicated)
+def binding(store: PoolStore, *, replicated: bool = False) -> ShardRecord:
+    return record_of(store, PoolConfig(instance_id="pool-0"), replicated=replicated)
 
 
 def test_shard_name_belongs_to_one_store(tmp_path: Path):

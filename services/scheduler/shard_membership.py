@@ -1,0 +1,58 @@
+"""The pool shards of one term: which ones were read, and which ones get new groups.
+
+Owned by the term; the actor of removals changes it too, on the same event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from forge.v1 import scheduler_pb2
+
+
+class ShardMembership:
+    """Sets of shard names; `changed` wakes the task that follows them."""
+
+    def __init__(self) -> None:
+        self.registered: frozenset[str] = frozenset()
+        """Fenced and scanned."""
+        self.unread: frozenset[str] = frozenset()
+        """May hold groups, and were unreachable when the term began."""
+        self.retiring: frozenset[str] = frozenset()
+        """Retired by an operator: no new groups, and theirs move away."""
+        self.progress: dict[str, scheduler_pb2.ShardRetirement] = {}
+        """By shard that retires."""
+        self._changed = asyncio.Event()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Every shard that may hold groups."""
+        return self.registered | self.unread
+
+    def placeable(self, live: frozenset[str]) -> frozenset[str]:
+        """Shards of `live` that accept new groups."""
+        return (self.registered & live) - self.retiring
+
+    def set_retiring(self, shards: frozenset[str]) -> None:
+        """Shards that retire from now on."""
+        self.retiring = shards
+        self.progress = {
+            shard: self.progress.get(shard, scheduler_pb2.ShardRetirement(pool_shard=shard))
+            for shard in sorted(shards)
+        }
+        self.announce()
+
+    def remove(self, shard: str) -> None:
+        """A shard is gone."""
+        self.registered -= {shard}
+        self.unread -= {shard}
+        self.set_retiring(self.retiring - {shard})
+
+    def announce(self) -> None:
+        """Wakes the waiting task."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self) -> None:
+        """Returns at the next change."""
+        await self._changed.wait()

@@ -1,0 +1,46 @@
+"""Pending and settled groups of pool shards that are removed: what moves, and what is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.core.queue.groups import Group
+from forge.v1 import common_pb2
+from services.scheduler.state.removal_messages import FindMovable, Movable, OnShard
+from services.scheduler.state.task_catalog import STATES
+from services.scheduler.state.term_state import TermState
+
+
+def movable(state: TermState, ask: FindMovable, *, now_s: float) -> Movable:
+    """The pending groups of a shard: those without leases may move."""
+    ledger = state.queue.ledger
+    pending = [group for group in ledger.on_shard(ask.shard) if not group.phase.consumed]
+    unknown = [task_id for task_id in ask.listed if task_id not in ledger]
+    if ask.shard not in state.retiring or now_s < state.queue.rollouts.hold_until_s:
+        # Its rollouts are still leased, or runners of an earlier term may renew.
+        return Movable(task_ids=(), busy=len(pending), unknown=unknown)
+    idle: Sequence[str] = [group.spec.task_id for group in pending if group.idle]
+    return Movable(task_ids=idle[: ask.most], busy=len(pending) - len(idle), unknown=unknown)
+
+
+def on_shard(state: TermState, shard: str) -> OnShard:
+    """The groups of a shard, to be stored on others."""
+    groups = state.queue.ledger.on_shard(shard)
+    return OnShard(
+        records=[_record(state, group) for group in groups],
+        forgotten=state.queue.ledger.forgotten_on(shard),
+    )
+
+
+def _record(state: TermState, group: Group) -> common_pb2.GroupRecord:
+    spec = group.spec
+    return common_pb2.GroupRecord(
+        task=state.catalog.task(spec.task_id),
+        task_digest=state.catalog.digest(spec.task_id) or b"",
+        queue_index=spec.index,
+        state=STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
+        batch_id=group.batch_id,
+        step=group.step,
+        reason=group.reason,
+        pool_shard=spec.shard,
+    )
