@@ -59,7 +59,6 @@ class RunnerApp:
             patience_s=self._config.rollout_timeout_s,
         )
         self._running: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -78,7 +77,7 @@ class RunnerApp:
             raise
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
-        self._following = asyncio.create_task(self._follow_leader())
+        self._context.keep_running(self._follow_leader(), name="leadership")
 
     async def drain(self) -> None:
         """Waits until running rollouts have ended."""
@@ -88,7 +87,7 @@ class RunnerApp:
 
     async def stop(self) -> None:
         """Frees all resources; raises the runner's error if it has failed."""
-        await cancel_and_wait(self._following, self._running)
+        await cancel_and_wait(self._running)
         self._sync_scheduler.close()
         await self._scaffolds.close()
         await self._rewards.close()

@@ -40,7 +40,6 @@ class GatewayApp:
         # dead, and read back from the pool when it is called next.
         self._actors = ActorSystem("gateway-sessions")
         self._threads: EncodeThreads | None = None
-        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Loads the model, then listens on HTTP and gRPC."""
@@ -77,7 +76,7 @@ class GatewayApp:
         )
         await self._listen(config, turns, sessions, pool)
         settle()
-        self._sweeper = asyncio.create_task(self._sweep(config.sessions.idle_s))
+        self._context.keep_running(self._sweep(config.sessions.idle_s), name="idle-sessions")
         log.info(
             "model_loaded",
             model=model.name,
@@ -93,10 +92,8 @@ class GatewayApp:
 
     async def stop(self) -> None:
         """Closes servers, streams and actors."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await self._http.stop()
-            await self._streams.close_streams()
+        await self._http.stop()
+        await self._streams.close_streams()
         await self._actors.stop()
         if self._threads is not None:
             self._threads.close()

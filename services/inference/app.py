@@ -26,12 +26,11 @@ class InferenceApp:
             from services.inference.router.role import start_role
         else:
             from services.inference.worker.role import start_role
-        self._drain_role, self._background = await start_role(self._context)
+        self._drain_role = await start_role(self._context)
 
     async def drain(self) -> None:
         """Drain the role."""
         await self._drain_role()
 
     async def stop(self) -> None:
-        """Stop the role's task in the background."""
-        await self._background.stop()
+        """Nothing is left: the actors have stopped."""

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination import Registration
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -42,7 +41,6 @@ class PoolApp:
         self._context = context
         self._opened = AsyncExitStack()
         self._servicer: PoolServicer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._replica: Replica | None = None
         self._held: Registration | None = None
         """The name of a shard that is served without replicas."""
@@ -107,7 +105,7 @@ class PoolApp:
         compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         self._opened.push_async_callback(compactor.stop)
         purger = Purger(store, readers, compactor)
-        self._tasks.append(asyncio.create_task(purger.run(), name="purge"))
+        self._context.keep_running(purger.run(), name="purge")
         return purger
 
     def _serve(
@@ -159,11 +157,10 @@ class PoolApp:
             policy=RetentionPolicy(keep_age_s=settings.keep_age_s, keep_bytes=settings.keep_bytes),
             coverage=TrainersCoverage(trainers),
         )
-        self._tasks.append(asyncio.create_task(retention.run(), name="retention"))
+        self._context.keep_running(retention.run(), name="retention")
 
     async def stop(self) -> None:
-        """Stops background tasks, closes the store, then gives up the shard's name."""
-        await cancel_and_wait(*self._tasks)
+        """Closes the store, then gives up the shard's name."""
         if self._replica is not None:
             await self._replica.stop()
         await self._opened.aclose()

@@ -78,6 +78,8 @@ class ServiceContext:
     """Tells systemd that the process has started, also while `start` waits for an election."""
     fail: Callable[[str, BaseException], None] = lambda name, error: None
     """Drains and ends the process with exit code 1: the named part has failed."""
+    undo: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Ends the parts of the process at its stop, the last one first."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _listens: asyncio.Event = field(default_factory=asyncio.Event)
     _address: str = ""
@@ -85,6 +87,17 @@ class ServiceContext:
     def remote(self, kind: str, stub: Callable[[grpc.aio.Channel], Stub]) -> Remote[Stub]:
         """Return a client of another kind's instances."""
         return Remote(self.coordinator, self.channels, kind=kind, stub=stub)
+
+    def keep_running(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run an endless task until the process stops; if it ends, the process fails."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self.fail(name, task.exception() or RuntimeError("it has returned"))
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        self.undo.push_async_callback(cancel_and_wait, task)
 
     async def announce(self) -> None:
         """Write the metadata to discovery; before the registration it does nothing."""
@@ -222,7 +235,7 @@ class _Process:
         undo.push_async_callback(end)
         if watchdog_s := limit_s(os.environ):
             feeding = feed_watchdog(self._systemd, context.actors, watchdog_s)
-            _keep_running(feeding, undo, name="watchdog")
+            context.keep_running(feeding, name="watchdog")
         await self._agreement.check()
         await self._while_agreed(app.start())
         self._app_started = True
@@ -277,7 +290,8 @@ class _Process:
         undo.push_async_callback(coordinator.close)
         channels = Channels(security)
         undo.push_async_callback(channels.close)
-        await self._follow_revocations(coordinator, security, undo)
+        # Before the server listens: a revoked token is never accepted.
+        await read_revocations(coordinator, security)
         context = ServiceContext(
             config=config,
             security=security,
@@ -290,18 +304,13 @@ class _Process:
             stop=self._stopping.set,
             stand_by=lambda: self._systemd.notify("READY=1"),
             fail=self._fail,
+            undo=undo,
         )
+        context.keep_running(follow_revocations(coordinator, security), name="revocations")
         # Others verify the entry of this process: a new key signs it again.
         reload = reload_credentials(security, on_key=context.announce, on_tls=context.renew)
-        _keep_running(reload, undo, name="credentials")
+        context.keep_running(reload, name="credentials")
         return context
-
-    async def _follow_revocations(
-        self, coordinator: Coordinator, security: Security, undo: AsyncExitStack
-    ) -> None:
-        # Before the server listens: a revoked token is never accepted.
-        await read_revocations(coordinator, security)
-        _keep_running(follow_revocations(coordinator, security), undo, name="revocations")
 
     async def _enter(self, address: str) -> None:
         """Answer SERVING, then register: every registered instance serves."""
@@ -351,7 +360,3 @@ class _Process:
         except (TimeoutError, ForgeError) as error:
             log.warning("drain_cut_short", at_most_s=drain_s, error=repr(error))
         await self._context.server.stop(grace_s=max(0.0, deadline_s - time.monotonic()))
-
-
-def _keep_running(work: Coroutine[Any, Any, None], undo: AsyncExitStack, *, name: str) -> None:
-    undo.push_async_callback(cancel_and_wait, asyncio.create_task(work, name=name))

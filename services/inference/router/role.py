@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.asyncio_tasks import first_done
 from forge.runtime.coordination import Discovery
-from forge.runtime.process.background import Background
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
@@ -19,10 +18,8 @@ from services.inference.router.service import InferenceServicer
 SCOPES = {"GetInferenceStatus": "viewer"}
 
 
-async def start_role(
-    context: ServiceContext,
-) -> tuple[Callable[[], Awaitable[None]], Background]:
-    """Spawn the actor and add the servicer; its drain, and the watch over discovery."""
+async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
+    """Spawn the actor, add the servicer and watch discovery; return the drain."""
     config: InferenceConfig = context.config
     limits = read_limits(config.model_path, context_tokens=config.context_tokens)
     discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
@@ -36,7 +33,8 @@ async def start_role(
         full_name="forge.v1.InferenceService",
         scopes=SCOPES,
     )
-    return servicer.drain, Background(context, watch(discoveries, router), name="fleet-watch")
+    context.keep_running(watch(discoveries, router), name="fleet-watch")
+    return servicer.drain
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from forge.runtime import weights
-from forge.runtime.process.background import Background
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
@@ -19,11 +18,9 @@ _FETCH_KV_SILENCE_S = 30.0
 _MIB = 1 << 20
 
 
-async def start_role(
-    context: ServiceContext,
-) -> tuple[Callable[[], Awaitable[None]], Background]:
-    """Start the engine and add its servicers; the wait for its last request, and the task that
-    follows the weights."""
+async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
+    """Start the engine, add its servicers and follow the weights; return the wait for the last
+    request."""
     engine = await _start_engine(context)
     follower = WeightFollower(context, engine, policy=context.config.policy)
     context.server.add_service(
@@ -33,7 +30,8 @@ async def start_role(
     )
     # Not in discovery until it has weights.
     context.ready = False
-    return engine.idle, Background(context, follower.run(), name="weights")
+    context.keep_running(follower.run(), name="weights")
+    return engine.idle
 
 
 async def _start_engine(context: ServiceContext) -> Engine:
