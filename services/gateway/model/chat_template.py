@@ -25,7 +25,7 @@ from forge.core.conversation.continuation import (
     TemplateRefused,
     looks_back_one_answer,
 )
-from forge.core.conversation.messages import Message
+from forge.core.conversation.messages import Message, to_openai
 from forge.core.errors import InvalidArgument
 from forge.core.formats import SAMPLE_TOOLS, ReasoningFormat, Tools
 from forge.core.tasks import template_kwargs
@@ -155,27 +155,11 @@ def merged_kwargs(variables: frozenset[str], *layers: str) -> str:
 def template_message(message: Message, *, text_arguments: bool = False) -> dict[str, Any]:
     """Returns a message in the form of chat templates: the arguments of calls as an object if
     possible, or as text for templates that need text."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        plain["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments or "{}"
-                    if text_arguments
-                    else _object_or_text(call.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name:
-        plain["name"] = message.name
+    plain = to_openai(message)
+    plain.pop("images", None)
+    for call in plain.get("tool_calls", ()):
+        function, text = call["function"], call["function"]["arguments"]
+        function["arguments"] = text or "{}" if text_arguments else _object_or_text(text)
     return plain
 
 
