@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from forge.agents import bubblewrap
 from forge.agents.environments.base import Transcript
@@ -82,10 +83,10 @@ def limits(processes: int = 0) -> RewardLimits:
     return RewardLimits(call_s=60.0, memory_bytes=1 << 30, processes=processes)
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Path]:
     """A directory with the module `hostile_rewards`, secrets beside it and in a run directory."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         directory = Path(name)
         (directory / "hostile_rewards.py").write_text(MODULE)
         (directory / "key").write_text(SECRET)
@@ -124,8 +125,9 @@ def make_pool(directory: Path, *, network: bool = False, processes: int = 0) -> 
     )
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module")
 async def rewards(modules: Path) -> AsyncIterator[Rewards]:
+    """One process for the calls of all tests that need no other settings."""
     pool = make_pool(modules)
     try:
         await pool.check()
@@ -214,9 +216,10 @@ async def test_fork_bomb_is_bounded(modules: Path, rewards: Rewards) -> None:
 
 async def test_all_reward_processes_end_with_the_pool(rewards: Rewards, modules: Path) -> None:
     """Also a child in its own session, which a kill of the process group misses."""
+    pool = make_pool(modules)
     mark = f"forge-escape-{os.getpid()}"
     start = f"subprocess.Popen(['sleep', '600'], start_new_session=True, env={{'MARK': {mark!r}}})"
-    assert await rewards.value(f"float(bool({start}))") == 1.0
+    assert await Rewards(pool=pool).value(f"float(bool({start}))") == 1.0
 
     def marked() -> bool:
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -230,7 +233,7 @@ async def test_all_reward_processes_end_with_the_pool(rewards: Rewards, modules:
     if os.getuid() == 0:
         # Until it has executed `sleep`, its environment is empty.
         await until(marked)
-    await rewards.pool.close()
+    await pool.close()
     await until(lambda: not marked())
 
 
@@ -273,6 +276,7 @@ async def test_linked_module_directory_is_readable(
         mode = "rb" if name == "key" else "wb"
         assert await Rewards(pool=pool).value(f"reached(open, {path!r}, {mode!r})") == 0.0
     await pool.close()
+    (modules / "linked").unlink()
 
 
 async def test_crash_is_reported_with_its_signal(rewards: Rewards) -> None:
@@ -322,7 +326,7 @@ def test_sandbox_is_the_same_for_a_plain_user(modules: Path, masked: bool) -> No
         os.chown(path, PLAIN_USER, PLAIN_USER)
     mounts = ("python", "forge", "packages")
     for shown in mounts:
-        (modules / shown).mkdir()
+        (modules / shown).mkdir(exist_ok=True)
     interpreter = modules / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
     packages = str(Path(psutil.__file__).parents[1])
     words = ["unshare", "--mount", "sh", "-c", MASKED_PROC * masked + AS_PLAIN_USER]
