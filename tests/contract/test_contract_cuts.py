@@ -29,8 +29,6 @@ from tests.contract.engines import (
     save_tokenizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
 CUTS = [
     replace(SAMPLED, top_p=0.5),

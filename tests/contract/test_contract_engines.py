@@ -27,8 +27,6 @@ from tests.contract.engines import (
     reference,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 
 class Start(Protocol):
     def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...

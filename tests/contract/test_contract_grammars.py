@@ -27,8 +27,6 @@ from tests.contract.engines import (
 )
 from tests.support.inference.masked_logprobs import masked_logprobs
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -22,8 +22,6 @@ from tests.contract.engines import (
     save_tokenizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 STOPS = frozenset(range(100))
 """So many that an answer without a least length ends with its first tokens."""
 HELD = replace(SAMPLED, stop_ids=STOPS, min_tokens=5, max_tokens=40)

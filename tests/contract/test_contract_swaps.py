@@ -10,8 +10,6 @@ from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
 async def test_prompt_of_two_weight_versions_is_never_cached(engine: str, tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from tests.contract.engines import (
     save_tokenizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 
 @pytest.fixture(params=engines.ENGINES)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:

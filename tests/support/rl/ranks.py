@@ -22,6 +22,7 @@ from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
+from forge.rl.out_of_memory import recompute_activations
 from tests.support.rl.forests import KINDS, forest, random_forest
 from tests.support.rl.models import (
     CAP,
@@ -74,8 +75,7 @@ def error_of(
     """On this rank; 0 where the case is not compared with its reference."""
     model = tiny_model(family, dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
+        recompute_activations(model)
     policy = TreePolicy(model, balance_coef=balance_of(family), group=group)
     # A small budget makes several trees; each is computed by all ranks.
     budget = 24 if kind == "compacted" else 12 if kind.startswith("split") else 1 << 30

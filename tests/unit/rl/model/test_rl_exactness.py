@@ -18,6 +18,7 @@ from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
+from forge.rl.out_of_memory import recompute_activations
 from tests.support.rl.forests import KINDS, forest
 from tests.support.rl.models import (
     CAP,
@@ -153,8 +154,7 @@ def test_gradient_checkpointing_changes_no_gradient(way: str) -> None:
     samples = forest("forked")
     model = tiny_model("qwen3", torch.float32)
     expected = reference_gradient(model, samples)
-    model.gradient_checkpointing_enable()
-    model.train()
+    recompute_activations(model)
     learner = Learner(TreePolicy(model), LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP)))
     loss, _ = learner.accumulate(planned(samples, way))
     actual = Gradient(loss=loss, of=gradients(model))
