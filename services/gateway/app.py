@@ -13,7 +13,9 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
+from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
+from services.gateway.http.bodies import Bodies
 from services.gateway.http.edge import Edge
 from services.gateway.http.images import image_policy
 from services.gateway.http.server import HttpServer
@@ -23,6 +25,7 @@ from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.service import AUDITED, FULL_NAME, SCOPES, GatewayServicer
 from services.gateway.sessions import SessionLimits, Sessions
+from services.gateway.tenants import Tenants
 from services.gateway.turns.run import Turns
 
 KEPT_BYTES = 32 << 20
@@ -56,6 +59,7 @@ class GatewayApp:
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         pool = Pool(pools, timeout_s=config.pool_timeout_s, wait_s=config.pool_wait_s)
+        self._tenants = Tenants(config.tenants, clock=time.monotonic)
         self._sessions = sessions = self._make_sessions(config, model, pool)
         routers = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
         self._streams = RouterStreams(routers)
@@ -69,7 +73,7 @@ class GatewayApp:
         )
         self._context.server.add_service(
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
-            GatewayServicer(turns, sessions, pool),
+            GatewayServicer(turns, sessions, pool, self._tenants),
             full_name=FULL_NAME,
             scopes=SCOPES,
             audited=AUDITED,
@@ -117,10 +121,13 @@ class GatewayApp:
             limits=SessionLimits(
                 sessions=config.sessions.max_sessions,
                 session_bytes=int(config.sessions.max_session_mib * (1 << 20)),
-                calls=config.calls.max_calls,
-                calls_per_session=config.calls.max_calls_per_session,
                 idle_s=config.sessions.idle_s,
                 backlog_bytes=int(config.sessions.max_backlog_mib * (1 << 20)),
+            ),
+            admission=Admission(
+                calls=config.calls.max_calls,
+                calls_per_session=config.calls.max_calls_per_session,
+                tenants=self._tenants,
             ),
             settings=settings,
             open_stream=lambda shard: partial(pool.open_append_stream, shard),
@@ -137,6 +144,11 @@ class GatewayApp:
             security=self._context.security,
             model_names=tuple(dict.fromkeys((*config.model.aliases, turns.model.name))),
             body_timeout_s=config.connections.body_timeout_s,
+            bodies=Bodies(
+                most_bytes=int(config.http.max_bodies_mib * (1 << 20)),
+                most_of_session_bytes=int(config.http.max_session_bodies_mib * (1 << 20)),
+            ),
+            tenants=self._tenants,
             images=image_policy(config.http.images, config.model_path),
             omits_web_search=config.http.web_search == "omit",
         )

@@ -41,12 +41,36 @@ class HttpSettings:
     """HTTP port; 0 takes a free one."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
+    max_bodies_mib: Annotated[float, Meta(ge=1)] = 4096.0
+    """Request bodies in memory; a body stays until its request ends. Above it requests get 429."""
+    max_session_bodies_mib: Annotated[float, Meta(ge=1)] = 256.0
+    """Request bodies of one session in memory."""
     images: ImageSetting = "placeholder"
     """What becomes of images in messages: placeholder (a text with type and size stands for each),
     refuse (400), pass (to the engine; none serves images yet)."""
     web_search: Literal["omit", "refuse"] = "omit"
     """What becomes of the hosted tool web_search in Responses requests, since no tool runs here:
     omit (a response header and a metric say so), refuse (400)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSettings:
+    """Limits of each tenant, the user of a task; every gateway counts for itself."""
+
+    max_calls: Annotated[int, Meta(ge=0)] = 0
+    """Model calls in flight of one tenant; 0: no limit of its own."""
+    max_calls_of: Mapping[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
+    """max_calls of single tenants, by user."""
+    calls_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Model calls per second of one tenant; 0: no limit."""
+    calls_per_s_of: Mapping[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
+    """calls_per_s of single tenants, by user."""
+    burst_calls: Annotated[int, Meta(ge=1)] = 100
+    """Model calls that a tenant may begin at once after a pause."""
+    max_request_mib: Annotated[float, Meta(ge=0)] = 0.0
+    """Largest request of one tenant; 0: no limit of its own."""
+    max_request_mib_of: Mapping[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
+    """max_request_mib of single tenants, by user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +150,7 @@ class GatewayConfig(ServiceConfig):
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     calls: CallSettings = field(default_factory=CallSettings)
     sampling: SamplingBounds = field(default_factory=SamplingBounds)
+    tenants: TenantSettings = field(default_factory=TenantSettings)
     sessions: SessionsSettings = field(default_factory=SessionsSettings)
 
     def validate(self) -> None:

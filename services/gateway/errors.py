@@ -27,3 +27,9 @@ class BrokenBody(InvalidArgument):
 
 class UnknownPreviousResponse(InvalidArgument):
     """No turn of this session has the `previous_response_id` of a request."""
+
+
+class RequestTooLarge(InvalidArgument):
+    """The request is larger than its tenant may send."""
+
+    http_status = 413

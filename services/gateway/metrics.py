@@ -11,8 +11,8 @@ REQUESTS = counter(
 )
 REFUSED = counter(
     "forge_gateway_refused_total",
-    "Refusals by limit: calls, session_calls, connections, address_connections, header_timeout, "
-    "body_timeout.",
+    "Refusals by limit: calls, session_calls, tenant_calls, tenant_rate, tenant_size, bodies, "
+    "session_bodies, connections, address_connections, header_timeout, body_timeout.",
     ["limit"],
 )
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
@@ -74,6 +74,7 @@ SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
 SESSION_BYTES = gauge("forge_gateway_session_bytes", "Approximate memory of all sessions.")
 REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
 CONNECTIONS = gauge("forge_gateway_connections", "Open HTTP connections.")
+BODY_BYTES = gauge("forge_gateway_body_bytes", "HTTP request bodies in memory.")
 CALLS = gauge("forge_gateway_calls_in_flight", "Model calls in flight.")
 BACKLOG = gauge(
     "forge_gateway_backlog_bytes", "Turns not yet durable, by pool shard.", ["pool_shard"]

@@ -16,6 +16,7 @@ from forge.core.formats import TextDelta
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
+from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
@@ -28,6 +29,7 @@ from services.gateway.model.chat_model import Tools
 from services.gateway.pool_client import Pool
 from services.gateway.reward_rules import admitted_rewards
 from services.gateway.sessions import Sessions
+from services.gateway.tenants import Tenants
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 
@@ -46,10 +48,11 @@ AUDITED = frozenset({"Annotate", "CloseSession"})
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Implements gateway.proto, which has the contract of each RPC."""
 
-    def __init__(self, turns: Turns, sessions: Sessions, pool: Pool) -> None:
+    def __init__(self, turns: Turns, sessions: Sessions, pool: Pool, tenants: Tenants) -> None:
         self._turns = turns
         self._sessions = sessions
         self._pool = pool
+        self._tenants = tenants
 
     async def OpenSession(
         self, request: gateway_pb2.OpenSessionRequest, context: Any
@@ -76,7 +79,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidArgument(
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
-        SIZE_BYTES.set(request.ByteSize())
+        claims = self._claims_for(request)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
@@ -88,7 +91,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             arrived=Moment.now(),
         )
         async with (
-            self._sessions.use_session(current_claims()) as session,
+            self._sessions.use_session(claims) as session,
             aclosing(self._turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
@@ -103,6 +106,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        claims = self._claims_for(request)
         turn_request = TurnRequest(
             prompt_ids=self._prompt_ids(request.prompt_ids),
             sampling=_sampling(request.sampling),
@@ -111,7 +115,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             arrived=Moment.now(),
         )
         async with (
-            self._sessions.use_session(current_claims()) as session,
+            self._sessions.use_session(claims) as session,
             aclosing(self._turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
@@ -152,6 +156,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return gateway_pb2.CloseSessionResponse(
             turns=summary.turns, sampled_tokens=summary.sampled_tokens
         )
+
+    def _claims_for(self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest) -> Claims:
+        """Returns the claims of a request for a turn. Raises `RequestTooLarge`."""
+        claims, size_bytes = current_claims(), request.ByteSize()
+        self._tenants.check_size(claims.tenant, size_bytes)
+        SIZE_BYTES.set(size_bytes)
+        return claims
 
     def _prompt_ids(self, ids: bytes) -> bytes:
         if not ids or len(ids) % TOKEN_BYTES:

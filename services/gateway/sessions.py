@@ -1,6 +1,6 @@
 """Sessions in the memory of this gateway: found by token, created on first use, evicted when idle.
 
-Owns the session actors and shard writers, and the limits on memory and calls in flight. A session
+Owns the session actors and shard writers, and the limits on memory. A session
 leaves memory only if it is unused and all its turns are durable: after an idle time, or least
 recently used first while a limit is exceeded. Its next call reads it back from the pool.
 """
@@ -28,7 +28,8 @@ from services.gateway.actors.shard_writer import (
     ShardWriter,
     Waiting,
 )
-from services.gateway.metrics import CALLS, REFUSED, SESSION_BYTES, SESSIONS
+from services.gateway.admission import Admission
+from services.gateway.metrics import SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
 """Time limit for the turns of one session to become durable."""
@@ -72,12 +73,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Limits on the sessions and calls of this gateway."""
+    """Limits on the sessions of this gateway."""
 
     sessions: int
     session_bytes: int
-    calls: int
-    calls_per_session: int
     idle_s: float
     backlog_bytes: int
 
@@ -90,12 +89,14 @@ class Sessions:
         actors: ActorSystem,
         *,
         limits: SessionLimits,
+        admission: Admission,
         settings: Callable[[ActorRef, Callable[[str, int], None]], SessionSettings],
         open_stream: Callable[[str], OpenStream],
         clock: Callable[[], float],
     ) -> None:
         self._actors = actors
         self._limits = limits
+        self._admission = admission
         self._settings = settings
         self._open_stream = open_stream
         self._clock = clock
@@ -106,13 +107,8 @@ class Sessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: dict[str, tuple[Backlog, ActorRef, SessionSettings]] = {}
         self._creation = asyncio.Lock()
-        self._calls = 0
-        self._draining = False
         self._evicting = False
-        self._no_calls = asyncio.Event()
-        """Set while no call is in flight."""
         # Read at each scrape, so that a call does no work for it.
-        CALLS.set_function(lambda: self._calls)
         SESSIONS.set_function(lambda: len(self._sessions))
         SESSION_BYTES.set_function(lambda: self._bytes)
 
@@ -142,14 +138,13 @@ class Sessions:
 
     @contextmanager
     def count_call(self, session: Session) -> Iterator[None]:
-        """Counts one model call for the length of a block. Raises `ResourceExhausted` when too many
-        calls are in flight or too many turns are not yet durable, `Unavailable` while draining."""
+        """Admits one model call and measures its time; raises the errors of `admit`."""
         began_s = self._clock()
         if not session.calls:
             session.called_s = began_s
         session.calls += 1
         try:
-            with self._admitted(session):
+            with self.admit(session):
                 yield
             session.unanswered = ""
         except ForgeError as error:
@@ -171,31 +166,12 @@ class Sessions:
         return session.model_s + running_s
 
     @contextmanager
-    def _admitted(self, session: Session) -> Iterator[None]:
-        if self._draining:
-            raise Unavailable("this gateway is draining", retry_after_s=0.0)
-        if self._calls >= self._limits.calls:
-            REFUSED.labels("calls").inc()
-            raise ResourceExhausted(
-                f"{self._calls} calls are in flight, the maximum", retry_after_s=1.0
-            )
-        # Here, not in the actor: calls in its mailbox count too.
-        if session.calls > self._limits.calls_per_session:
-            REFUSED.labels("session_calls").inc()
-            raise ResourceExhausted(
-                f"session {session.claims.trajectory_id} has {session.calls - 1} calls in flight, "
-                "the maximum",
-                retry_after_s=1.0,
-            )
+    def admit(self, session: Session) -> Iterator[None]:
+        """Admits one call for the length of a block. Raises `ResourceExhausted` when too many calls
+        are in flight or too many turns are not yet durable, `Unavailable` while draining."""
         session.backlog.check_space()
-        self._calls += 1
-        self._no_calls.clear()
-        try:
+        with self._admission.admit(session.claims):
             yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._no_calls.set()
 
     async def flush_turns(self, session: Session) -> None:
         """Waits until all recorded turns of a session are durable. Raises
@@ -223,10 +199,8 @@ class Sessions:
     async def drain(self) -> None:
         """Refuses new calls, and waits for calls in flight and for durable turns. If the turns of a
         session cannot become durable, raises the reason after waiting for all other sessions."""
-        self._draining = True
         began_s = self._clock()
-        if self._calls:
-            await self._no_calls.wait()
+        await self._admission.drain()
         ending = [s for s in self._sessions.values() if s.used_s >= began_s or not s.idle]
         errors = await asyncio.gather(*map(self._settle, ending), return_exceptions=True)
         for error in errors:

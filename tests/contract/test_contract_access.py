@@ -34,6 +34,7 @@ from services.inference.router.role import SCOPES as ROUTER
 from services.pool import service as pool
 from services.scheduler import service as scheduler
 from services.trainer import service as trainer
+from tests.support.gateway.limits import edge_limits
 
 GOOD = (
     *("session", "other session", "grader", "other grader"),
@@ -281,6 +282,7 @@ async def test_every_route_accepts_only_the_credentials_of_its_row() -> None:
         security=security(),
         model_names=("m",),
         body_timeout_s=60.0,
+        **edge_limits(),
     )
     server = HttpServer(edge, max_body_bytes=1 << 20, connections=ConnectionSettings())
     port = await server.start("127.0.0.1", 0)

@@ -18,6 +18,7 @@ from services.gateway import service as gateway
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
+from services.gateway.tenants import Tenants
 from services.inference import codec
 from services.inference.engines.base import ModelLimits
 from services.pool import validation as pool
@@ -29,7 +30,7 @@ from tests.support.suite.damaged import damaged, messages
 
 LIMITS = ModelLimits(context_tokens=64, vocabulary=300)
 TURNS: Any = SimpleNamespace(model=make_model("chatml"))
-GATEWAY = gateway.GatewayServicer(TURNS, unused(Sessions), unused(Pool))
+GATEWAY = gateway.GatewayServicer(TURNS, unused(Sessions), unused(Pool), unused(Tenants))
 TURN = common_pb2.Turn(
     trajectory_id="t:0:0",
     parent_turn=-1,

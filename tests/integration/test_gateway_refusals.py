@@ -16,9 +16,10 @@ from openai import (
     BadRequestError,
     NotFoundError,
     PermissionDeniedError,
+    RateLimitError,
 )
 
-from forge.core.errors import ContextTooLong, InvalidArgument, Unauthenticated
+from forge.core.errors import ContextTooLong, InvalidArgument, ResourceExhausted, Unauthenticated
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.support.clients.programs import context_text
@@ -207,3 +208,31 @@ async def test_invalid_grpc_request_is_refused_with_its_fault(
             with pytest.raises(grpc.aio.AioRpcError, match="tools_json"):
                 await chat.read()
         assert (await agent.chat([user("SAY[[still here]]")])).text == "still here"
+
+
+async def test_a_tenant_above_its_rate_gets_a_hint(
+    stack: GatewayStack, own_coordinator: Coordinator
+) -> None:
+    """429 with Retry-After over HTTP, RESOURCE_EXHAUSTED with retry-after-ms over gRPC; other
+    sessions of the tenant too, and other tenants go on."""
+    limits = ("--tenants.calls-per-s-of", "ada=0.001", "--tenants.burst-calls", "1")
+    sizes = ("--tenants.max-request-mib-of", "eve=0.001")
+    stack.start_gateway("gateway-limited", *limits, *sizes)
+    limited = await stack.gateway(own_coordinator, "gateway-limited")
+    ask: dict[str, Any] = {"model": "policy", "messages": [user("hi")]}
+    ada = stack.openai(limited, stack.token("ada:0:0", tenant="ada"))
+    await ada.chat.completions.create(**ask)
+    with pytest.raises(RateLimitError, match="this user begins more than") as caught:
+        await stack.openai(limited, stack.token("ada:1:0", tenant="ada")).chat.completions.create(
+            **ask
+        )
+    assert 900 < int(caught.value.response.headers["retry-after"]) <= 1000
+    async with stack.agent(limited, stack.token("ada:2:0", tenant="ada")) as agent:
+        with pytest.raises(ResourceExhausted, match="per second") as exhausted:
+            await agent.chat([user("hi")])
+        assert 900 < (exhausted.value.retry_after_s or 0) <= 1000
+    await stack.openai(limited, stack.token("bob:0:0")).chat.completions.create(**ask)
+    async with stack.agent(limited, stack.token("eve:0:0", tenant="eve")) as agent:
+        with pytest.raises(InvalidArgument, match="a request of this user has at most"):
+            await agent.chat([user("a" * 2000)])
+    stack.kill("gateway-limited")

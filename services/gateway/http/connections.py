@@ -17,6 +17,8 @@ from aiohttp import web
 from services.gateway.config import ConnectionSettings
 from services.gateway.metrics import CONNECTIONS, REFUSED
 
+LINGER_S = 10.0
+"""Longest time to read the rest of a refused body, so that its client reads the answer."""
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
     b"Retry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -62,7 +64,12 @@ class Connection(web.RequestHandler):
         self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop
     ) -> None:
         # None turns access logs off; aiohttp's annotation omits it.
-        super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            lingering_time=min(LINGER_S, connections.settings.body_timeout_s),
+        )
         self._connections = connections
         self._address: str | None = None
         """None unless the connection is admitted."""

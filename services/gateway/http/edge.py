@@ -21,6 +21,7 @@ from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
+from services.gateway.http.bodies import Bodies
 from services.gateway.http.errors import public_error
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
@@ -28,6 +29,7 @@ from services.gateway.http.request_body import without_lone_surrogates
 from services.gateway.metrics import REFUSED
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
+from services.gateway.tenants import Tenants
 from services.gateway.turns.run import Turns
 
 CLAIMS = web.RequestKey("claims", Claims)
@@ -59,6 +61,8 @@ class Edge:
     name."""
     body_timeout_s: float
     """Longest time to receive a request body."""
+    bodies: Bodies
+    tenants: Tenants
     images: ImagePolicy = REFUSED_IMAGES
     omits_web_search: bool = False
     """As the setting `http.web_search`."""
@@ -76,10 +80,13 @@ class Edge:
 
     async def read_body(self, request: web.Request) -> bytes:
         """Returns the body of a request, with U+FFFD for lone surrogates. Raises
-        `HTTPRequestTimeout` for a late body, `BrokenBody` for one that cannot be decompressed."""
+        `HTTPRequestTimeout` for a late body, `BrokenBody` for one that cannot be decompressed,
+        `ResourceExhausted` and `RequestTooLarge` above limits."""
+        claims = request[CLAIMS]
+        self.tenants.check_size(claims.tenant, request.content_length or 0)
         try:
             async with asyncio.timeout(self.body_timeout_s):
-                body = await request.read()
+                body = await self.bodies.read(request, claims.trajectory_id)
         except RequestPayloadError:
             encoding = request.headers.get("Content-Encoding", "")
             raise BrokenBody(
@@ -90,6 +97,8 @@ class Edge:
             raise web.HTTPRequestTimeout(
                 reason=f"the request body took over {self.body_timeout_s:g} s"
             ) from None
+        # The length is unknown before, or that of a compressed body.
+        self.tenants.check_size(claims.tenant, len(body))
         SIZE_BYTES.set(len(body))
         return without_lone_surrogates(body)
 

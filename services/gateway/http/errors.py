@@ -6,6 +6,7 @@ Owns both formats, the choice between them, and the public text of internal erro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from aiohttp import web
@@ -105,6 +106,6 @@ def _headers(error: ForgeError) -> dict[str, str]:
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
-        headers["Retry-After"] = str(max(0, round(after_s)))
+        headers["Retry-After"] = str(max(0, ceil(after_s)))
         headers["Retry-After-Ms"] = str(max(0, round(after_s * 1000)))
     return headers

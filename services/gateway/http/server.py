@@ -20,6 +20,7 @@ from forge.runtime.telemetry import log
 from services.gateway.config import ConnectionSettings
 from services.gateway.errors import BrokenBody
 from services.gateway.http.anthropic.messages import AnthropicMessages
+from services.gateway.http.bodies import release_body
 from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
 from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response
@@ -127,6 +128,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         response = _refusal(request, failure)
         if isinstance(error, BrokenBody):
             response.force_close()
+    finally:
+        release_body(request)
     _audit(request, failure)
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s

@@ -122,10 +122,12 @@ class Turns:
         return len(await self.prompt_ids(session, request)) // TOKEN_BYTES
 
     async def prompt_ids(self, session: Session, request: TurnRequest) -> bytes:
-        """Returns the int32 ids of the prompt of `request`; records no turn."""
+        """Returns the int32 ids of the prompt of `request`; records no turn. Raises the errors of
+        `run_turn`."""
         request = self._with_template(session, request)
         ask = DraftPrompt(request=request, opening=self._opening(request))
-        prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
+        with self._sessions.admit(session):
+            prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
         return prompt.ids
 
     def _with_template(self, session: Session, request: TurnRequest) -> TurnRequest:

@@ -20,6 +20,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Piece, Turn
 from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.limits import EdgeLimits, edge_limits
 
 
 class ScriptedTurns:
@@ -76,6 +77,7 @@ async def served(
     *,
     max_body_bytes: int = 1 << 20,
     connections: ConnectionSettings | None = None,
+    limits: EdgeLimits | None = None,
 ) -> AsyncIterator[str]:
     """Where it listens; any key is a session's."""
     claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
@@ -88,6 +90,7 @@ async def served(
         security=cast(Any, security),
         model_names=(turns.model.name,),
         body_timeout_s=connections.body_timeout_s,
+        **(limits or edge_limits()),
     )
     server = HttpServer(edge, max_body_bytes=max_body_bytes, connections=connections)
     # Captured, as a traceback takes seconds to be printed well.

@@ -15,6 +15,7 @@ from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.tokens import Claims
 from services.gateway.actors.shard_writer import Backlog
 from services.gateway.sessions import LONG_CALL_S, Session, SessionLimits, Sessions
+from tests.support.gateway.limits import admission_of
 
 
 class Clock:
@@ -41,14 +42,17 @@ def make_sessions(clock: Clock, *, calls: int) -> Sessions:
     limits = SessionLimits(
         sessions=9,
         session_bytes=1 << 20,
-        calls=calls,
-        calls_per_session=2,
         idle_s=1.0,
         backlog_bytes=1 << 20,
     )
     unused: Any = None
     return Sessions(
-        ActorSystem("test"), limits=limits, settings=unused, open_stream=unused, clock=clock
+        ActorSystem("test"),
+        limits=limits,
+        admission=admission_of(calls=calls, calls_per_session=2),
+        settings=unused,
+        open_stream=unused,
+        clock=clock,
     )
 
 

@@ -25,6 +25,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.limits import admission_of
 from tests.support.runtime.waiting import settle, until
 
 TIMEOUT_S = 60.0
@@ -116,14 +117,13 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
         limits = SessionLimits(
             sessions=sessions,
             session_bytes=session_bytes,
-            calls=100,
-            calls_per_session=4,
             idle_s=600.0,
             backlog_bytes=1 << 20,
         )
         return Sessions(
             system,
             limits=limits,
+            admission=admission_of(),
             settings=settings,
             open_stream=lambda _: shard.stream,
             clock=lambda: 0.0,

@@ -10,9 +10,11 @@ import aiohttp
 import pytest
 from prometheus_client import REGISTRY
 
-from services.gateway.config import ConnectionSettings
+from services.gateway.config import ConnectionSettings, TenantSettings
 from services.gateway.turns.types import Piece, Turn
+from tests.support.gateway.limits import edge_limits
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
+from tests.support.runtime.waiting import until
 
 HALF_OPEN = 300
 HALF_HEADER = b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Slow: "
@@ -40,6 +42,10 @@ def refused(limit: str) -> float:
     return REGISTRY.get_sample_value("forge_gateway_refused_total", {"limit": limit}) or 0.0
 
 
+def gauge(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name)
+
+
 async def connect(url: str, sent: bytes = b"") -> Socket:
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -51,6 +57,14 @@ async def received(reader: asyncio.StreamReader) -> bytes:
     """Returns all bytes up to the close by the gateway."""
     async with asyncio.timeout(TIMEOUT_S):
         return await reader.read()
+
+
+async def answered(url: str, sent: bytes) -> bytes:
+    """Returns all bytes of a connection of its own."""
+    reader, writer = await connect(url, sent)
+    answer = await received(reader)
+    writer.close()
+    return answer
 
 
 async def test_half_open_connections_close_while_a_stream_continues() -> None:
@@ -97,6 +111,66 @@ async def test_late_body_gets_408(path: str, kind: bytes) -> None:
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ") and kind in answer
     assert refused("body_timeout") - before == 1
+
+
+async def test_2200_half_sent_requests_are_closed() -> None:
+    """Half of them in the header, half in the body; the counts of connections and bodies end."""
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: g\r\nx-api-key: k\r\nContent-Length: 99\r\n\r\n"
+    settings = ConnectionSettings(header_timeout_s=2.0, body_timeout_s=2.0)
+    async with served(ScriptedTurns(), connections=settings) as url:
+        sockets = [await connect(url, HALF_HEADER) for _ in range(1100)]
+        sockets += [await connect(url, head + b'{"model"') for _ in range(1100)]
+        answers = await asyncio.gather(*(received(reader) for reader, _ in sockets))
+        for _, writer in sockets:
+            writer.close()
+        assert answers[:1100] == [b""] * 1100
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers[1100:])
+        await until(lambda: not gauge("forge_gateway_connections"))
+        assert not gauge("forge_gateway_body_bytes")
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        ({"most_bytes": 64}, "bodies"),
+        ({"most_of_session_bytes": 64}, "session_bodies"),
+    ],
+)
+async def test_bodies_in_memory_are_limited(limits: dict[str, int], limit: str) -> None:
+    """Half-sent bodies count by their bytes; above the limit another gets 429 with a hint, and the
+    end of the first makes room."""
+    before, turns = refused(limit), ScriptedTurns()
+    body = b'{"model":"chatml-test","messages":[]}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nx-api-key: k\r\n"
+    half = head + b"Content-Length: 1000\r\n\r\n" + b" " * 50
+    chunked = head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunked += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with served(turns, limits=edge_limits(**limits)) as url:
+        _, writer = await connect(url, half)
+        await until(lambda: gauge("forge_gateway_body_bytes") == 50)
+        answer = await answered(url, chunked)
+        assert answer.startswith(b"HTTP/1.1 429 ") and b"Retry-After: 1\r\n" in answer
+        writer.close()
+        await until(lambda: not gauge("forge_gateway_body_bytes"))
+        answer = await answered(url, chunked)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+    assert refused(limit) - before == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_large_request_of_a_tenant_gets_413(path: str) -> None:
+    """By its length before its body is read, or by the body itself."""
+    limits = edge_limits(TenantSettings(max_request_mib=0.001))
+    headers = {"x-api-key": "k"}
+    async with served(ScriptedTurns(), limits=limits) as url, aiohttp.ClientSession() as client:
+        for body in (b" " * 2000, chunks()):
+            async with client.post(f"{url}/v1/{path}", data=body, headers=headers) as answer:
+                assert answer.status == 413, await answer.text()
+
+
+async def chunks() -> AsyncGenerator[bytes]:
+    for _ in range(4):
+        yield b" " * 500
 
 
 @pytest.mark.parametrize(
