@@ -1,7 +1,7 @@
 """The gRPC server of every service.
 
-Owns listening, health, reflection, the request limit and graceful stop. Not here: credentials,
-error translation, metrics, access and audit log (`forge.runtime.rpc.interceptor`).
+Owns listening, health, reflection, limits of connections and calls, and graceful stop. Not here:
+credentials, error translation, metrics, access and audit log (`forge.runtime.rpc.interceptor`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -23,35 +24,66 @@ from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
 from forge.runtime.security import Security
 from forge.v1 import clock_pb2, clock_pb2_grpc
 
-__all__ = ["RpcServer", "current_claims"]
+__all__ = ["ConnectionLimits", "RpcServer", "current_claims"]
 
 MAX_CONCURRENT_CALLS = 32_768
 """Further calls get RESOURCE_EXHAUSTED before they take memory."""
 
 _CLOCK_NAME = clock_pb2.DESCRIPTOR.services_by_name["ClockService"].full_name
 
-_OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_receive_message_length", MAX_REFUSED_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A second process must not share the port.
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Clients in other languages may ping every 5 s.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits on the connections of a server. A client above one is refused by gRPC itself."""
+
+    connections: int = 16_384
+    """Open connections; further ones are closed at once."""
+    streams: int = 8192
+    """Calls in flight on one connection; further ones wait at their client."""
+    handshake_ms: int = 20_000
+    """Longest time from a connection to its HTTP/2 settings, TLS included."""
+    ping_interval_ms: int = 2000
+    """Least time between two pings without data. `CHANNEL_OPTIONS` ping every 20 s, clients in
+    other languages may every 5 s."""
+    ping_strikes: int = 5
+    """Pings before their time, after which a connection is closed. Data that is sent forgives them;
+    without, a late ping makes the next one early."""
+
+
+def _options(limits: ConnectionLimits) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("grpc.max_receive_message_length", MAX_REFUSED_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # A second process must not share the port.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms),
+        ("grpc.http2.max_ping_strikes", limits.ping_strikes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.server_handshake_timeout_ms", limits.handshake_ms),
+    )
 
 
 class RpcServer:
     """Collects servicers, then listens."""
 
-    def __init__(self, *, service: str, host: str, port: int, security: Security) -> None:
+    def __init__(
+        self,
+        *,
+        service: str,
+        host: str,
+        port: int,
+        security: Security,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self._service = service
         self._host = host
         self._port = port
         self._security = security
+        self._limits = limits or ConnectionLimits()
         self._interceptor = CallInterceptor(security)
         self._registrations: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
@@ -85,7 +117,7 @@ class RpcServer:
         self._require_free_port()
         server = grpc.aio.server(
             interceptors=[self._interceptor],
-            options=_OPTIONS,
+            options=_options(self._limits),
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
         for register in self._registrations:
