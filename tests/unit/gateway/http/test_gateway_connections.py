@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -12,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from services.gateway.config import ConnectionSettings, TenantSettings
 from services.gateway.turns.types import Piece, Turn
-from tests.support.gateway.limits import edge_limits
+from tests.support.gateway.limits import EdgeLimits, edge_limits
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 from tests.support.runtime.waiting import until
 
@@ -43,7 +44,8 @@ def refused(limit: str) -> float:
 
 
 def gauge(name: str) -> float | None:
-    return REGISTRY.get_sample_value(name)
+    value: float | None = REGISTRY.get_sample_value(name)
+    return value
 
 
 async def connect(url: str, sent: bytes = b"") -> Socket:
@@ -132,11 +134,11 @@ async def test_2200_half_sent_requests_are_closed() -> None:
 @pytest.mark.parametrize(
     ("limits", "limit"),
     [
-        ({"most_bytes": 64}, "bodies"),
-        ({"most_of_session_bytes": 64}, "session_bodies"),
+        (partial(edge_limits, most_bytes=64), "bodies"),
+        (partial(edge_limits, most_of_session_bytes=64), "session_bodies"),
     ],
 )
-async def test_bodies_in_memory_are_limited(limits: dict[str, int], limit: str) -> None:
+async def test_bodies_in_memory_are_limited(limits: Callable[[], EdgeLimits], limit: str) -> None:
     """Half-sent bodies count by their bytes; above the limit another gets 429 with a hint, and the
     end of the first makes room."""
     before, turns = refused(limit), ScriptedTurns()
@@ -145,7 +147,7 @@ async def test_bodies_in_memory_are_limited(limits: dict[str, int], limit: str) 
     half = head + b"Content-Length: 1000\r\n\r\n" + b" " * 50
     chunked = head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     chunked += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    async with served(turns, limits=edge_limits(**limits)) as url:
+    async with served(turns, limits=limits()) as url:
         _, writer = await connect(url, half)
         await until(lambda: gauge("forge_gateway_body_bytes") == 50)
         answer = await answered(url, chunked)
