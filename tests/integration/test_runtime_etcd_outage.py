@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import trustme
 from structlog.testing import capture_logs
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
-from tests.support.runtime.etcd import EtcdServer
+from forge.runtime.tls import Tls
+from tests.support.runtime.etcd import Certificates, EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 
 TTL_S = 2.0
@@ -264,6 +266,35 @@ async def test_watch_leaves_a_member_without_a_leader(tmp_path: Path) -> None:
         first.kill()
         for other in others:
             other.kill()
+
+
+async def test_any_member_with_a_certificate_of_its_own_replaces_a_lost_one(tmp_path: Path) -> None:
+    """Three hosts, a certificate for each: two are killed in turn, and the leases live on."""
+    authority = trustme.CA()
+    members = await asyncio.to_thread(EtcdServer.members, tmp_path, 3, authority=authority)
+    tls = Certificates.issue(tmp_path / "tls-client", authority=authority)
+    endpoints = ",".join(f"https://{member.endpoint}" for member in members)
+    credentials = Tls(cert=tls.cert, key=tls.key, ca=tls.ca).etcd_credentials(endpoints)
+    connected = await Coordinator.connect(
+        endpoints, cluster="outage", timeout_s=LIMIT_S, credentials=credentials
+    )
+    try:
+        registration = await connected.register("pool", "p", "h:1", ttl_s=TTL_S)
+        for number, lost in enumerate(members):
+            await in_thread(lost.kill)
+
+            async def written(key: str = f"config/{number}") -> bool:
+                with suppress(Unavailable):
+                    return bool(await connected.compare_and_swap(key, b"1", expected_revision=0))
+                return False
+
+            await until(written)
+            await until(lambda: registration.alive)
+            await in_thread(lost.start)
+    finally:
+        await connected.close()
+        for member in members:
+            member.kill()
 
 
 async def watch(observer: Coordinator, key: str, watched: asyncio.Event) -> None:

@@ -19,7 +19,13 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 from etcd3aio.auth import AuthService
-from etcd3aio.errors import EtcdError, EtcdPermissionDeniedError, EtcdUnauthenticatedError
+from etcd3aio.errors import (
+    EtcdConnectionError,
+    EtcdError,
+    EtcdPermissionDeniedError,
+    EtcdTransientError,
+    EtcdUnauthenticatedError,
+)
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
@@ -29,6 +35,10 @@ from forge.runtime.renewable_channel import RenewableChannel
 from forge.runtime.telemetry import log
 
 TIMEOUT_S = 5.0
+_MEMBER_S = 1.5
+"""Time to connect to one of several members, before the next one is tried."""
+_LOOK_S = 0.5
+_UNREACHABLE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 _DELETE = 1
 _REQUIRE_LEADER = (("hasleader", "true"),)
 """Metadata of a watch: a partitioned member ends it, instead of sending nothing."""
@@ -89,26 +99,65 @@ class Change:
 
 
 class EtcdChannel(RenewableChannel):
-    """A round-robin channel to the members of an etcd."""
+    """A channel to the members of an etcd: to one target, or to one of several at a time.
+
+    gRPC verifies all addresses of one target by the name of the first. With TLS each member has a
+    certificate of its own, so each is a target of its own.
+    """
 
     def __init__(
         self,
-        target: str,
+        targets: Sequence[str],
         options: Sequence[tuple[str, Any]],
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        self._target, self._options, self._credentials = target, options, credentials
+        self._targets, self._options, self._credentials = targets, options, credentials
+        # The members share the load of many processes.
+        self.member = random.randrange(len(targets))
+        """Changes with each change of the target; modulo their number it is the target's index."""
         super().__init__(self._connect)
+        self._following = asyncio.create_task(self._follow()) if len(targets) > 1 else None
 
     def use(self, credentials: grpc.ChannelCredentials) -> None:
         """Connect later calls with these."""
         self._credentials = credentials
         self.renew()
 
+    def leave(self, member: int) -> None:
+        """Connect later calls to the next member, if `member` is still the present one."""
+        if len(self._targets) > 1 and member == self.member:
+            self.member += 1
+            self.renew()
+
+    async def find_member(self) -> None:
+        """Connect to a member that can be reached; without one the search continues later."""
+        for _ in self._targets[1:]:
+            member = self.member
+            try:
+                await asyncio.wait_for(self.channel_ready(), _MEMBER_S)
+                return
+            except TimeoutError:
+                self.leave(member)
+
+    async def close(self, grace: float | None = None) -> None:
+        """As `grpc.aio.Channel`."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await super().close(grace)
+
+    async def _follow(self) -> None:
+        while True:
+            member = self.member
+            if self.get_state(try_to_connect=True) is _UNREACHABLE:
+                self.leave(member)
+            await asyncio.sleep(_LOOK_S)
+
     def _connect(self) -> grpc.aio.Channel:
+        target = self._targets[self.member % len(self._targets)]
         if self._credentials is None:
-            return grpc.aio.insecure_channel(self._target, options=self._options)
-        return grpc.aio.secure_channel(self._target, self._credentials, options=self._options)
+            return grpc.aio.insecure_channel(target, options=self._options)
+        return grpc.aio.secure_channel(target, self._credentials, options=self._options)
 
 
 class Etcd:
@@ -324,6 +373,7 @@ class Etcd:
 
     @contextmanager
     def _reachable(self, path: str = "") -> Iterator[None]:
+        member = self._channel.member
         try:
             yield
         except EtcdPermissionDeniedError as error:
@@ -331,8 +381,11 @@ class Etcd:
             user = self._login.user if self._login else user
             raise Refused(f"etcd at {self._endpoints} refuses {path} to {user}") from error
         except TimeoutError as error:
+            self._channel.leave(member)
             raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
         except (EtcdError, grpc.aio.AioRpcError) as error:
+            if _is_of_member(error):
+                self._channel.leave(member)
             raise Unavailable(f"etcd at {self._endpoints}: {_reason(error)}") from error
 
 
@@ -346,6 +399,13 @@ def _reason(error: EtcdError | grpc.aio.AioRpcError) -> str:
     return str(error)
 
 
+def _is_of_member(error: EtcdError | grpc.aio.AioRpcError) -> bool:
+    """Whether another member may answer."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return isinstance(error, EtcdConnectionError | EtcdTransientError)
+
+
 def _is_stale(error: EtcdError | grpc.aio.AioRpcError) -> bool:
     if isinstance(error, EtcdUnauthenticatedError):
         return True
@@ -353,16 +413,15 @@ def _is_stale(error: EtcdError | grpc.aio.AioRpcError) -> bool:
 
 
 async def open_channel(endpoints: str, credentials: grpc.ChannelCredentials | None) -> EtcdChannel:
-    """Open a round-robin channel to the endpoints; it reconnects within a second."""
+    """Open a channel to the endpoints; it reconnects within a second."""
     addresses = [address for address in map(_address, endpoints.split(",")) if address]
     if not addresses:
         raise ConfigError(f"etcd = {endpoints!r} names no host:port")
     if credentials is None and "https://" in endpoints:
         raise ConfigError(f"etcd = {endpoints!r} is TLS, so tls_ca must be set")
-    if len(addresses) == 1:
-        target = addresses[0]
-    else:
-        target = "ipv4:" + ",".join([await _resolve(address) for address in addresses])
+    targets = addresses
+    if credentials is None and len(addresses) > 1:
+        targets = ["ipv4:" + ",".join([await _resolve(address) for address in addresses])]
     options: list[tuple[str, Any]] = [
         ("grpc.lb_policy_name", "round_robin"),
         # etcd disconnects clients that ping more often than every 5 s.
@@ -374,10 +433,9 @@ async def open_channel(endpoints: str, credentials: grpc.ChannelCredentials | No
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_http_proxy", 0),
     ]
-    if credentials is not None:
-        # Several members have one certificate in common, or each names the first one's host too.
-        options.append(("grpc.ssl_target_name_override", addresses[0].rpartition(":")[0]))
-    return EtcdChannel(target, options, credentials)
+    channel = EtcdChannel(targets, options, credentials)
+    await channel.find_member()
+    return channel
 
 
 def _address(endpoint: str) -> str:

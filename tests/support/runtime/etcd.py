@@ -31,16 +31,19 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """PEM files: an authority, and a certificate of it for 127.0.0.1 with its key."""
+    """PEM files: an authority, and a certificate of it for a host with its key."""
 
     ca: str
     cert: str
     key: str
 
     @classmethod
-    def issue(cls, folder: Path) -> Certificates:
-        authority = trustme.CA()
-        issued = authority.issue_cert("127.0.0.1")
+    def issue(
+        cls, folder: Path, *, host: str = "127.0.0.1", authority: trustme.CA | None = None
+    ) -> Certificates:
+        authority = authority or trustme.CA()
+        folder.mkdir(exist_ok=True)
+        issued = authority.issue_cert(host)
         made = cls(**{name: str(folder / f"{name}.pem") for name in ("ca", "cert", "key")})
         authority.cert_pem.write_to_path(made.ca)
         issued.private_key_pem.write_to_path(made.key)
@@ -52,8 +55,14 @@ class EtcdServer:
     """One etcd on loopback, with its data in `folder`; by itself unless made by `members`."""
 
     def __init__(
-        self, folder: Path, *, tls: Certificates | None = None, name: str = "test"
+        self,
+        folder: Path,
+        *,
+        tls: Certificates | None = None,
+        name: str = "test",
+        host: str = "127.0.0.1",
     ) -> None:
+        self._host = host
         self._name = name
         self._folder = folder
         self._tls = tls
@@ -62,9 +71,21 @@ class EtcdServer:
         self._initial_cluster = f"{name}=http://127.0.0.1:{self._peer_port}"
 
     @classmethod
-    def members(cls, folder: Path, count: int) -> list[EtcdServer]:
-        """Of one etcd, started: the first to be healthy needs most of the others."""
-        made = [cls(folder / f"m{number}", name=f"m{number}") for number in range(count)]
+    def members(
+        cls, folder: Path, count: int, *, authority: trustme.CA | None = None
+    ) -> list[EtcdServer]:
+        """Of one etcd, started: the first to be healthy needs most of the others.
+
+        With an authority each has a certificate and a loopback address of its own.
+        """
+        made = []
+        for number in range(count):
+            name = f"m{number}"
+            host = f"127.0.0.{number + 1}" if authority else "127.0.0.1"
+            tls = None
+            if authority is not None:
+                tls = Certificates.issue(folder / f"tls-{name}", host=host, authority=authority)
+            made.append(cls(folder / name, name=name, host=host, tls=tls))
         initial_cluster = ",".join(member._initial_cluster for member in made)
         for member in made:
             member._initial_cluster = initial_cluster
@@ -75,7 +96,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._host}:{self._client_port}"
 
     @property
     def pid(self) -> int:
