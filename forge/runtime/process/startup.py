@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from forge.core.errors import ForgeError
@@ -33,6 +34,7 @@ def run(
     or a dependency did not answer at the start; 2 the settings are wrong, and stderr has a line for
     each cause.
     """
+    _stay_in_release()
 
     def problems(config: C) -> list[ForgeError]:
         # It imports gRPC, which only `--check` needs.
@@ -59,3 +61,15 @@ def run(
     # A collection over all modules of torch would take most of the exit.
     gc.freeze()
     sys.exit(code)
+
+
+def _stay_in_release() -> None:
+    """Restart the program from its real directory if it was started through a symbolic link.
+
+    A process imports some modules late. After an upgrade has changed the link, they must still
+    come from the release that the process was started with.
+    """
+    release = Path(sys.prefix).resolve()
+    if sys.prefix != sys.base_prefix and str(release) != sys.prefix:
+        python = str(release / "bin" / Path(sys.executable).name)
+        os.execv(python, [python, *sys.orig_argv[1:]])

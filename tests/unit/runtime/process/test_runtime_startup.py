@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +28,22 @@ def test_settings_are_read_before_slow_imports(module: str) -> None:
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "lease_ttl_s" in ended.stdout
     assert "forge.runtime.config" in imported and not imported & SLOW
+
+
+def test_a_process_keeps_its_release_when_the_link_changes(tmp_path: Path) -> None:
+    """Started through a link, it runs in the directory that the link named at its start."""
+    venv.create(tmp_path / "0.1.0", with_pip=False)
+    (tmp_path / "current").symlink_to("0.1.0")
+    program = (
+        "import sys; from forge.runtime.config import ServiceConfig\n"
+        "from forge.runtime.process.startup import run\n"
+        "run('any', ServiceConfig, lambda: sys.exit(sys.prefix), lambda _: ())"
+    )
+    ended = subprocess.run(
+        [str(tmp_path / "current/bin/python"), "-c", program],
+        env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stderr.strip() == str(tmp_path / "0.1.0")
