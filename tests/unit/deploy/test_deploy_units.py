@@ -173,6 +173,30 @@ def test_environment_file_of_an_instance_may_move_its_data(
     assert value() == "/mnt/shared"
 
 
+def test_flags_of_a_unit_name_the_process_and_its_files_alone() -> None:
+    """A flag wins over the `.env` file of an instance: shard and durability are changed there."""
+    for unit in SERVICES:
+        for flags in re.findall(r"-m \S+ (--config .*)$", unit.read_text(), re.M):
+            named = {word for word in shlex.split(flags) if word.startswith("--")}
+            assert named <= {"--config", "--key-file", "--token-file", "--instance-id"}, unit
+
+
+def test_an_etcd_that_panics_is_started_again() -> None:
+    """Go exits with 2, as Forge does for wrong settings: a later drop-in empties that list."""
+    (own,) = (SYSTEMD / "forge-etcd.service.d").iterdir()
+    assert own.name > COMMON.name
+    assert "\nRestartPreventExitStatus=\n" in own.read_text()
+
+
+def test_every_unit_has_limits_of_tasks_and_memory() -> None:
+    """Of agents the memory is less: theirs is not the services'. The common file would win."""
+    common = COMMON.read_text()
+    assert "\nTasksMax=8192\n" in common and "MemoryMax" not in common
+    for unit in SERVICES:
+        percent = 75 if unit.name == "forge-agents@.service" else 90
+        assert f"\nMemoryMax={percent}%\n" in unit.read_text(), unit
+
+
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
 def test_unit_starts_a_module_that_exists(unit: Path) -> None:
     """A renamed module breaks this test before it breaks a host."""
