@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -17,7 +18,11 @@ from forge.core.extras import extras_named
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
-console = Console(highlight=False)
+_PIPE_WIDTH = 240
+"""Columns where no terminal has a width: rows of 80 would break every id."""
+
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 class Commands(TyperGroup):

@@ -17,7 +17,7 @@ etcd_app = typer.Typer(
     rich_markup_mode="rich",
     help="Show and apply the users, roles and permissions of a cluster in etcd.",
 )
-Cluster = Annotated[str, typer.Option(help="Name of the cluster.")]
+Cluster = Annotated[str, typer.Option(envvar="FORGE_CLUSTER", help="Name of the cluster.")]
 
 
 @etcd_app.command()
@@ -41,7 +41,10 @@ def apply(
         Path, typer.Argument(help="Directory of password files, one a user; made if absent.")
     ],
     endpoints: Annotated[
-        str, typer.Option("--etcd", help="[https://]host:port, separated by commas.")
+        str,
+        typer.Option(
+            "--etcd", envvar="FORGE_ETCD", help="[https://]host:port, separated by commas."
+        ),
     ] = "127.0.0.1:2379",
     cluster: Cluster = "default",
     runner: Annotated[
@@ -52,11 +55,22 @@ def apply(
             "other runner's entry; may be repeated.",
         ),
     ] = None,
-    tls_ca: Annotated[str, typer.Option(help="PEM certificates that verify etcd.")] = "",
-    tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = "",
-    tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = "",
+    tls_ca: Annotated[
+        str, typer.Option(envvar="FORGE_TLS_CA", help="PEM certificates that verify etcd.")
+    ] = "",
+    tls_cert: Annotated[
+        str, typer.Option(envvar="FORGE_TLS_CERT", help="PEM certificate chain of this host.")
+    ] = "",
+    tls_key: Annotated[
+        str, typer.Option(envvar="FORGE_TLS_KEY", help="PEM private key of --tls-cert.")
+    ] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plain TCP beyond the loopback interface.")
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="FORGE_INSECURE",
+            help="Allow plain TCP beyond the loopback interface.",
+        ),
     ] = False,
 ) -> None:
     """Make the users and roles of a cluster, then enable authentication.

@@ -48,7 +48,12 @@ class SystemOptions:
     ] = "default"
     key_file: Annotated[
         Path | None,
-        typer.Option(envvar="FORGE_KEY_FILE", help="With --etcd: file with the cluster's key."),
+        # Not read by every command that has the option.
+        typer.Option(
+            envvar="FORGE_KEY_FILE",
+            readable=False,
+            help="With --etcd: file with the cluster's key.",
+        ),
     ] = None
     token_file: Annotated[
         str,
