@@ -36,9 +36,11 @@ from tests.support.runtime.etcd import EtcdServer
 from tests.support.suite.doc_blocks import ROOT, Block, blocks
 
 QUICK_START, OPENAI = blocks("README.md")
+_FIRST_AGENT = 7
+"""Blocks that tests/e2e/test_e2e_first_agent.py runs."""
 RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, GRADE, REWARD, HARNESS, OPERATOR = blocks(
     "docs/agents.md"
-)
+)[_FIRST_AGENT:]
 GRADED = "--reward-functions trivia=my_rewards:grade"
 """Has each answer scored by the page's own reward function."""
 _NUMBERS = itertools.count()
