@@ -9,70 +9,29 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 
 import pytest
 
-from tests.support.runtime.waiting import until_blocking
-from tests.support.systemd.bare_host import BareHost, make_root, missing
+from tests.support.systemd.bare_host import BareHost, missing
+from tests.support.systemd.installed import Installed
+from tests.support.systemd.work import TASKS, until
 
-ROOT = Path(__file__).parents[2]
-STOCK = ROOT / ".systemd" / "debian12"
-LIMIT_S = 600.0
-until = partial(until_blocking, limit_s=LIMIT_S)
 FORGE = "/opt/forge/.venv/bin/forge"
 CLUSTER = ("--etcd", "127.0.0.1:2379", "--key-file", "/etc/forge/key")
 USERS = ("pool", "scheduler", "gateway", "inference", "trainer", "agents")
-TASKS = """
-import json, sys
-from random import Random
-from forge.agents.environments import get_domain
-for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-    domain = ("qa", "code", "general", "reasoning")[seed % 4]
-    payload = get_domain(domain).generate(Random(seed))
-    print(json.dumps({"payload": payload, "domain": domain, "group_size": 2}))
-"""
-
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "possible here")
 
 
-def documented() -> tuple[str, str]:
-    """The commands of deploy/README.md: those that install, and those that start."""
-    block = re.search(r"```sh\n(.*?)```", (ROOT / "deploy" / "README.md").read_text(), re.S)
-    assert block is not None
-    commands = block[1].replace("model fetch smollm2", "model init tiny")
-    commands = commands.replace("ln -s smollm2", "ln -s $(cd /var/lib/forge/models && echo tiny-*)")
-    install, line, start = commands.partition("systemctl daemon-reload\n")
-    assert "model init tiny" in install and "echo tiny-*" in install and line
-    return install, line + start
-
-
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHost]:
-    """The host with everything installed, started and not yet rebooted."""
-    if not STOCK.exists():
-        make_root(STOCK)
-    root = tmp_path_factory.mktemp("host") / "debian12"
-    subprocess.run(["cp", "--archive", "--reflink=auto", str(STOCK), str(root)], check=True)
-    (root / "root" / "forge").mkdir()
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
-    subprocess.run(["tar", "x", "-C", str(root / "root/forge")], input=archive.stdout, check=True)
-    host = BareHost(root)
-    install, start = documented()
-    host.install(install, network=True)
-    cpu = "FORGE_DEVICE=cpu\nFORGE_DTYPE=float32\n"
-    for name in ("prefill-1", "decode-1", "decode-2", "router-1"):
-        with (root / f"etc/forge/inference@{name}.env").open("a") as env:
-            env.write(cpu)
-    small = "FORGE_QUEUE__CONCURRENCY=16\nFORGE_QUEUE__BATCH_GROUPS=4\n"
-    (root / "etc/forge/scheduler@1.env").write_text(small)
+def host(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHost]:
+    """The host with everything started and not yet rebooted."""
+    root = installed.copy(tmp_path_factory.mktemp("host") / "debian12")
     (root / "root/tasks.py").write_text(TASKS)
+    host = BareHost(root, shared=installed.software)
     host.boot()
     try:
-        host.run("bash", "-c", start)
+        host.run("bash", "-c", installed.start)
         yield host
     finally:
         host.stop()

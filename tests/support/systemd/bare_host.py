@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
+
+from tests.support.systemd.network import Network
 
 START_S = 300.0
 REBOOT = 133
@@ -23,6 +27,12 @@ REBOOT = 133
 STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
 """Packages of every Debian host; nothing of Forge's needs, and no compiler."""
 NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
+NETWORKD = """[Match]
+Name=host0
+[Network]
+Address={address}/24
+LinkLocalAddressing=no
+"""
 
 
 def missing() -> str:
@@ -44,12 +54,31 @@ def make_root(folder: Path) -> None:
 
 
 class BareHost:
-    """One host. `root` is its file system."""
+    """One host. `root` is its file system.
 
-    def __init__(self, root: Path) -> None:
+    `network` connects it to others under its own address; without one it has loopback alone.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str = "debian12",
+        network: Network | None = None,
+        address: str = "",
+        shared: Mapping[Path, str] = MappingProxyType({}),
+    ) -> None:
         self.root = root
-        self._log = root.with_suffix(".log")
+        self.name = name
+        self._log = root.parent / f"{root.name}.log"
+        self._network = network
+        self._shared = [f"--bind={outside}:{inside}" for outside, inside in shared.items()]
+        """Directories of this machine that the host mounts, as from a file server."""
         self._container: subprocess.Popen[bytes] | None = None
+        if network is not None:
+            file = root / "etc/systemd/network/10-host0.network"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(NETWORKD.format(address=address))
         self._init = 0
         """Process id of its systemd, seen from outside."""
 
@@ -57,7 +86,7 @@ class BareHost:
         """Run a shell script as root on the host that is not booted."""
         (self.root / "install.sh").write_text("set -e\n" + script)
         outside = [*_pip_settings()] if network else ["--private-network"]
-        where = ["--directory", str(self.root), "--chdir=/root/forge"]
+        where = [f"--directory={self.root}", "--chdir=/root/forge", *self._shared]
         done = subprocess.run(
             [*NSPAWN, *where, *outside, "bash", "/install.sh"],
             stdin=subprocess.DEVNULL,
@@ -70,9 +99,16 @@ class BareHost:
 
     def boot(self) -> None:
         """Start its systemd; return when that takes commands."""
+        where = [f"--machine={self.name}", f"--directory={self.root}", *self._shared]
+        within: list[str] = []
+        if self._network is None:
+            where.append("--private-network")
+        else:
+            within = self._network.enter
+            where.append(f"--network-bridge={self._network.bridge}")
         with self._log.open("ab") as log:
             self._container = subprocess.Popen(
-                [*NSPAWN, "--boot", "--private-network", "--directory", str(self.root)],
+                [*within, *NSPAWN, "--boot", *where],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -86,6 +122,13 @@ class BareHost:
         # nspawn ends so, and leaves the start to its supervisor.
         assert self._container.wait(START_S) == REBOOT
         self.boot()
+
+    def kill(self) -> None:
+        """Take its power away: nothing is flushed, no connection is closed."""
+        assert self._container is not None
+        os.kill(self._init, signal.SIGKILL)
+        self._container.wait(START_S)
+        self._container = None
 
     def stop(self) -> None:
         """Shut it down."""
