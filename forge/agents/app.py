@@ -21,6 +21,7 @@ from forge.agents.runner import CALL_S, Runner
 from forge.agents.sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
+from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
 from forge.core.errors import FailedPrecondition
 from forge.runtime.asyncio_tasks import cancel_and_wait
@@ -78,6 +79,9 @@ class RunnerApp:
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
         self._context.keep_running(self._follow_leader(), name="leadership")
+        if (bearer := self._context.security.bearer) is not None:
+            renewal = TokenRenewal(bearer, self._ask_scheduler)
+            self._context.keep_running(renewal.run(), name="token renewal")
 
     async def drain(self) -> None:
         """Waits until running rollouts have ended."""

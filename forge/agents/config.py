@@ -32,6 +32,9 @@ class RunnerConfig(ServiceConfig):
     token_file: str = ""
     """File with a runner's token, in place of key_file; empty: FORGE_TOKEN. A replaced file is read
     again."""
+    token_state_file: str = ""
+    """File to which renewals of the token are written; empty: token_file itself. A renewal of
+    another token than that of token_file is ignored."""
     concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Maximum number of concurrent rollouts."""
     rollout_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 1800.0
@@ -118,6 +121,7 @@ class RunnerConfig(ServiceConfig):
         return (
             self.key_file,
             self.token_file,
+            self.token_state_file,
             self.tls_key,
             self.command_tls_key,
             self.etcd_password_file,

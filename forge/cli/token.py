@@ -36,6 +36,10 @@ def issue(
         str,
         typer.Option(help="Lifetime: 30m, 12h or 7d. Default: admin 1h, operator 12h, others 30d."),
     ] = "",
+    renewable: Annotated[
+        str,
+        typer.Option(help="Time in which a runner renews it: 90d, 0s. Default: runner 366d."),
+    ] = "",
     audience: Annotated[
         list[str] | None,
         typer.Option(help="Proto service that accepts it; repeatable. Default: the role's."),
@@ -43,7 +47,7 @@ def issue(
     out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
 ) -> None:
     """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
-    from forge.runtime.issued_tokens import claims_for
+    from forge.runtime.issued_tokens import ROLES, claims_for
     from forge.runtime.issued_tokens import issue as issue_token
     from forge.runtime.private_file import write_private_file
 
@@ -54,9 +58,15 @@ def issue(
             life_s=duration_s("life", life),
             audience=frozenset(audience or ()) or None,
         )
+        given_s = duration_s("renewable", renewable)
+        renewable_s = ROLES[role].renewable_s if given_s is None else given_s
+        if renewable_s and role != "runner":
+            raise InvalidArgument("--renewable is for runners: issue a new token for a person")
         keyring = at.keyring()
         async with at.open() as (coordinator, _):
-            token = await issue_token(coordinator, keyring, claims, by=person())
+            token = await issue_token(
+                coordinator, keyring, claims, by=person(), renewable_s=renewable_s
+            )
         if out is None:
             say(token)
         else:
@@ -104,7 +114,7 @@ def revoke(
 
 
 def _line(token_id: str, record: Record) -> str:
-    expiry = datetime.fromtimestamp(record.expires_unix_s, UTC)
+    expiry = datetime.fromtimestamp(record.last_expiry_unix_s, UTC)
     state, by = "valid", f"issued by {record.issued_by or '-'}"
     if record.revoked_unix_s:
         state, by = "revoked", f"{by}, revoked by {record.revoked_by or '-'}"
@@ -116,7 +126,7 @@ def _line(token_id: str, record: Record) -> str:
             ",".join(record.scopes) or "unrecorded",
             record.subject or "-",
             ",".join(record.audience) or "-",
-            f"{expiry:%Y-%m-%dT%H:%M:%SZ}",
+            f"{expiry:%Y-%m-%dT%H:%M:%SZ}" + " with renewals" * bool(record.renewable_until_unix_s),
             by,
             state,
         )

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.private_file import replace_private_file
+from forge.runtime.tokens import Claims, unverified_claims
 
 TOKEN_VARIABLE = "FORGE_TOKEN"
 
 
 class Bearer:
-    """An issued token of this process, from a file or a text."""
+    """An issued token of this process, from a file or a text, and its renewals."""
 
-    def __init__(self, *, text: str = "", file: str = "") -> None:
-        """Raises ConfigError for a file that cannot be read."""
+    def __init__(self, *, text: str = "", file: str = "", state_file: str = "") -> None:
+        """`state_file` has the renewals; "": `file` has them. Raises ConfigError for a file that
+        cannot be read."""
         self._text = text.strip()
         self._file = file
+        self._state_file = state_file or file
         self._modified_ns = 0
+        self._renewed = _read(state_file) if state_file else ""
         self.token()
 
     def token(self) -> str:
@@ -33,13 +38,50 @@ class Bearer:
                     raise ConfigError(f"token_file = {self._file!r}: {error.strerror}") from None
         if not self._text.startswith("v1."):
             raise ConfigError("the token is not one of `forge token issue`")
-        return self._text
+        return self._renewed if _renews(self._renewed, self._text) else self._text
+
+    @property
+    def claims(self) -> Claims:
+        """The claims of the token, unverified. Raises Unauthenticated for a malformed one."""
+        return unverified_claims(self.token())
+
+    def renew(self, token: str) -> None:
+        """Use a renewal of the token, also after a restart. Raises OSError if it cannot be stored;
+        this process uses it nevertheless."""
+        self._renewed = token
+        if self._state_file:
+            replace_private_file(self._state_file, token + "\n")
 
 
-def bearer_of(file: str) -> Bearer | None:
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        # The first start, or a state of which the operator cleared the directory.
+        return ""
+
+
+def _renews(renewed: str, issued: str) -> bool:
+    """Whether one token is a renewal of the other; an operator may have replaced that since."""
+    if not renewed:
+        return False
+    try:
+        new, old = unverified_claims(renewed), unverified_claims(issued)
+    except Unauthenticated:
+        return False
+    return (
+        bool(new.token_id)
+        and new.token_id == old.token_id
+        and (new.expires_unix_s > old.expires_unix_s)
+    )
+
+
+def bearer_of(file: str, *, state_file: str = "") -> Bearer | None:
     """Return the token of `file`, else of FORGE_TOKEN, else None. Raises ConfigError.
 
     Child processes do not inherit the variable.
     """
     text = os.environ.pop(TOKEN_VARIABLE, "")
-    return Bearer(text="" if file else text, file=file) if file or text else None
+    if not file and not text:
+        return None
+    return Bearer(text="" if file else text, file=file, state_file=state_file)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from forge.core.errors import InvalidArgument, StaleFence
+from forge.core.errors import FailedPrecondition, InvalidArgument, StaleFence
 from forge.runtime.coordination import Coordinator, Versioned
 from forge.runtime.security import Security
 from forge.runtime.telemetry import log
@@ -33,13 +33,19 @@ class Role:
 
     life_s: float
     audience: frozenset[str]
+    renewable_s: float = 0.0
+    """Time from the issue in which a token can be renewed."""
 
 
 ROLES: Mapping[str, Role] = {
     "viewer": Role(life_s=30 * 86_400.0, audience=_READ),
     "operator": Role(life_s=12 * 3600.0, audience=_READ),
     "admin": Role(life_s=3600.0, audience=_READ),
-    "runner": Role(life_s=30 * 86_400.0, audience=frozenset({"SchedulerService"})),
+    "runner": Role(
+        life_s=30 * 86_400.0,
+        audience=frozenset({"SchedulerService"}),
+        renewable_s=MAX_LIFE_S,
+    ),
 }
 
 
@@ -52,11 +58,18 @@ class Record:
     audience: tuple[str, ...]
     issued_unix_s: float
     expires_unix_s: float
+    renewable_until_unix_s: float = 0.0
+    """Latest expiry of a renewal; 0: it cannot be renewed."""
     revoked_unix_s: float = 0.0
     """0: not revoked."""
     issued_by: str = ""
     """user@host."""
     revoked_by: str = ""
+
+    @property
+    def last_expiry_unix_s(self) -> float:
+        """Returns the latest expiry of the token and of its renewals."""
+        return max(self.expires_unix_s, self.renewable_until_unix_s)
 
 
 def claims_for(
@@ -79,18 +92,55 @@ def claims_for(
     )
 
 
-async def issue(coordinator: Coordinator, keyring: Keyring, claims: Claims, *, by: str) -> str:
-    """Record a token, then return it. Raises Unavailable."""
+async def issue(
+    coordinator: Coordinator,
+    keyring: Keyring,
+    claims: Claims,
+    *,
+    by: str,
+    renewable_s: float = 0.0,
+) -> str:
+    """Record a token, then return it; `renewable_s`: time from now in which it can be renewed.
+    Raises InvalidArgument, Unavailable."""
+    if renewable_s > MAX_LIFE_S:
+        raise InvalidArgument(f"a token is renewable for at most {MAX_LIFE_S / 86_400:g} days")
     record = Record(
         subject=claims.subject,
         scopes=tuple(sorted(claims.scopes)),
         audience=tuple(sorted(claims.audience)),
         issued_unix_s=claims.issued_unix_s,
         expires_unix_s=claims.expires_unix_s,
+        renewable_until_unix_s=claims.issued_unix_s + renewable_s if renewable_s else 0.0,
         issued_by=by,
     )
     await _change(coordinator, claims.token_id, lambda _: record)
     return keyring.sign(claims)
+
+
+async def renew(
+    coordinator: Coordinator, keyring: Keyring, claims: Claims, *, now_s: float
+) -> tuple[str, Claims]:
+    """Return a token with the same id and lifetime, from now, for the verified claims of a valid
+    one, and its claims. The record is not changed.
+
+    Raises FailedPrecondition if the token is not renewable (any more), and Unavailable.
+    """
+    record = (await records(coordinator)).get(claims.token_id)
+    if record is None or record.revoked_unix_s or set(record.scopes) != claims.scopes:
+        raise FailedPrecondition(f"the token of {claims.subject} was not issued as renewable")
+    if now_s >= record.renewable_until_unix_s:
+        raise FailedPrecondition(
+            f"token {claims.token_id} of {claims.subject} is not renewable; issue a new one"
+        )
+    life_s = record.expires_unix_s - record.issued_unix_s
+    renewed = replace(
+        claims,
+        # The call has a token that is narrowed to its service.
+        audience=frozenset(record.audience),
+        issued_unix_s=now_s,
+        expires_unix_s=min(now_s + life_s, record.renewable_until_unix_s),
+    )
+    return keyring.sign(renewed), renewed
 
 
 async def revoke(coordinator: Coordinator, token_id: str, *, by: str) -> Record:
@@ -137,7 +187,7 @@ def apply_revocations(security: Security, value: Versioned | None) -> None:
     except msgspec.MsgspecError as error:
         log.error("tokens_unreadable", key=KEY, error=str(error))
         return
-    found = {one: r.expires_unix_s for one, r in issued.items() if r.revoked_unix_s}
+    found = {one: r.last_expiry_unix_s for one, r in issued.items() if r.revoked_unix_s}
     for token_id in found.keys() - security.revoked.keys():
         log.info("token_revoked", token_id=token_id, by=issued[token_id].revoked_by)
     oldest_s = time.time() - KEPT_S
@@ -151,7 +201,7 @@ async def _change(
     while True:
         value = await coordinator.get(KEY)
         oldest_s = time.time() - KEPT_S
-        kept = {one: r for one, r in _read(value).items() if r.expires_unix_s > oldest_s}
+        kept = {one: r for one, r in _read(value).items() if r.last_expiry_unix_s > oldest_s}
         changed = kept[token_id] = change(kept.get(token_id))
         revision = 0 if value is None else value.mod_revision
         try:

@@ -75,6 +75,11 @@ class Security(Tls):
             raise ConfigError("key_file is not set: this process has a token and no key")
         return self._credential
 
+    @property
+    def bearer(self) -> Bearer | None:
+        """The issued token of a process without the key."""
+        return self._credential if isinstance(self._credential, Bearer) else None
+
     def reload_key(self) -> bool:
         """As `Keyring.reload`; tokens and entries of this process are signed by the new key."""
         if isinstance(self._credential, Bearer) or not self._credential.reload():

@@ -109,6 +109,11 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.ListGroupsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.ListGroupsResponse.FromString,
                 _registered_method=True)
+        self.RenewToken = channel.unary_unary(
+                '/forge.v1.SchedulerService/RenewToken',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.RenewTokenRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.RenewTokenResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -245,6 +250,16 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewToken(self, request, context):
+        """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
+        lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
+        of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
+        UNAVAILABLE: each call returns a valid token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -322,6 +337,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ListGroups,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.ListGroupsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.ListGroupsResponse.SerializeToString,
+            ),
+            'RenewToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewToken,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.RenewTokenRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.RenewTokenResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -729,6 +749,33 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/ListGroups',
             forge_dot_v1_dot_scheduler__pb2.ListGroupsRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.ListGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/RenewToken',
+            forge_dot_v1_dot_scheduler__pb2.RenewTokenRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.RenewTokenResponse.FromString,
             options,
             channel_credentials,
             insecure,

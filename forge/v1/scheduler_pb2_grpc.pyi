@@ -99,6 +99,12 @@ class SchedulerServiceStub:
     """Returns the state of the queue and the window, and the counts of groups."""
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
     """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+    RenewToken: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]
+    """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
+    lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
+    of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
+    UNAVAILABLE: each call returns a valid token.
+    """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -168,6 +174,12 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Returns the state of the queue and the window, and the counts of groups."""
     ListGroups: _aio.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+    RenewToken: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]  # type: ignore[assignment]
+    """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
+    lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
+    of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
+    UNAVAILABLE: each call returns a valid token.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -324,5 +336,17 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.ListGroupsResponse], _abc.AsyncIterator[_scheduler_pb2.ListGroupsResponse]]:
         """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+
+    @_abc_1.abstractmethod
+    def RenewToken(
+        self,
+        request: _scheduler_pb2.RenewTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RenewTokenResponse, _abc.Awaitable[_scheduler_pb2.RenewTokenResponse]]:
+        """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
+        lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
+        of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
+        UNAVAILABLE: each call returns a valid token.
+        """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

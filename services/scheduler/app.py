@@ -48,7 +48,7 @@ class SchedulerApp:
             most_settled=config.held_settled_groups,
         )
         self._servicer = SchedulerServicer(
-            config, self._context.security.keyring, coordinator.discover("scheduler")
+            config, self._context.security.keyring, coordinator.discover("scheduler"), coordinator
         )
         self._context.server.add_service(
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,

@@ -14,7 +14,9 @@ from typing import Any
 
 from forge.core.errors import Unavailable
 from forge.core.tasks.template_kwargs import kwargs_json, merged
-from forge.runtime.coordination import Discovery
+from forge.runtime.coordination import Coordinator, Discovery
+from forge.runtime.issued_tokens import renew
+from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -38,9 +40,12 @@ SCOPES = {
     "LeaseRollouts": "runner",
     "RenewRollouts": "runner",
     "FinishRollouts": "runner",
+    "RenewToken": "runner",
 }
-AUDITED = frozenset({"SubmitTasks", "SetActivity", "DropGroups", "RetireShard", "DeclareShardLost"})
-"""Changes by people: calls in the audit log."""
+AUDITED = frozenset(
+    {"SubmitTasks", "SetActivity", "DropGroups", "RetireShard", "DeclareShardLost", "RenewToken"}
+)
+"""Changes by people and of tokens: calls in the audit log."""
 LEADER_KEY = "forge-leader"
 ASK_S = 10.0
 WRITE_S = 60.0
@@ -55,8 +60,15 @@ _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves every call; scheduler.proto defines what each guarantees."""
 
-    def __init__(self, config: SchedulerConfig, keyring: Keyring, schedulers: Discovery) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        keyring: Keyring,
+        schedulers: Discovery,
+        coordinator: Coordinator,
+    ) -> None:
         self._config = config
+        self._coordinator = coordinator
         self._keyring = keyring
         self._schedulers = schedulers
         self.leader: LeaderContext | None = None
@@ -94,6 +106,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
         return scheduler_pb2.LeaseRolloutsResponse(leases=map(self._lease, grants))
+
+    async def RenewToken(
+        self, request: scheduler_pb2.RenewTokenRequest, context: Any
+    ) -> scheduler_pb2.RenewTokenResponse:
+        """Renew the token of the call; every instance can."""
+        token, claims = await renew(
+            self._coordinator, self._keyring, current_claims(), now_s=time.time()
+        )
+        return scheduler_pb2.RenewTokenResponse(token=token, expires_unix_s=claims.expires_unix_s)
 
     async def RenewRollouts(
         self, request: scheduler_pb2.RenewRolloutsRequest, context: Any

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from forge.cli.connection import person
+from forge.core.errors import FailedPrecondition
 from forge.runtime.coordination import Coordinator
-from forge.runtime.issued_tokens import read_revocations, records, revoke
+from forge.runtime.issued_tokens import read_revocations, records, renew, revoke
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.tokens import Claims, Keyring, unverified_claims
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import start_service
@@ -192,3 +197,51 @@ async def test_runner_without_the_key_leases_by_its_token(
         runner.wait()
     code, _, errors = await system.host_of(token).types("queue", "pause")
     assert (code, "needs scope operator" in errors) == (2, True)
+
+
+async def test_runner_renews_its_token_until_it_is_revoked(
+    system: System, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """Its renewal has the same id, and a later expiry; revoking the id ends every renewal."""
+    file, state = tmp_path / "token", tmp_path / "state"
+    words = ("token", "issue", "runner", "--subject", "r", "--life", "4s", "--renewable", "1h")
+    assert (await system.key_host.types(*words, "--out", str(file)))[0] == 0
+    argv = ("--etcd", etcd.endpoint, "--cluster", cluster, "--log-file", str(tmp_path / "r.log"))
+    tokens = ("--token-file", str(file), "--token-state-file", str(state))
+    runner = start_service("forge.agents", "run", *argv, *tokens)
+    issued = unverified_claims(file.read_text())
+    try:
+        await until(state.exists)
+        first = unverified_claims(state.read_text())
+        assert (first.token_id, first.subject) == (issued.token_id, "r")
+        assert first.expires_unix_s > issued.expires_unix_s
+        assert first.audience == {"SchedulerService"}
+        await until(
+            lambda: unverified_claims(state.read_text()).expires_unix_s > first.expires_unix_s
+        )
+        assert (await system.key_host.types("token", "revoke", issued.token_id))[0] == 0
+        await asyncio.to_thread(runner.wait)
+        assert "is revoked" in (tmp_path / "r.log").read_text()
+    finally:
+        runner.kill()
+        runner.wait()
+
+
+async def test_token_that_is_not_renewable_is_not_renewed(system: System) -> None:
+    """Neither one issued so, nor one whose time is over, nor an unrecorded one."""
+    _, token_id = await system.issue("runner", "--renewable", "0s")
+    _, late_id = await system.issue("runner", "--renewable", "1h")
+    keyring, coordinator = system.forge.keyring, system.forge.coordinator
+    runner = Claims(subject="r", scopes=frozenset({"runner"}), token_id=token_id)
+    for claims, now_s in (
+        (runner, time.time()),
+        (replace(runner, token_id=late_id), time.time() + 3601.0),
+        (replace(runner, token_id="unknown"), time.time()),
+        (replace(runner, token_id=late_id, scopes=frozenset({"service"})), time.time()),
+    ):
+        with pytest.raises(FailedPrecondition, match="renewable"):
+            await renew(coordinator, keyring, claims, now_s=now_s)
+    late = replace(runner, token_id=late_id)
+    _, renewed = await renew(coordinator, keyring, late, now_s=time.time() + 3000.0)
+    issued = (await records(coordinator))[late_id]
+    assert renewed.expires_unix_s == issued.renewable_until_unix_s

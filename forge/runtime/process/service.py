@@ -267,7 +267,8 @@ class _Process:
         config = self._config
         # Only the settings of a runner have a token_file.
         file = getattr(config, "token_file", None)
-        bearer = None if file is None or config.key_file else bearer_of(file)
+        state = getattr(config, "token_state_file", "")
+        bearer = None if file is None or config.key_file else bearer_of(file, state_file=state)
         security = Security.from_config(config, bearer=bearer)
         # Checked first: a wrong host is an error of the settings, not of the app.
         security.server_credentials(config.host)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import Unauthenticated
-from forge.runtime.coordination import Discovery
+from forge.runtime.coordination import Coordinator, Discovery
 from forge.runtime.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from services.scheduler.config import SchedulerConfig
@@ -33,7 +33,9 @@ async def test_set_clock_ends_no_claim_and_dates_later_tokens(
     """Claims follow the monotonic clock; a session's token follows the wall clock of its lease, so
     a gateway whose clock is beyond its end refuses it."""
     keyring = Keyring.generate(tmp_path / "key")
-    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, unused(Discovery))
+    servicer = SchedulerServicer(
+        SchedulerConfig(etcd="etcd:2379"), keyring, unused(Discovery), unused(Coordinator)
+    )
     servicer.leader = term.leader()
     await term.submissions.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
     request = scheduler_pb2.LeaseRolloutsRequest(runner_id="r", max_rollouts=1)

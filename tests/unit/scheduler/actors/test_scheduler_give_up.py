@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import DataLoss, InvalidArgument
-from forge.runtime.coordination import Discovery, Leadership
+from forge.runtime.coordination import Coordinator, Discovery, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
@@ -24,7 +24,7 @@ from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 def servicer(term: TermActors) -> SchedulerServicer:
     """The calls of a leader, around the actors of its term."""
     servicer = SchedulerServicer(
-        SchedulerConfig(etcd="etcd:2379"), unused(Keyring), unused(Discovery)
+        SchedulerConfig(etcd="etcd:2379"), unused(Keyring), unused(Discovery), unused(Coordinator)
     )
     servicer.leader = term.leader()
     return servicer
