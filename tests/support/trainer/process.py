@@ -7,7 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,16 @@ WEIGHTS_KEY = "weights/default/latest"
 class TrainerProcess:
     """One `python -m services.trainer` with its model, checkpoints and log under `folder`."""
 
-    def __init__(self, folder: Path, *, etcd: EtcdServer, cluster: str, key_file: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        etcd: EtcdServer,
+        cluster: str,
+        key_file: Path,
+        access: Sequence[str] = (),
+    ) -> None:
+        """`access`: flags of a secure etcd."""
         self.model_path = folder / "model"
         self.checkpoints = folder / "checkpoints"
         self.metrics_file = folder / "metrics.jsonl"
@@ -51,6 +60,7 @@ class TrainerProcess:
             *("--model-path", str(self.model_path), "--checkpoint.dir", str(self.checkpoints)),
             *("--metrics-file", str(self.metrics_file), "--log-file", str(self.log_path)),
             *("--lease-ttl-s", "2", "--torch-threads", "1", "--optimizer.learning-rate", "1e-3"),
+            *access,
         ]
         self.process: ServiceProcess | None = None
 
