@@ -37,7 +37,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield started
 
 
-async def test_an_answer_has_its_least_length(pair: Pair) -> None:
+async def test_answer_has_its_least_length(pair: Pair) -> None:
     """Before it no stop token is sampled, the first token included; then any may end it."""
     ids = prompt_ids(20)
     answers = [await pair.sample(ids, replace(HELD, seed=seed)) for seed in range(6)]
@@ -48,7 +48,7 @@ async def test_an_answer_has_its_least_length(pair: Pair) -> None:
     assert min(len(answer.ids) for answer in answers) < 10
 
 
-async def test_the_left_share_makes_log_probs_of_the_whole_distribution(pair: Pair) -> None:
+async def test_kept_share_restores_log_probs_of_the_whole_distribution(pair: Pair) -> None:
     """As with a grammar: log-prob plus share is the log-prob without a least length."""
     ids = prompt_ids(20)
     answer = await pair.sample(ids, HELD)
@@ -59,8 +59,8 @@ async def test_the_left_share_makes_log_probs_of_the_whole_distribution(pair: Pa
     assert min(answer.allowed[:5]) < -0.1
 
 
-async def test_a_grammar_that_ends_earlier_is_an_error(pair: Pair) -> None:
-    """Neither limit gives way in silence."""
+async def test_grammar_shorter_than_the_least_length_is_an_error(pair: Pair) -> None:
+    """Neither limit is dropped silently."""
     digit = Grammar(kind="regex", text="[0-9]{2}")
     both = replace(HELD, grammar=digit, stop_ids=frozenset({END}))
     with pytest.raises(InvalidArgument, match="min_tokens needs 3 more tokens"):

@@ -262,7 +262,7 @@ def every_attack(host: Host) -> set[str]:
 
 
 def test_every_attack_succeeds_without_a_sandbox(host: Host) -> None:
-    """`command_sandbox = none` is the runner's own power: so the attacks are real."""
+    """`command_sandbox = none` is the runner's own power, so the attacks are real."""
     found = host.attack("none", command_memory_mb=0, command_processes=0)
     assert found == every_attack(host)
 
@@ -281,14 +281,14 @@ def test_bubblewrap_stops_every_attack(host: Host) -> None:
     assert (host.directory / "victim").read_text() == SECRET
 
 
-def test_network_of_the_host_is_a_setting(host: Host) -> None:
+def test_network_of_the_host_needs_a_setting(host: Host) -> None:
     """`command_network = host` opens the listeners of the host, and nothing else."""
     found = host.attack("bubblewrap", command_network="host", **limits())
     assert found == {"reaches_gateway", "connects_by_tcp", "connects_by_name"}
 
 
-def test_a_container_stops_every_attack(host: Host) -> None:
-    """The same with podman or docker."""
+def test_container_stops_every_attack(host: Host) -> None:
+    """With podman or docker."""
     words, problem = engine()
     if problem:
         pytest.skip(problem)

@@ -100,7 +100,7 @@ async def test_fake_trainer_cannot_register(shared_secure: SecureEtcd) -> None:
     await trainer.close()
 
 
-async def test_a_runner_host_writes_its_own_entries_alone(secure: SecureEtcd) -> None:
+async def test_runner_host_writes_only_its_own_entries(secure: SecureEtcd) -> None:
     """The user of one host cannot replace the entry of a runner on another."""
     changes = await secure.apply(runners=["h1", "h2"])
     assert "secure.runner@h1: writes /forge/secure/services/runner/agents-h1-*" in changes

@@ -31,10 +31,10 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-async def test_a_greedy_agent_is_sampled_and_told_by_the_policy_of_its_session(
+async def test_sampling_policy_of_a_session_replaces_the_agents_parameters(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """Temperature, cut and seed of the agent are replaced, named to it, and recorded with the
+    """Temperature, cut and seed of a greedy agent are replaced, named to it, and recorded with the
     turn; over gRPC the same."""
     trajectory_id = "greedy:0:0"
     token = stack.token(trajectory_id, sampling="override")

@@ -366,7 +366,7 @@ async def test_session_token_is_accepted_in_path_header_and_bearer(
     ]
 
 
-async def test_a_tool_that_anthropic_defines_is_executed_by_the_agent(
+async def test_agent_executes_a_tool_defined_by_anthropic(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
     """The SDK's bash tool, by its type alone: the model reads its input schema and calls it."""

@@ -34,7 +34,7 @@ async def post(gateway: Instance, token: str, path: str, **body: Any) -> Any:
         return await got.json()
 
 
-async def test_an_agent_that_looks_at_an_image_goes_on(
+async def test_agent_that_sends_an_image_continues(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
     """In all three protocols the prompt has the text for the image, the response says so, and the
@@ -212,11 +212,11 @@ async def test_template_variables_come_from_token_and_request(
     assert kept == [{"enable_thinking": False}, {"enable_thinking": True}]
 
 
-async def test_what_has_no_effect_is_told_and_what_has_reaches_the_engine(
+async def test_parameters_without_effect_are_named_and_others_reach_the_engine(
     stack: GatewayStack, gateway: Instance
 ) -> None:
     """A penalty and an unknown field are named in a header, also of a stream; the answer has the
-    name of the model that was asked for; and the engine gets length and stop tokens."""
+    requested model name; and the engine gets length and stop tokens."""
     token = stack.token("told:0:0")
     client = stack.openai(gateway, token)
     end = (await post(gateway, token, "/tokenize", prompt="!"))["tokens"][0]

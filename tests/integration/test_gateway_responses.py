@@ -330,7 +330,7 @@ async def test_unsupported_requests_are_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_coding_agents_tools_are_called_and_restored(
+async def test_tools_of_a_coding_agent_are_called_and_restored(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, stream: bool
 ) -> None:
     """A function of a namespace, a custom tool and a web search, which is left out and named in a

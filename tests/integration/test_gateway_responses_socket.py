@@ -78,7 +78,7 @@ async def closed(
     return trajectory
 
 
-async def test_each_request_sends_only_what_is_new(
+async def test_each_request_of_a_socket_sends_only_new_items(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
     """A warm-up without output, a call, its result, another question, on one connection with
@@ -168,7 +168,7 @@ async def test_stored_responses_are_shared_with_http(
         ),
     ],
 )
-async def test_an_error_is_an_event_and_the_connection_stays(
+async def test_error_is_an_event_and_the_connection_stays(
     stack: GatewayStack, gateway: Instance, event: Any, code: str, says: str
 ) -> None:
     """With the status of HTTP and the fact; the next request is answered."""
@@ -181,10 +181,11 @@ async def test_an_error_is_an_event_and_the_connection_stays(
         assert (await ask(socket, input="Hi."))["status"] == "completed"
 
 
-async def test_a_prompt_that_is_too_long_fails_with_the_code(
+async def test_prompt_beyond_the_context_fails_with_its_code(
     stack: GatewayStack, gateway: Instance
 ) -> None:
-    """As in a stream over HTTP; what failed cannot be continued, the connection can be used."""
+    """As in a stream over HTTP; the failed response cannot be continued, the connection can be
+    used."""
     async with connected(gateway, stack.token("long:0:0")) as socket:
         first = await ask(socket, input="Hi.")
         failed = await ask(socket, input="a b c d e " * 2000, previous_response_id=first["id"])
@@ -197,10 +198,10 @@ async def test_a_prompt_that_is_too_long_fails_with_the_code(
         assert (await ask(socket, input="Hi."))["status"] == "completed"
 
 
-async def test_a_client_that_leaves_aborts_its_response(
+async def test_disconnect_aborts_the_response_of_a_socket(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """What was sampled until then is recorded, as over HTTP."""
+    """The tokens sampled until then are recorded, as over HTTP."""
     token = stack.token("left:0:0")
     async with connected(gateway, token) as socket:
         await send(socket, input=f"PACE[[0.2]] SAY[[{'x' * 500}]]")
@@ -217,7 +218,7 @@ async def test_a_client_that_leaves_aborts_its_response(
     assert turn.finish_reason == common_pb2.FINISH_REASON_ABORTED
 
 
-async def test_the_handshake_is_refused_like_any_request(
+async def test_socket_handshake_is_refused_like_any_request(
     stack: GatewayStack, gateway: Instance
 ) -> None:
     """Without a token 401; without an upgrade 426; a binary message ends the connection."""

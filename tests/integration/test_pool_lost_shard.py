@@ -34,7 +34,7 @@ async def declare_lost(
     return answer
 
 
-async def test_a_lost_shard_is_declared_so_once_for_every_later_leader(
+async def test_lost_shard_is_declared_once_for_every_later_leader(
     forge: SchedulerCluster,
 ) -> None:
     """Pending groups are tombstoned with the reason, settled ones stay counted, and the store is
@@ -84,7 +84,7 @@ async def test_a_lost_shard_is_declared_so_once_for_every_later_leader(
     assert code == 2 and "was declared lost on" in stderr and len(stderr.splitlines()) == 1
 
 
-async def test_a_leader_that_waits_for_a_lost_shard_begins_once_it_is_declared_lost(
+async def test_waiting_leader_begins_once_a_shard_is_declared_lost(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
     """By the command, which asks for the shard's name; that name is free for a new store."""

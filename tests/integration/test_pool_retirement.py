@@ -51,7 +51,7 @@ async def contents(forge: SchedulerCluster) -> dict[str, bytes]:
     return found
 
 
-async def test_a_retired_shard_moves_every_group_and_is_not_awaited_any_more(
+async def test_retired_shard_moves_every_group_and_is_not_awaited(
     forge: SchedulerCluster,
 ) -> None:
     """Trained, complete, running, queued and evaluation groups: all are on the other shard, each
@@ -226,7 +226,7 @@ async def test_a_shard_that_cannot_retire_is_refused(forge: SchedulerCluster) ->
         await retire(forge, "s1")
 
 
-async def test_the_command_shows_the_progress_to_the_end(
+async def test_retire_command_shows_its_progress_to_the_end(
     forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
 ) -> None:
     """`forge pool retire` ends when the shard is retired, and again at once."""

@@ -146,8 +146,8 @@ def test_mistake_in_forge_certs_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["root", "default.pool", "a.b.scheduler", "default.runner@h1"])
-def test_a_common_name_of_a_user_in_etcd_is_refused(tmp_path: Path, name: str) -> None:
-    """etcd takes it for a password. A host that is called so needs another common name."""
+def test_common_name_of_an_etcd_user_is_refused(tmp_path: Path, name: str) -> None:
+    """etcd accepts it in place of a password. A host with that name needs another common name."""
     certs("init", tmp_path / "ca")
     where = ["--ca", str(tmp_path / "ca"), "--out", str(tmp_path / "host")]
     for words in (["h1", "--common-name", name], [name] if "@" not in name else []):

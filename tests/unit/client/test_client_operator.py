@@ -219,10 +219,8 @@ async def test_tag_is_followed_until_all_its_groups_are_settled(
     assert (sums.min_weight_version, sums.max_weight_version) == (-1, -1)
 
 
-async def test_an_outage_does_not_slow_the_looks_at_a_tag(
-    operator: Operator, system: System
-) -> None:
-    """The pause is nine times the successful look, whatever the failover before it took."""
+async def test_outage_does_not_slow_the_polls_of_a_tag(operator: Operator, system: System) -> None:
+    """The pause is nine times the successful poll, for any failover time before it."""
     pending, ended = common_pb2.GROUP_STATE_PENDING, common_pb2.GROUP_STATE_EVALUATED
     system.scheduler.groups = [group("a", "sums", pending, 1.0)]
     times_s = [0.0]

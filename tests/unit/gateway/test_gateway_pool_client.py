@@ -31,7 +31,7 @@ class Shards:
         return pool_pb2.GetSummariesResponse()
 
 
-async def test_only_a_shard_that_served_lately_is_awaited() -> None:
+async def test_only_a_recently_served_shard_is_awaited() -> None:
     """`pool_wait_s` for an unknown shard and one that is gone for long; `pool_timeout_s` for one
     that restarts."""
     now = SimpleNamespace(s=1000.0)

@@ -80,7 +80,7 @@ def test_wait_time_is_capped() -> None:
     assert validation.check_wait_s(1e9, max_wait_s=30.0) == 30.0
 
 
-def test_the_removed_setting_for_lost_shards_names_the_command() -> None:
+def test_removed_setting_for_lost_shards_names_the_command() -> None:
     """In one line, by flag and in the TOML file alike."""
     with pytest.raises(ConfigError, match=r"no setting lost_shards.*forge pool declare-lost SHARD"):
         configured("--lost-shards=s1")

@@ -31,7 +31,7 @@ def test_contexts_with_other_variables_share_no_node() -> None:
     session.check_record()
 
 
-def test_the_record_has_the_variables() -> None:
+def test_record_has_the_template_variables() -> None:
     """So another gateway continues the same context, and a record without them opens as before."""
     session = Session("chatml", tools=TOOLS)
     answer = session.turn([user("One?")], CALL, template_kwargs=TERSE)
@@ -44,14 +44,14 @@ def test_the_record_has_the_variables() -> None:
     assert session.prompt(loop, template_kwargs=TERSE).draft.how == "continued"
 
 
-def test_the_generation_prompt_is_that_of_the_variables() -> None:
+def test_generation_prompt_follows_the_template_variables() -> None:
     """Whether a template opens the reasoning may depend on them."""
     render = make_model("qwen3").template_with(OFF).renderer(None)
     assert render([user("One?")], True).endswith("<think>\n\n</think>\n\n")
 
 
-def test_variables_replace_those_before_them() -> None:
-    """The token's come first, the request's replace single ones, in one spelling."""
+def test_request_variables_replace_those_of_the_token() -> None:
+    """Single ones, in one spelling."""
     model = make_model("qwen3")
     assert model.template_kwargs("", "") == ""
     assert model.template_kwargs(OFF, "") == OFF

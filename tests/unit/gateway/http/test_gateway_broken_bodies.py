@@ -26,8 +26,8 @@ def replaced(text: str) -> str:
 @given(st.lists(pieces).map("".join))
 @example("\\ud83d")
 @example("\ud83d\ud83d\ude00")
-def test_lone_surrogates_are_replaced_and_nothing_else(text: str) -> None:
-    """Whatever stands around them: pairs, backslashes, texts that look like an escape."""
+def test_only_lone_surrogates_are_replaced(text: str) -> None:
+    """Beside pairs, backslashes, and texts that look like an escape."""
     body = without_lone_surrogates(json.dumps({"a": text}).encode())
     assert json.loads(body) == {"a": replaced(text)}
 

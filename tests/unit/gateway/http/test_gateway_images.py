@@ -95,8 +95,8 @@ def test_a_refused_image_is_named_with_its_place(read: Any) -> None:
         (GivenImage(part="image"), Image(media_type="image/*")),
     ],
 )
-def test_the_text_has_only_a_type_and_a_size(given: GivenImage, facts: Image) -> None:
-    """Whatever a request claims: no address and no tag gets into the prompt."""
+def test_image_text_has_only_a_type_and_a_size(given: GivenImage, facts: Image) -> None:
+    """No address and no tag of the request gets into the prompt."""
     assert given.facts() == facts
 
 
@@ -115,7 +115,7 @@ def test_images_of_new_messages_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("config", "says"), [({}, "no vision_config"), ({"vision_config": {}}, "no engine")]
 )
-def test_passing_images_on_is_refused_with_what_is_missing(
+def test_image_input_is_refused_with_the_missing_part(
     tmp_path: Path, config: dict[str, Any], says: str
 ) -> None:
     """The model's tower first, then the engine."""

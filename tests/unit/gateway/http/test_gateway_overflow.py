@@ -32,19 +32,19 @@ def sdk(url: str) -> AsyncOpenAI:
 
 
 @pytest.mark.parametrize("words", CLIENTS_WORDS)
-def test_the_message_has_the_words_of_each_protocol(words: str) -> None:
+def test_overflow_message_has_the_words_of_each_protocol(words: str) -> None:
     """One message for all, since agents meet it behind any proxy."""
     assert re.search(words, str(TOO_LONG), re.IGNORECASE)
 
 
-def test_a_lower_bound_and_a_domains_limit_are_named() -> None:
+def test_overflow_message_names_a_lower_bound_and_a_domain_limit() -> None:
     """A huge text is refused uncounted; a domain's limit is not the model's."""
     error = ContextTooLong.of(tokens=5000, limit=64, at_least=True, domain="code")
     assert "5000 tokens > 63 maximum (at least)" in str(error)
     assert "is 64 tokens, answer included, as set for domain code" in str(error)
 
 
-def test_over_grpc_it_keeps_its_class() -> None:
+def test_overflow_keeps_its_class_over_grpc() -> None:
     """A white-box agent catches the class, and others find the words."""
     code, details = to_status(TOO_LONG)
     arrived = from_status(code, details, dict(trailing_metadata(TOO_LONG)))

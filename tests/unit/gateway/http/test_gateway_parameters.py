@@ -57,7 +57,7 @@ def test_the_header_is_bounded() -> None:
         ({"verbosity": "low"}, "verbosity"),
     ],
 )
-def test_a_field_without_effect_is_named_unless_it_asks_for_none(
+def test_field_without_effect_is_named_unless_neutral(
     fields: dict[str, Any], named: str | None
 ) -> None:
     """Many clients send neutral values with every request."""
@@ -76,9 +76,7 @@ def test_a_field_without_effect_is_named_unless_it_asks_for_none(
         (ResponsesRequest, {"ignore_eos": True}, "ignore_eos = true"),
     ],
 )
-def test_an_effect_that_is_not_here_is_refused(
-    kind: Any, fields: dict[str, Any], says: str
-) -> None:
+def test_unsupported_effect_is_refused(kind: Any, fields: dict[str, Any], says: str) -> None:
     """With the name and the value of the field; neutral values pass."""
     with pytest.raises(InvalidArgument, match=says):
         asked(kind, **fields)
@@ -125,7 +123,7 @@ GUIDED = [
 
 
 @pytest.mark.parametrize(("fields", "right", "wrong"), GUIDED)
-async def test_guided_decoding_allows_its_answers_alone(
+async def test_guided_decoding_allows_only_its_answers(
     fields: dict[str, Any], right: str, wrong: str
 ) -> None:
     """In all forms of vLLM's parameters, old and new."""
@@ -215,10 +213,10 @@ def test_flags_of_prefill_alone_are_refused(flags: dict[str, Any]) -> None:
         ({"role": "user", "content": 'the "assistant" said'}, ""),
     ],
 )
-def test_a_conversation_that_ends_with_the_assistant_is_a_prefill(
+def test_conversation_that_ends_with_the_assistant_is_a_prefill(
     last: dict[str, Any], prefill: str
 ) -> None:
-    """Whatever the order of its fields, and whatever words its texts have."""
+    """For any order of its fields, and any words in its texts."""
     messages = [USER, {"role": "assistant", "content": "no"}, USER, last]
     body = json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()
     request = decode(body, schema.MessagesRequest)
@@ -227,8 +225,8 @@ def test_a_conversation_that_ends_with_the_assistant_is_a_prefill(
     assert len(before) == (3 if prefill else 4)
 
 
-def test_the_split_keeps_the_messages_before() -> None:
-    """Only the last one leaves."""
+def test_split_of_a_prefill_keeps_earlier_messages() -> None:
+    """Only the last one is removed."""
     user, said = Message(role="user", content="a"), Message(role="assistant", content="b")
     assert split_prefill([user, said]) == ([user], "b")
 

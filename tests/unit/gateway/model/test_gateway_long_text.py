@@ -16,7 +16,7 @@ MIB = 1 << 20
 MODEL = make_model("chatml")
 
 
-def test_work_is_bounded_by_the_room() -> None:
+def test_tokenizing_is_bounded_by_the_remaining_context() -> None:
     """Of 4 MiB with a token for each byte, two slices are encoded for a room of 100,000."""
     encoded: list[int] = []
 
@@ -44,10 +44,10 @@ def spaced() -> Tokenizer:
     times=st.integers(1, 3000),
     spare=st.integers(0, 5),
 )
-def test_a_text_that_fits_is_encoded(
+def test_text_within_the_context_is_encoded(
     tokenizer: Tokenizer, part: str, times: int, spare: int
 ) -> None:
-    """Whatever its slices cut apart: the count of slices never exceeds the tokens of the text."""
+    """For any cuts between its slices: the count of slices never exceeds the tokens of the text."""
 
     def encode(text: str) -> bytes:
         return int32_bytes(tokenizer.encode(text, add_special_tokens=False).ids)

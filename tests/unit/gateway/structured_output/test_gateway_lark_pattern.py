@@ -47,8 +47,8 @@ def matches(definition: str, text: str) -> bool:
         (UPDATE.replace("*** Begin", "Begin"), False),
     ],
 )
-def test_a_grammar_of_patches(text: str, allowed: bool) -> None:
-    """The expression matches what the rules derive, and nothing else."""
+def test_patch_grammar_becomes_an_expression(text: str, allowed: bool) -> None:
+    """It matches what the rules derive, and nothing else."""
     assert matches(PATCH, text) is allowed
 
 
@@ -66,7 +66,7 @@ def test_a_grammar_of_patches(text: str, allowed: bool) -> None:
         ("start: D W\n%import common (DIGIT, WS)\nD: DIGIT\nW: WS", "1 ", "1"),
     ],
 )
-def test_constructs(definition: str, yes: str, no: str) -> None:
+def test_lark_constructs_become_expressions(definition: str, yes: str, no: str) -> None:
     """Texts, flags, ranges, optional parts, modifiers, escapes and imports."""
     assert matches(definition, yes)
     assert not matches(definition, no)
@@ -96,7 +96,7 @@ def test_constructs(definition: str, yes: str, no: str) -> None:
         ("start: " + "(" * 20_000, "nested too deeply"),
     ],
 )
-def test_what_has_no_expression_is_refused(definition: str, says: str) -> None:
+def test_grammar_without_an_expression_is_refused(definition: str, says: str) -> None:
     """With the field, and the part at fault."""
     with pytest.raises(InvalidArgument, match=rf"^tools\[0\]\.format.*{says}"):
         pattern_of(definition, field="tools[0].format")

@@ -47,16 +47,16 @@ def test_bound_keeps_what_can_be_trained(asked: Any, used: tuple[float, float, i
 
 
 @pytest.mark.parametrize("policy", ["", "agent"])
-def test_agent_samples_as_it_asks(policy: str) -> None:
-    """Without a policy, as in tokens of an earlier release, nothing is changed or said."""
+def test_agent_parameters_hold_without_a_policy(policy: str) -> None:
+    """Also in tokens of an earlier release: nothing is changed or named."""
     request = policed(policy, **GREEDY)
     assert request.sampling == SamplingParams(**GREEDY)
     assert (request.headers, request.asked) == ({}, None)
 
 
 @pytest.mark.parametrize("policy", ["bound", "override"])
-def test_defaults_are_no_change(policy: str) -> None:
-    """An agent that asks for nothing special gets no header."""
+def test_default_parameters_are_no_change(policy: str) -> None:
+    """The agent gets no header."""
     request = policed(policy, max_tokens=5, temperature=1.0, top_p=1.0)
     assert sampling_values(request.sampling) == {"temperature": 1, "top_p": 1, "top_k": 0}
     assert (request.headers, request.asked) == ({}, None)

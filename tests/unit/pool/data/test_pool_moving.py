@@ -130,7 +130,7 @@ def queried(store: PoolStore, **wanted: Any) -> list[str]:
     return sorted(each.trajectory_id for each in found.trajectories)
 
 
-async def test_a_moved_group_is_the_same_on_the_other_shard(pair: Pair) -> None:
+async def test_moved_group_is_equal_on_the_other_shard(pair: Pair) -> None:
     """Trajectories, rewards, place, state, counters and the change log; both shards are intact, and
     the source has nothing of it in scans, counts and queries."""
     fill(pair.source)
@@ -152,7 +152,7 @@ async def test_a_moved_group_is_the_same_on_the_other_shard(pair: Pair) -> None:
     assert not pair.damage()
 
 
-async def test_pending_groups_move_with_what_they_have(pair: Pair) -> None:
+async def test_pending_groups_move_with_their_records(pair: Pair) -> None:
     """One without attempts, with its payload, and one with a sealed and an open trajectory."""
     put_groups(pair.source, make_group("fresh", 0, payload_json='{"n": 1}'))
     put_groups(pair.source, make_group("begun", 1))
@@ -230,7 +230,7 @@ async def test_a_change_during_the_copy_is_found(pair: Pair) -> None:
     assert [each.event_id for each in fetch(pair.target).rewards] == ["late"]
 
 
-async def test_freed_and_erased_groups_stay_so(pair: Pair) -> None:
+async def test_freed_and_erased_groups_stay_freed_and_erased(pair: Pair) -> None:
     """The target neither has their content nor takes it."""
     for index, task_id in enumerate(("freed", "erased")):
         fill(pair.source, task_id, index)
@@ -297,7 +297,7 @@ async def test_a_group_can_move_back(pair: Pair) -> None:
     assert not pair.damage()
 
 
-async def test_a_damaged_group_does_not_move(pair: Pair) -> None:
+async def test_damaged_group_does_not_move(pair: Pair) -> None:
     """The import names it, and stores nothing of it; those before it are copied."""
     fill(pair.source, "whole", 0)
     fill(pair.source, "broken", 1)

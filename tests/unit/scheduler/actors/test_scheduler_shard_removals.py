@@ -198,7 +198,7 @@ async def test_the_target_of_an_open_move_may_be_declared_lost(term: Term) -> No
     await until(lambda: term.members.known == {"s0"})
 
 
-async def test_busy_groups_are_waited_for_and_shown(term: Term) -> None:
+async def test_move_waits_for_busy_groups_and_shows_them(term: Term) -> None:
     """They move once their rollouts have ended."""
     term.queue.busy = 1
     await term.retire()

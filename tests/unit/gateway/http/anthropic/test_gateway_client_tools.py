@@ -28,7 +28,7 @@ def sdk_types() -> dict[str, str]:
     return found
 
 
-def test_every_such_tool_of_the_sdk_is_known_by_its_name() -> None:
+def test_every_tool_type_of_the_sdk_is_known_by_its_name() -> None:
     """A new version of the SDK with another tool fails here."""
     types = sdk_types()
     assert len(types) >= 8
@@ -40,14 +40,14 @@ def test_every_such_tool_of_the_sdk_is_known_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("kind", known_types())
-def test_the_input_can_be_enforced(kind: str) -> None:
+def test_input_of_anthropics_tools_can_be_enforced(kind: str) -> None:
     """`strict` is honoured for these tools too."""
     tool = client_tool(kind, SCREEN)
     assert tool is not None
     check_schema(tool.parameters, field="input_schema", lenient=False)
 
 
-def test_the_model_reads_a_function() -> None:
+def test_anthropics_tool_is_a_function_in_the_prompt() -> None:
     """With the size of the screen, and with zoom only where it is enabled."""
     computer: dict[str, Any] = {
         "type": "computer_20251124",

@@ -58,7 +58,7 @@ CALLS = [
 ]
 
 
-def test_the_model_reads_functions() -> None:
+def test_tools_of_responses_are_functions_in_the_prompt() -> None:
     """A namespace is a part of the names, a custom tool has one text, a grammar is strict."""
     functions = [tool["function"] for tool in TOOLS.tools]
     assert [function["name"] for function in functions] == [call.name for call in CALLS]
@@ -107,8 +107,8 @@ texts = st.text(max_size=8) | st.sampled_from(['{"input": "a"}', "{}", "[", '{"i
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLS), texts, st.booleans()), min_size=1, max_size=4))
-def test_a_returned_answer_is_the_recorded_one(sampled: list[tuple[ToolCall, str, bool]]) -> None:
-    """Whatever arguments the model wrote, also for a custom tool without its text."""
+def test_returned_answer_equals_the_recorded_one(sampled: list[tuple[ToolCall, str, bool]]) -> None:
+    """For any arguments of the model, also for a custom tool without its text."""
     calls = [
         ToolCall(
             name=call.name,
@@ -138,7 +138,7 @@ def test_results_of_custom_tools_are_tool_messages() -> None:
     ]
 
 
-def test_web_search_is_left_out_where_that_is_allowed_and_said() -> None:
+def test_web_search_is_left_out_if_allowed_and_named() -> None:
     """In a header and a metric, once for each request; elsewhere it is refused."""
     given = [GIVEN[0], {"type": "web_search"}, {"type": "web_search_preview"}]
     tools = tool_set(given, omit_web_search=True)
@@ -179,8 +179,8 @@ def test_web_search_is_left_out_where_that_is_allowed_and_said() -> None:
         ),
     ],
 )
-def test_other_tools_are_refused_with_their_place(tool: dict[str, Any], says: str) -> None:
-    """A tool that nobody executes, and a grammar that cannot be enforced."""
+def test_unsupported_tools_are_refused_with_their_place(tool: dict[str, Any], says: str) -> None:
+    """A tool without an executor, and a grammar that cannot be enforced."""
     with pytest.raises(InvalidArgument, match=says):
         tool_set([tool], omit_web_search=True)
 
