@@ -16,7 +16,6 @@ returns and advantages are computed by `forge.core`, in groups of eight rollouts
 Trace and samples are relative to `whole`: each turn credited with the whole return less the mean
 of the group.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

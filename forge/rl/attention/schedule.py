@@ -14,7 +14,6 @@ pass or rank computes them. The prefix is a chain: the path to the first token a
 Shapes: K tokens of the layout, prefix included: the keys, and after the prefix also the queries;
 N queries of a call, M keys.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

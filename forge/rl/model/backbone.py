@@ -5,7 +5,6 @@ needs, so autograd holds nothing for the norm of the other tokens.
 
 Shapes: L tokens of a pass, R logit rows, C hidden channels, V vocabulary.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

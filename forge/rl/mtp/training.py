@@ -12,7 +12,6 @@ once per sample; only `cross_entropy` depends on the sampled token.
 
 Shapes: R rows of a rank's share of a tree, E edges, L layout tokens, C hidden channels, K heads.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

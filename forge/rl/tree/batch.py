@@ -6,7 +6,6 @@ trees, `forge.rl.tree.parts` has the parts of a tree, `forge.rl.model.policy` co
 Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
 token at one place of the layout), R logit rows (a token some edge leaves from), S samples.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ a range needs only one path of the rest of the tree.
 
 Shapes: L layout tokens, P tokens of a part's prefix, R logit rows, E distinct edges.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

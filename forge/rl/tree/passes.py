@@ -4,7 +4,6 @@ Owns running passes in sequence with bounded memory: only the last passes keep t
 the backward runs the others again, in reverse order, with the gradient of their results. The loss
 gets all log-probs of a tree at once, so every objective is exact for any number of passes.
 """
-# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 

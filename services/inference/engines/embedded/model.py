@@ -20,7 +20,7 @@ from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
 from services.inference.engines.base import ModelLimits, UnfitWeights
 from services.inference.engines.embedded.kv import attention
-from services.inference.engines.embedded.kv.attention import KvPass
+from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.tensor_bytes import DTYPES, from_named
 
@@ -150,19 +150,10 @@ class _Recorder:
         self.seen: dict[int, tuple[int, int, int]] = {}
         self.windowed = False
 
-    def attend(
-        self,
-        layer: int,
-        q_NQD: torch.Tensor,
-        k_NHD: torch.Tensor,
-        v_NHD: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        self.windowed |= window is not None
-        self.seen[layer] = (k_NHD.shape[1], k_NHD.shape[2], v_NHD.shape[2])
-        return torch.zeros_like(q_NQD)
+    def attend(self, heads: Heads) -> torch.Tensor:
+        self.windowed |= heads.window is not None
+        self.seen[heads.layer] = (*heads.k_NHD.shape[1:], heads.v_NHD.shape[2])
+        return torch.zeros_like(heads.q_NQD)
 
 
 def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:

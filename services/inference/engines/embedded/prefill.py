@@ -21,7 +21,7 @@ from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
-from services.inference.engines.embedded.kv.attention import attention_bias
+from services.inference.engines.embedded.kv.attention import Heads, attention_bias
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
@@ -257,18 +257,10 @@ class _PrefillPass:
         self._spans = spans
         self._bias: dict[tuple[int, int | None], torch.Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q_NQD: torch.Tensor,
-        k_NHD: torch.Tensor,
-        v_NHD: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        heads, head_size = k_NHD.shape[1:]
-        groups = q_NQD.shape[1] // heads
+    def attend(self, heads: Heads) -> torch.Tensor:
+        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
+        kv_heads, head_size = k_NHD.shape[1:]
+        groups = q_NQD.shape[1] // kv_heads
         read_NQD = torch.empty_like(q_NQD)
         offset = 0
         for index, span in enumerate(self._spans):
@@ -281,7 +273,7 @@ class _PrefillPass:
                 reading.kv[layer, :, :, copied] = reading.source.kv[layer, :, :, copied]
             k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
             v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
-            q_HGSD = q_NQD[rows].view(-1, heads, groups, head_size).permute(1, 2, 0, 3)
+            q_HGSD = q_NQD[rows].view(-1, kv_heads, groups, head_size).permute(1, 2, 0, 3)
             out_HGSD = scaled_dot_product_attention(
                 q_HGSD,
                 k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),

@@ -9,7 +9,7 @@ Shape suffixes: N packed tokens, Q query heads, H key-value heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -19,19 +19,23 @@ from forge.core.errors import InvalidArgument
 IMPLEMENTATION = "forge_kv"
 
 
+class Heads(NamedTuple):
+    """The input of one attention layer in a forward pass."""
+
+    layer: int
+    q_NQD: torch.Tensor
+    k_NHD: torch.Tensor
+    v_NHD: torch.Tensor
+    scale: float | None
+    """Factor of the logits; None: 1 over the root of D."""
+    window: int | None
+    """Tokens that a query sees, itself included; None: all."""
+
+
 class KvPass(Protocol):
     """Storage and attention of one forward pass."""
 
-    def attend(
-        self,
-        layer: int,
-        q_NQD: torch.Tensor,
-        k_NHD: torch.Tensor,
-        v_NHD: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, heads: Heads) -> torch.Tensor:
         """Store this layer's keys and values; return the attention output, shape NQD."""
 
 
@@ -68,15 +72,9 @@ def _attention(  # noqa: PLR0913
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    read_NQD = kv_pass.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=scaling,
-        window=sliding_window,
-    )
-    return read_NQD[None], None
+    q_NQD, k_NHD, v_NHD = (each[0].transpose(0, 1) for each in (query, key, value))
+    heads = Heads(layer, q_NQD, k_NHD, v_NHD, scaling, sliding_window)
+    return kv_pass.attend(heads)[None], None
 
 
 def register() -> None:

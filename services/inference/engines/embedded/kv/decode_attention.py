@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.inference.engines.embedded.kv.attention import attention_bias
+from services.inference.engines.embedded.kv.attention import Heads, attention_bias
 from services.inference.engines.embedded.kv.shared_prefixes import Trunk
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
@@ -43,19 +43,10 @@ class SlabStep:
         ]
         self._bias: dict[int | None, list[torch.Tensor]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q_NQD: torch.Tensor,
-        k_NHD: torch.Tensor,
-        v_NHD: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, heads: Heads) -> torch.Tensor:
         """Store the new keys and values, then attend; see `KvPass`."""
-        heads, head_size = k_NHD.shape[1:]
-        q_NHGD = q_NQD.view(len(q_NQD), heads, -1, head_size)
+        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
+        q_NHGD = q_NQD.view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
         bias = self._bias_for(window)
         out, lse = [], []
         start = 0
