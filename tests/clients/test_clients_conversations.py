@@ -71,6 +71,7 @@ CLIENTS = [
     *ways("openai", "openai_responses.py", "responses"),
     *ways("openai", "openai_responses.py", "responses", words=("previous",)),
     *ways("anthropic", "anthropic_messages.py", "messages"),
+    *ways("google-genai", "google_genai.py", "gemini"),
     *ways("openai-agents", "agents_sdk.py", "chat", "responses"),
     *ways("pydantic-ai", "pydantic_ai_agent.py", "chat", "responses"),
     *ways("langgraph", "langchain_agent.py", "chat", "responses", "messages"),

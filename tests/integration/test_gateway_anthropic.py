@@ -128,7 +128,7 @@ async def test_tool_loop_is_one_linear_trajectory(
     ]
     third = await answer(client, messages=history, **same)
     assert third.content[-1].to_dict() == {"type": "text", "text": "A book, a cat."}
-    assert (third.stop_reason, third.role, third.model) == ("end_turn", "assistant", "model")
+    assert (third.stop_reason, third.role, third.model) == ("end_turn", "assistant", "policy")
 
     trajectory = await closed(stack, gateway, own_coordinator, trajectory_id, 3)
     assert_linear(trajectory)

@@ -168,6 +168,9 @@ class Command:
             # Anthropic's clients add /v1.
             "ANTHROPIC_BASE_URL": gateway.http_url,
             "ANTHROPIC_API_KEY": token,
+            # Google's clients add /v1beta.
+            "GOOGLE_GEMINI_BASE_URL": gateway.http_url,
+            "GEMINI_API_KEY": token,
             "FORGE_GRPC_ADDR": gateway.grpc_address,
             "FORGE_SESSION_TOKEN": token,
             "FORGE_TASK_JSON": json.dumps(task),

@@ -22,7 +22,7 @@ from forge.runtime.tokens import Claims
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
 from services.gateway.http.bodies import Bodies
-from services.gateway.http.errors import public_error
+from services.gateway.http.errors import public_error, speaks_google
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
 from services.gateway.http.request_body import without_lone_surrogates
@@ -70,7 +70,7 @@ class Edge:
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
         """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
         `PermissionDenied`."""
-        token = request.match_info.get("token") or _bearer(request.headers)
+        token = request.match_info.get("token") or _key(request)
         claims = request[CLAIMS] = self.security.verify(token, "GatewayService")
         bind_context(trajectory_id=claims.trajectory_id)
         if not claims.allows(scope):
@@ -163,11 +163,14 @@ async def stream_events(
     return response
 
 
-def _bearer(headers: Mapping[str, str]) -> str:
+def _key(request: web.Request) -> str:
+    headers = request.headers
     kind, _, token = headers.get("Authorization", "").partition(" ")
     if kind.lower() == "bearer" and token:
         return token.strip()
-    key = headers.get("x-api-key", "")
+    key = headers.get("x-api-key") or headers.get("x-goog-api-key", "")
+    if not key and speaks_google(request):
+        key = request.query.get("key", "")
     if not key:
         raise Unauthenticated("no session token: send it as the API key")
     return key

@@ -1,6 +1,6 @@
-"""Error responses in OpenAI's and Anthropic's formats.
+"""Error responses in OpenAI's, Anthropic's and Google's formats.
 
-Owns both formats, the choice between them, and the public text of internal errors.
+Owns the formats, the choice between them, and the public text of internal errors.
 """
 
 from __future__ import annotations
@@ -37,6 +37,19 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {
     # Anthropic's API uses 529. Clients retry both, and proxies know only 503.
     503: "overloaded_error",
     504: "timeout_error",
+}
+_GOOGLE_STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "INVALID_ARGUMENT",
+    408: "DEADLINE_EXCEEDED",
+    409: "FAILED_PRECONDITION",
+    413: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
 }
 _CODES: dict[type[ForgeError], str] = {
     ContextTooLong: "context_length_exceeded",
@@ -94,6 +107,23 @@ def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error")
     error = {"type": kind, "message": failure.message}
     return {"type": "error", "error": error, "request_id": request_id}
+
+
+def google_error(failure: Failure) -> dict[str, Any]:
+    """Returns the body of an error in Google's format."""
+    status = _GOOGLE_STATUSES.get(failure.status, "INTERNAL")
+    error = {"code": failure.status, "message": failure.message, "status": status}
+    return {"error": error}
+
+
+def speaks_google(request: web.Request) -> bool:
+    """Returns True for requests with Google's header for the key, or a path of Gemini's API."""
+    path = request.path
+    return (
+        "x-goog-api-key" in request.headers
+        or "/v1beta/" in path
+        or path.endswith((":generateContent", ":streamGenerateContent", ":countTokens"))
+    )
 
 
 def speaks_anthropic(request: web.Request) -> bool:

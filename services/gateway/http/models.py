@@ -1,4 +1,4 @@
-"""`GET /v1/models` with all names of the served model, in OpenAI's or Anthropic's format.
+"""`GET /v1/models` with all names of the served model, in OpenAI's, Anthropic's or Google's format.
 
 An answer has the name that its request used, so a client finds both in the list.
 """
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from forge.runtime.tokens import Claims
 from services.gateway.http.edge import Edge, json_response
-from services.gateway.http.errors import speaks_anthropic
+from services.gateway.http.errors import speaks_anthropic, speaks_google
 
 
 class Models:
@@ -25,13 +25,16 @@ class Models:
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """As `Endpoints.add_routes`."""
-        router.add_get(f"{prefix}/v1/models", self._list)
-        router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
+        for version in ("v1", "v1beta"):
+            router.add_get(f"{prefix}/{version}/models", self._list)
+            router.add_get(f"{prefix}/{version}/models/{{model:.+}}", self._model)
 
     async def _list(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
-        describe = self._anthropic if speaks_anthropic(request) else self._openai
-        models = [describe(claims, name) for name in self._edge.model_names if name != "*"]
+        names = [name for name in self._edge.model_names if name != "*"]
+        models = [self._described(request, claims, name) for name in names]
+        if speaks_google(request):
+            return json_response({"models": models})
         if speaks_anthropic(request):
             page = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
             return json_response({"data": models} | page)
@@ -41,8 +44,26 @@ class Models:
         claims = self._edge.claims(request)
         name = request.match_info["model"]
         self._edge.check_model(name)
+        return json_response(self._described(request, claims, name))
+
+    def _described(self, request: web.Request, claims: Claims, name: str) -> dict[str, Any]:
+        if speaks_google(request):
+            return self._google(claims, name)
         describe = self._anthropic if speaks_anthropic(request) else self._openai
-        return json_response(describe(claims, name))
+        return describe(claims, name)
+
+    def _google(self, claims: Claims, name: str) -> dict[str, Any]:
+        model = self._edge.turns.model
+        limit = claims.context_limit(model.context_tokens)
+        return {
+            "name": f"models/{name}",
+            "baseModelId": name,
+            "version": "1",
+            "displayName": model.name,
+            "inputTokenLimit": limit,
+            "outputTokenLimit": limit,
+            "supportedGenerationMethods": ["generateContent", "countTokens"],
+        }
 
     def _openai(self, claims: Claims, name: str) -> dict[str, Any]:
         model = self._edge.turns.model

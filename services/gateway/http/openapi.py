@@ -1,7 +1,7 @@
 """`GET /openapi.json`: the OpenAPI document of the gateway's routes.
 
 Owns the request body of each route; the schemas are the protocols' own structs. Answers have the
-formats of OpenAI and Anthropic; their schemas are not repeated here.
+formats of OpenAI, Anthropic and Gemini; their schemas are not repeated here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from aiohttp import hdrs, web
 from services.gateway.http import control, tokens
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.gemini import history as gemini_history
+from services.gateway.http.gemini import schema as gemini_schema
 from services.gateway.http.openai import chat_schema, completions_schema, responses_schema
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
@@ -26,6 +28,12 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/messages/count_tokens": schema.CountTokensRequest,
     "/tokenize": tokens.TokenizeRequest,
     "/detokenize": tokens.DetokenizeRequest,
+    "/v1beta/models/{model}:generateContent": gemini_schema.GenerateContentRequest,
+    "/v1/models/{model}:generateContent": gemini_schema.GenerateContentRequest,
+    "/v1beta/models/{model}:streamGenerateContent": gemini_schema.GenerateContentRequest,
+    "/v1/models/{model}:streamGenerateContent": gemini_schema.GenerateContentRequest,
+    "/v1beta/models/{model}:countTokens": gemini_schema.CountTokensRequest,
+    "/v1/models/{model}:countTokens": gemini_schema.CountTokensRequest,
     "/v1/forge/close": control.CloseRequest,
 }
 """Request body of each POST, by its path without `/s/{token}`."""
@@ -34,12 +42,18 @@ _ANTHROPIC = {
     "messages": list[history.InputMessage],
     "system": str | list[history.Block] | None,
 }
+_GEMINI = {
+    "contents": list[gemini_history.Content],
+    "systemInstruction": gemini_history.Content | None,
+}
 _LATE: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     chat_schema.ChatCompletionRequest: {"messages": list[chat_schema.ChatMessage]},
     tokens.TokenizeRequest: {"messages": list[chat_schema.ChatMessage] | None},
     responses_schema.ResponsesRequest: {"input": str | list[dict[str, Any]]},
     schema.MessagesRequest: _ANTHROPIC,
     schema.CountTokensRequest: _ANTHROPIC,
+    gemini_schema.GenerateContentRequest: _GEMINI,
+    gemini_schema.CountTokensRequest: _GEMINI,
 }
 """Fields that are decoded later, with their types."""
 
@@ -77,6 +91,7 @@ def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "google": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
             },
         },
     }
@@ -90,7 +105,9 @@ def _operation(path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             for name in names
         ],
         "responses": {"default": {"description": "The answer, or an error object"}},
-        "security": [] if path == "/healthz" or "token" in names else [{"bearer": []}, {"key": []}],
+        "security": []
+        if path == "/healthz" or "token" in names
+        else [{"bearer": []}, {"key": []}, {"google": []}],
     }
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}

@@ -97,7 +97,11 @@ def _name(headers: dict[str, str], names: Sequence[str]) -> None:
 @cache
 def _kinds(kind: type[Request], fields: Fields) -> tuple[Any, Any, frozenset[str]]:
     """Returns `kind` with the fields of `fields`, strict and loose about others, and all names."""
-    more = [(name, Any, None) for name in (*fields.harmless, *fields.told, *fields.refused)]
+    more = [
+        # Named as in the protocol, whatever the names of the other fields.
+        (name, Any, msgspec.field(default=None, name=name))
+        for name in (*fields.harmless, *fields.told, *fields.refused)
+    ]
     strict, loose = (
         msgspec.defstruct(
             kind.__name__, more, bases=(kind,), kw_only=True, forbid_unknown_fields=forbidden

@@ -28,10 +28,13 @@ from services.gateway.http.errors import (
     REQUEST_ID,
     Failure,
     anthropic_error,
+    google_error,
     openai_error,
     public_error,
     speaks_anthropic,
+    speaks_google,
 )
+from services.gateway.http.gemini.generate import Gemini
 from services.gateway.http.models import Models
 from services.gateway.http.openai.chat import ChatCompletions
 from services.gateway.http.openai.completions import Completions
@@ -95,6 +98,7 @@ class HttpServer:
             Completions(self._edge),
             Responses(self._edge),
             AnthropicMessages(self._edge),
+            Gemini(self._edge),
             Models(self._edge),
             Tokens(self._edge),
             Control(self._edge),
@@ -147,6 +151,8 @@ def _audit(request: web.Request, failure: Failure | None) -> None:
 
 
 def _refusal(request: web.Request, failure: Failure) -> web.Response:
+    if speaks_google(request):
+        return json_response(google_error(failure), status=failure.status, headers=failure.headers)
     if not speaks_anthropic(request):
         return json_response(openai_error(failure), status=failure.status, headers=failure.headers)
     refusal = anthropic_error(failure, request[REQUEST_ID])

@@ -56,7 +56,7 @@ class Client:
     program: str
     """File name, in `programs` or, of Node's, in `node`."""
     protocol: str
-    """chat, responses or messages."""
+    """chat, responses, messages or gemini."""
     stream: bool = False
     words: tuple[str, ...] = ()
     """What the program is told, besides the task and whether to stream."""
@@ -109,6 +109,8 @@ def environment(gateway: Instance, token: str, home: Path, *, in_path: bool) -> 
         "OPENAI_API_KEY": token,
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": token,
+        "GOOGLE_GEMINI_BASE_URL": base,
+        "GEMINI_API_KEY": token,
         # Or LiteLLM would ask GitHub what models cost.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         **mark(),

@@ -5,8 +5,6 @@ Owns the encoding of answers; `history` decodes them when the agent sends them b
 
 from __future__ import annotations
 
-import json
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -25,6 +23,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of, prefill_of
 from services.gateway.http.anthropic.schema import Shown
+from services.gateway.http.arguments import input_json
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.parameters import decode_request
@@ -288,36 +287,6 @@ def ending(turn: Turn, context_tokens: int) -> dict[str, Any]:
     else:
         reason = "tool_use" if turn.message.tool_calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": stop_sequence}
-
-
-def input_json(arguments: str) -> str:
-    """Returns the arguments of a call as JSON that every client can parse.
-
-    NaN and half surrogates, which only Python parses, are replaced. An agent that sends the
-    replacement back makes a branch.
-    """
-    try:
-        try:
-            msgspec.json.decode(arguments)
-        except (msgspec.MsgspecError, UnicodeError):
-            return json.dumps(_readable(json.loads(arguments)), ensure_ascii=False)
-    except RecursionError:
-        pass
-    return arguments
-
-
-def _readable(value: Any) -> Any:
-    match value:
-        case dict():
-            return {_readable(key): _readable(below) for key, below in value.items()}
-        case list():
-            return [_readable(below) for below in value]
-        case str():
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value
 
 
 def _thinking(text: str, signature: str) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.http.openai import chat_schema
-from services.gateway.http.openai.choices import Choice, merged
 from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.parameters import decode_request
 from services.gateway.sessions import Session

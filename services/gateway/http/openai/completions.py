@@ -20,10 +20,10 @@ from forge.core.formats import TextDelta
 from forge.core.token_columns import int32_array
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.openai import completions_schema as schema
 from services.gateway.http.openai.chat import error_event, fingerprint, finish_reason, usage
-from services.gateway.http.openai.choices import Choice, merged
 from services.gateway.http.openai.fields import COMPLETIONS
 from services.gateway.http.parameters import decode_request
 from services.gateway.sessions import Session

@@ -79,7 +79,7 @@ async def _grammar(name: str, value: Any) -> common_pb2.Grammar | None:
         case "regex":
             return common_pb2.Grammar(regex=value)
         case "choice":
-            return common_pb2.Grammar(regex=_any_of(name, value))
+            return common_pb2.Grammar(regex=any_of(name, value))
         case _:
             return common_pb2.Grammar(lark=await asyncio.to_thread(_lark, name, value))
 
@@ -91,7 +91,8 @@ def _schema(name: str, text: str) -> dict[str, Any]:
         raise InvalidArgument(f"{name} is not a JSON Schema: {error}") from None
 
 
-def _any_of(name: str, choices: list[str]) -> str:
+def any_of(name: str, choices: list[str]) -> str:
+    """Returns the regular expression of several texts; raises `InvalidArgument` for too many."""
     if not 0 < len(choices) <= MAX_CHOICES:
         raise InvalidArgument(f"{name} has {len(choices)} texts; from 1 to {MAX_CHOICES}")
     return "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices)

@@ -21,9 +21,9 @@ from services.gateway.http.anthropic.messages import (
     Blocks,
     content_of,
     ending,
-    input_json,
 )
 from services.gateway.http.anthropic.schema import Shown
+from services.gateway.http.arguments import input_json
 from services.gateway.http.request_body import decode
 from services.gateway.turns.types import Turn
 

@@ -1,0 +1,1 @@
+"""Gemini's generateContent API, on the turns of the gateway."""
