@@ -1,4 +1,4 @@
-"""Answers sampled with top_k and top_p: what is recorded lets training compare like with like."""
+"""Answers sampled with top_k and top_p: the record has what training needs to correct them."""
 
 from __future__ import annotations
 

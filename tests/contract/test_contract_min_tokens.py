@@ -1,4 +1,4 @@
-"""Answers with a least length: no stop token before it, and the share that this leaves is told."""
+"""Answers with a least length: no stop token before it, and the share of the distribution."""
 
 from __future__ import annotations
 

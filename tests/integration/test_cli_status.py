@@ -1,4 +1,4 @@
-"""`forge status` of a system of which little is there."""
+"""`forge status` of a system with missing services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is lost when processes around a session die: nothing that was acknowledged."""
+"""Processes around a session die: no acknowledged turn is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 of a real pool under load, at random points: what was acknowledged is there, and right.
+"""kill -9 of a real pool under load, at random points: every acknowledged write is there and
+intact.
 
 FORGE_CRASH_ROUNDS sets how often (default 10); `make crash` does it 200 times.
 """

@@ -1,4 +1,4 @@
-"""A shard on two hosts: real processes, a real etcd, and what is left when one of them goes."""
+"""A shard on two hosts: real processes, a real etcd, and the loss of one replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group as a pool remembers it, for tests that rebuild a queue from what was durable."""
+"""A group as a pool stores it, for tests that rebuild a queue from durable states."""
 
 from __future__ import annotations
 

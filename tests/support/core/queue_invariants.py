@@ -1,4 +1,4 @@
-"""What must hold of the generation queue after every operation, whatever it was."""
+"""Invariants of the generation queue after every operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router that streams what it is told to, and the gateway's side of the stream to it."""
+"""A router that streams scripted answers, and the gateway's side of the stream to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for inference: a process that registers as a router and samples what it is told.
+"""A stand-in for inference: a process that registers as a router and samples scripted text.
 
 The prompt itself is the script. Of each of these the last occurrence counts:
 

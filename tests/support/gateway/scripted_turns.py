@@ -1,4 +1,4 @@
-"""A gateway's HTTP server over turns that go as they are told to, without sessions or a router."""
+"""A gateway's HTTP server over scripted turns, without sessions or a router."""
 
 from __future__ import annotations
 

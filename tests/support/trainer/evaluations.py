@@ -1,4 +1,4 @@
-"""A trainer's evaluator between a record and the services it asks, which are told what to do."""
+"""A trainer's evaluator between a record and scripted services."""
 
 from __future__ import annotations
 

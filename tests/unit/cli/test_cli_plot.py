@@ -1,4 +1,4 @@
-"""`forge plot`: what it draws of which steps, and what it says of files that are none."""
+"""`forge plot`: the drawn steps, and errors for files without steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of tasks: what a line may say, and what is said of a line that may not be."""
+"""Files of tasks: accepted fields of a line, and errors for wrong lines."""
 
 from __future__ import annotations
 

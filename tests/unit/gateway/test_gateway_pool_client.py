@@ -1,4 +1,4 @@
-"""The wait for a pool shard: short for one that nobody serves, long for one that restarts."""
+"""The wait for a pool shard: short for an unknown one, long for one that restarts."""
 
 from __future__ import annotations
 

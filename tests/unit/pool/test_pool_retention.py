@@ -1,4 +1,4 @@
-"""What is freed and when, what stays of it, and what is said to those who come late."""
+"""Retention: freed groups, their remaining records, and late writes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers by name: what each steps, and that each goes on where it was."""
+"""Optimizers by name: their steps, and their states in a checkpoint."""
 
 from __future__ import annotations
 

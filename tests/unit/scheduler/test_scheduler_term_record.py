@@ -1,4 +1,4 @@
-"""The term record: what it keeps, and who may change it."""
+"""The term record: its fields, and the fences of its writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's algorithm settings: what they become, and what is refused."""
+"""The trainer's algorithm settings: their effects, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation beside training: when it is due, what is asked of the others, what comes of it."""
+"""Evaluation beside training: when it is due, its calls to other services, its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation over restarts and restores: what is followed, what is begun again, what is told."""
+"""Evaluation over restarts and restores: continued, repeated and reported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning: who opens it, who closes it, and what is behind it."""
+"""Reasoning: its opening tag, its closing tag, and the text behind it."""
 
 from __future__ import annotations
 

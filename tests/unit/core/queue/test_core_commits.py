@@ -1,4 +1,4 @@
-"""What is kept of batches that were committed."""
+"""Memory of committed batches."""
 
 from __future__ import annotations
 

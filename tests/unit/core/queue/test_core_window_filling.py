@@ -1,4 +1,4 @@
-"""A batch fills item by item: what is assigned, what moves the head, and what a lost batch does."""
+"""A batch fills group by group: assignments, the moves of the head, and lost batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents see of a bug, which no error of ours stands for: an answer, whatever was asked."""
+"""Bugs of the gateway as agents see them: an answer in the protocol's shape."""
 
 from __future__ import annotations
 

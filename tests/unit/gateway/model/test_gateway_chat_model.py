@@ -1,4 +1,4 @@
-"""The model without its weights: what is read from its directory, and what that costs."""
+"""The model without its weights: its directory, and the cost of reading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's side of a kept stream, over a call that takes messages when it is told to."""
+"""The gateway's side of a kept stream, over a scripted call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Required calls in every notation: whatever is sampled under the grammar is read as a valid call.
+"""Required calls in every format: every text that the grammar allows is parsed as a valid call.
 
 The policy is a random one, over real tokenizers, that likes tags of the notation, halves of them
 and values of other types: all that could end a call early, or have a text read as something else.

@@ -1,4 +1,4 @@
-"""One turn's grammar: what each model's notation lets through, and what is refused."""
+"""The grammar of one turn: allowed texts of each format, and refused requests."""
 
 from __future__ import annotations
 

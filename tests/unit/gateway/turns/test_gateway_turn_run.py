@@ -1,4 +1,4 @@
-"""The order of one turn: what the session is told when a call ends before its answer does."""
+"""The order of one turn, for calls that end before their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a worker asks for weights."""
+"""The sources of a worker's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the network does to a trajectory on its way, the store ends up with the same one."""
+"""Reordered, repeated and interrupted writes: the store ends with the same trajectory."""
 
 from __future__ import annotations
 

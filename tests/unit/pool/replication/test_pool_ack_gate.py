@@ -1,4 +1,4 @@
-"""Who waits for what: the answers of a leader, until its follower has confirmed."""
+"""Answers of a leader wait until its follower has confirmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leader's office: who is accepted, what is recorded when, and what is told to whom."""
+"""A leader of a shard: accepted followers, the record in etcd, and its answers."""
 
 from __future__ import annotations
 

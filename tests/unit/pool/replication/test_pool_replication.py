@@ -1,4 +1,4 @@
-"""Two replicas of a shard: equal in the end, whatever happened on the way."""
+"""Two replicas of a shard are equal in the end, after any history."""
 
 from __future__ import annotations
 

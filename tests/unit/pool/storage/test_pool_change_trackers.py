@@ -1,4 +1,4 @@
-"""What a scan is told that asks only for what was changed since an earlier one."""
+"""Scans that return only the changes since an earlier scan."""
 
 from __future__ import annotations
 

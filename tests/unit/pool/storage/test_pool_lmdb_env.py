@@ -1,4 +1,4 @@
-"""The files of a shard: growth, a full disk, damage, and who may open them."""
+"""The files of a shard: growth, a full disk, damage, and exclusive use."""
 
 from __future__ import annotations
 

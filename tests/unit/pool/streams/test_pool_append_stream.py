@@ -1,4 +1,4 @@
-"""One append stream: what is refused before it gets to the store."""
+"""One append stream: turns that are refused before they reach the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained is what inference serves: published, rounded weights."""
+"""Training uses the weights that inference serves: published, rounded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every actor, whatever happens to it."""
+"""Properties of every actor, under any messages and crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local deadline of a lease, and who is missing from a directory; no etcd, no clock."""
+"""The local deadline of a lease, and missing instances in discovery; no etcd, no clock."""
 
 from __future__ import annotations
 

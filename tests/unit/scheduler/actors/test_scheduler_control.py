@@ -1,4 +1,4 @@
-"""What an operator sets, and what is skipped, in one leader's term."""
+"""Settings of an operator, and skipped groups, in one leader's term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what inference gets, and what a checkpoint holds."""
+"""Adapters: trained weights, published weights, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model directories: what is accepted, what is refused, and that none appears half made."""
+"""Model directories: accepted ones, refused ones, and none half made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervised warm start: what is taught from a conversation, and that it is learned."""
+"""A supervised warm start: the taught tokens of a conversation, and a lower loss."""
 
 from __future__ import annotations
 

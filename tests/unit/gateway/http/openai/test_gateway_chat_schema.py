@@ -1,4 +1,4 @@
-"""Requests from the wire: whatever comes, it is understood or refused, and nothing breaks."""
+"""Requests from the wire: accepted or refused, for any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slabs: what is written for a sequence stays its own, however others come, grow and go."""
+"""KV slabs: a sequence keeps its values while others join, grow and leave."""
 
 from __future__ import annotations
 
