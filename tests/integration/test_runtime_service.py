@@ -210,8 +210,7 @@ async def test_metadata_changed_during_the_registration_is_announced(
     monkeypatch.setattr(Etcd, "swap", painted_before_the_answer)
     async with AsyncExitStack() as undo:
         await process._start(undo)
-        assert process._context.registration is not None
-        undo.push_async_callback(process._context.registration.close)
+        undo.push_async_callback(process._drain)
         await coordinator.discover("echo").wait(
             timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue"
         )
