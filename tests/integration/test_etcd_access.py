@@ -13,7 +13,8 @@ from etcd3aio.kv import prefix_range_end
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
 from forge.runtime.coordination import Coordinator, Login
-from forge.runtime.coordination.etcd import Etcd, Refused, open_channel
+from forge.runtime.coordination.etcd import Etcd, Refused
+from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.etcd_roles import ROLES
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.secure_etcd import SecureEtcd
@@ -147,6 +148,22 @@ async def test_process_outlives_its_etcd_token(secure: SecureEtcd) -> None:
     await watcher.discover("pool").wait(timeout_s=30.0, where=lambda one: bool(one.metadata))
     for each in (pool, watcher):
         await each.close()
+
+
+async def test_process_outlives_a_restored_etcd(tmp_path: Path) -> None:
+    """The restored one is at an earlier position: calls with a token of before get no answer."""
+    secure = SecureEtcd(tmp_path, cluster="restored")
+    try:
+        await secure.start()
+        pool = await secure.connect("pool")
+        registration = await pool.register("pool", "p", "h:1", ttl_s=2.0)
+        revision = await pool.compare_and_swap("pool/x", b"1", expected_revision=0)
+        await secure.restore()
+        await until(lambda: written(pool, b"2", revision))
+        await until(lambda: registration.alive)
+        await pool.close()
+    finally:
+        secure.server.kill()
 
 
 async def written(coordinator: Coordinator, value: bytes, revision: int) -> int:

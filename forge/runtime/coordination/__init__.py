@@ -5,6 +5,7 @@ Keys under /forge/<cluster>/: `services/<kind>/<instance>` (leased), `leader/<na
 last known view; only elections and publications wait. An instance id belongs to one live process:
 a second one is refused. From the wire up:
 
+    etcd_channel    the channel to one of the members, and to the next if that is lost
     etcd            the client: deadlines, snapshot then watch, every failure is Unavailable
     leases          leases with a local deadline, and registration
     leader_election campaigns, and leadership with its fence

@@ -16,7 +16,8 @@ from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry
-from forge.runtime.coordination.etcd import Etcd, Login, Refused, Versioned, open_channel
+from forge.runtime.coordination.etcd import Etcd, Login, Refused, Versioned
+from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.leader_election import Leadership, elect
 from forge.runtime.coordination.leases import Lease, OnConflict, Registration
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -31,14 +30,10 @@ from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
 from forge.core.errors import ConfigError, Unauthenticated, Unavailable
-from forge.runtime.renewable_channel import RenewableChannel
+from forge.runtime.coordination.etcd_channel import EtcdChannel
 from forge.runtime.telemetry import log
 
 TIMEOUT_S = 5.0
-_MEMBER_S = 1.5
-"""Time to connect to one of several members, before the next one is tried."""
-_LOOK_S = 0.5
-_UNREACHABLE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 _DELETE = 1
 _REQUIRE_LEADER = (("hasleader", "true"),)
 """Metadata of a watch: a partitioned member ends it, instead of sending nothing."""
@@ -98,68 +93,6 @@ class Change:
     deleted: Sequence[str] = ()
 
 
-class EtcdChannel(RenewableChannel):
-    """A channel to the members of an etcd: to one target, or to one of several at a time.
-
-    gRPC verifies all addresses of one target by the name of the first. With TLS each member has a
-    certificate of its own, so each is a target of its own.
-    """
-
-    def __init__(
-        self,
-        targets: Sequence[str],
-        options: Sequence[tuple[str, Any]],
-        credentials: grpc.ChannelCredentials | None,
-    ) -> None:
-        self._targets, self._options, self._credentials = targets, options, credentials
-        # The members share the load of many processes.
-        self.member = random.randrange(len(targets))
-        """Changes with each change of the target; modulo their number it is the target's index."""
-        super().__init__(self._connect)
-        self._following = asyncio.create_task(self._follow()) if len(targets) > 1 else None
-
-    def use(self, credentials: grpc.ChannelCredentials) -> None:
-        """Connect later calls with these."""
-        self._credentials = credentials
-        self.renew()
-
-    def leave(self, member: int) -> None:
-        """Connect later calls to the next member, if `member` is still the present one."""
-        if len(self._targets) > 1 and member == self.member:
-            self.member += 1
-            self.renew()
-
-    async def find_member(self) -> None:
-        """Connect to a member that can be reached; without one the search continues later."""
-        for _ in self._targets[1:]:
-            member = self.member
-            try:
-                await asyncio.wait_for(self.channel_ready(), _MEMBER_S)
-                return
-            except TimeoutError:
-                self.leave(member)
-
-    async def close(self, grace: float | None = None) -> None:
-        """As `grpc.aio.Channel`."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait({self._following})
-        await super().close(grace)
-
-    async def _follow(self) -> None:
-        while True:
-            member = self.member
-            if self.get_state(try_to_connect=True) is _UNREACHABLE:
-                self.leave(member)
-            await asyncio.sleep(_LOOK_S)
-
-    def _connect(self) -> grpc.aio.Channel:
-        target = self._targets[self.member % len(self._targets)]
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(target, options=self._options)
-        return grpc.aio.secure_channel(target, self._credentials, options=self._options)
-
-
 class Etcd:
     """The keys of one cluster, relative to its prefix; failures are Unavailable."""
 
@@ -174,6 +107,8 @@ class Etcd:
         self.cluster = cluster
         self._login = login
         self._token = ""
+        self._token_is_doubtful = False
+        """A call with it got no answer."""
         self._logging_in = asyncio.Lock()
         self._channel = channel
         self._endpoints = endpoints
@@ -264,6 +199,7 @@ class Etcd:
 
     async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
         """Renew a lease; False if it no longer exists."""
+        await self._replace_doubtful_token()
         stream = self._leases.keep_alive(lease_id)
         try:
             with self._reachable():
@@ -352,6 +288,7 @@ class Etcd:
 
     async def _call(self, call: Callable[[], Awaitable[T]], path: str = "") -> T:
         """Call etcd, twice where the token was stale. Raises Unavailable."""
+        await self._replace_doubtful_token()
         token = self._token
         with self._reachable(path):
             try:
@@ -371,6 +308,22 @@ class Etcd:
                 raise Unavailable(str(error)) from None
             return await call()
 
+    async def _replace_doubtful_token(self) -> None:
+        """Log in after calls without an answer. Raises Unavailable.
+
+        An etcd that was restored from a snapshot is at an earlier position, and lets a call wait
+        whose token is of a later one: without an error, until the call ends by its deadline.
+        """
+        if not self._token_is_doubtful or self._login is None:
+            return
+        async with self._logging_in:
+            if self._token_is_doubtful:
+                try:
+                    await self.log_in()
+                except (ConfigError, Unauthenticated) as error:
+                    raise Unavailable(str(error)) from None
+                self._token_is_doubtful = False
+
     @contextmanager
     def _reachable(self, path: str = "") -> Iterator[None]:
         member = self._channel.member
@@ -381,10 +334,12 @@ class Etcd:
             user = self._login.user if self._login else user
             raise Refused(f"etcd at {self._endpoints} refuses {path} to {user}") from error
         except TimeoutError as error:
+            self._token_is_doubtful = True
             self._channel.leave(member)
             raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
         except (EtcdError, grpc.aio.AioRpcError) as error:
             if _is_of_member(error):
+                self._token_is_doubtful = True
                 self._channel.leave(member)
             raise Unavailable(f"etcd at {self._endpoints}: {_reason(error)}") from error
 
@@ -410,42 +365,3 @@ def _is_stale(error: EtcdError | grpc.aio.AioRpcError) -> bool:
     if isinstance(error, EtcdUnauthenticatedError):
         return True
     return any(text in _reason(error) for text in _STALE)
-
-
-async def open_channel(endpoints: str, credentials: grpc.ChannelCredentials | None) -> EtcdChannel:
-    """Open a channel to the endpoints; it reconnects within a second."""
-    addresses = [address for address in map(_address, endpoints.split(",")) if address]
-    if not addresses:
-        raise ConfigError(f"etcd = {endpoints!r} names no host:port")
-    if credentials is None and "https://" in endpoints:
-        raise ConfigError(f"etcd = {endpoints!r} is TLS, so tls_ca must be set")
-    targets = addresses
-    if credentials is None and len(addresses) > 1:
-        targets = ["ipv4:" + ",".join([await _resolve(address) for address in addresses])]
-    options: list[tuple[str, Any]] = [
-        ("grpc.lb_policy_name", "round_robin"),
-        # etcd disconnects clients that ping more often than every 5 s.
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 3_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        # Despite its name: the longest time of one attempt to connect.
-        ("grpc.min_reconnect_backoff_ms", 5_000),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.enable_http_proxy", 0),
-    ]
-    channel = EtcdChannel(targets, options, credentials)
-    await channel.find_member()
-    return channel
-
-
-def _address(endpoint: str) -> str:
-    return endpoint.strip().removeprefix("https://").removeprefix("http://").rstrip("/")
-
-
-async def _resolve(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
-    except OSError as error:
-        raise Unavailable(f"etcd = {address!r}: {error.strerror}") from None
-    return f"{found[0][4][0]}:{port}"

@@ -16,7 +16,8 @@ from etcd3aio.auth import AuthService, PermissionType
 from etcd3aio.kv import prefix_range_end
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Login, open_channel
+from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Login
+from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.etcd_roles import (
     ROLES,
     ROOT,

@@ -179,6 +179,25 @@ class EtcdServer:
         assert self._process is None
         shutil.rmtree(self._folder / "data")
 
+    def save(self, snapshot: Path, *, user: str) -> None:
+        """Write a snapshot as a user with a password; with TLS only."""
+        assert self._tls is not None
+        files = ["--cacert", self._tls.ca, "--cert", self._tls.cert, "--key", self._tls.key]
+        at = [f"--endpoints=https://{self.endpoint}", f"--user={user}"]
+        run = [str(ETCD_BINARY.with_name("etcdctl")), *at, *files]
+        subprocess.run([*run, "snapshot", "save", str(snapshot)], check=True, capture_output=True)
+
+    def restore(self, snapshot: Path) -> None:
+        """Start with a new data directory, from a snapshot."""
+        self.kill()
+        self.forget()
+        peer = self._initial_cluster.partition("=")[2]
+        members = [f"--name={self._name}", f"--initial-cluster={self._initial_cluster}"]
+        members += [f"--initial-advertise-peer-urls={peer}", f"--data-dir={self._folder / 'data'}"]
+        run = [str(ETCD_BINARY.with_name("etcdutl")), "snapshot", "restore", str(snapshot)]
+        subprocess.run([*run, *members], check=True, capture_output=True)
+        self.start()
+
     async def compact(self, revision: int) -> None:
         """Drop the history before `revision`, physically."""
         async with grpc.aio.insecure_channel(self.endpoint) as channel:

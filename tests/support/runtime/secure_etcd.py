@@ -32,6 +32,13 @@ class SecureEtcd:
         await asyncio.to_thread(self.server.start)
         await self.apply()
 
+    async def restore(self) -> None:
+        """Replace it by a new etcd from a snapshot of this moment."""
+        snapshot = self.passwords.parent / "snapshot.db"
+        root = f"root:{password_file(self.passwords, 'root').read_text().strip()}"
+        await asyncio.to_thread(self.server.save, snapshot, user=root)
+        await asyncio.to_thread(self.server.restore, snapshot)
+
     async def apply(
         self, directory: Path | None = None, *, runners: Sequence[str] = ()
     ) -> list[str]:
