@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ _BLOCK = re.compile(
 NO_CONTROL_GROUP = "status=219/CGROUP"
 """In the journal if a unit starts right after its stop, and a nested container's kernel has not yet
 removed the control group. systemd starts it again; a repeated block waits for that."""
+_REPEATS = 5
 _HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 
@@ -81,9 +83,9 @@ class RunBook:
 
 
 def _run_block(host: BareHost, text: str, *, check: bool) -> str:
-    try:
-        return host.run("bash", "-elc", text, check=check)
-    except AssertionError:
+    for _ in range(_REPEATS):
+        with suppress(AssertionError):
+            return host.run("bash", "-elc", text, check=check)
         if NO_CONTROL_GROUP not in host.journal("--since=-2min"):
-            raise
-        return host.run("bash", "-elc", text, check=check)
+            break
+    return host.run("bash", "-elc", text, check=check)
