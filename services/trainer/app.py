@@ -18,6 +18,7 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.agreed_settings import agreed_model
 from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -138,6 +139,7 @@ class TrainerApp:
             location=f"{socket.gethostname()}:{Path(config.checkpoint.dir).resolve()}",
             start_over=config.start_over,
             ttl_s=config.lease_ttl_s,
+            model=agreed_model(config.model_path),
         )
         await self._lineage.campaign(context.stand_by)
         return self._lineage

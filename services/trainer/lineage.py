@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -54,6 +55,8 @@ class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Host and directory of the newest checkpoint."""
     fingerprint: str = ""
     """Of the newest checkpoint; empty from an earlier release."""
+    model: dict[str, str] = {}
+    """Fingerprints of the model's files (`agreed_model`); empty from an earlier release."""
 
     @classmethod
     def decode(cls, value: bytes) -> LineageRecord:
@@ -75,8 +78,11 @@ class Lineage:
         location: str,
         start_over: str,
         ttl_s: float,
+        model: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`trainer` names this process, `location` host and directory of its checkpoints."""
+        """`trainer` names this process, `location` host and directory of its checkpoints; `model`
+        has the fingerprints of its model."""
+        self._model = dict(model)
         self._coordinator = coordinator
         self._trainer = trainer
         self._location = location
@@ -216,7 +222,9 @@ class Lineage:
             log.warning("checkpoint_not_announced", step=step, error=str(error))
 
     def _at(self, record: LineageRecord, **newest: int | str) -> LineageRecord:
-        return msgspec.structs.replace(record, checkpoint=self._location, **newest)
+        return msgspec.structs.replace(
+            record, checkpoint=self._location, model=self._model, **newest
+        )
 
     async def _campaign(self) -> Leadership:
         return await self._coordinator.campaign(ELECTION, self._trainer, ttl_s=self._ttl_s)
@@ -256,7 +264,10 @@ class Lineage:
                 f"start_over = {self._start_over} needs an empty checkpoint.dir, and "
                 f"{self._location} has the checkpoint of step {checkpoint.step}"
             )
-        if ends or not (here := self._lack(record, checkpoint)):
+        if ends:
+            return
+        self._refuse_other_model(record)
+        if not (here := self._lack(record, checkpoint)):
             return
         own_host, _, directory = self._location.partition(":")
         copy = ("rsync", "-a", record.checkpoint.removeprefix(own_host + ":") + "/", directory)
@@ -267,6 +278,18 @@ class Lineage:
             "hosts share, or end the lineage and train from the starting weights with "
             f"--start-over={record.lineage}"
         )
+
+    def _refuse_other_model(self, record: LineageRecord) -> None:
+        for name in sorted(record.model.keys() & self._model.keys()):
+            if record.model[name] != self._model[name]:
+                host, _, _ = self._location.partition(":")
+                raise ConfigError(
+                    f"lineage {record.lineage} trains {name.removeprefix('/model ')} "
+                    f"{record.model[name]}, with checkpoints at {record.checkpoint}, and the "
+                    f"model_path of {host} has {self._model[name]}: set model_path to the same "
+                    "model, or end the lineage and train from the starting weights with "
+                    f"--start-over={record.lineage}"
+                )
 
     def _lack(self, record: LineageRecord, checkpoint: Checkpoint | None) -> str:
         """What this host has instead of the newest checkpoint; empty if it has that."""

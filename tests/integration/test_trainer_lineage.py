@@ -131,7 +131,9 @@ async def test_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
 
 async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     """The lineage continues on another host that has its newest checkpoint, and not with an older
-    one."""
+    one, nor with another tokenizer."""
+    for trainer in (hosts.first, hosts.second):
+        (trainer.model_path / "tokenizer.json").write_text("{}")
     await hosts.trained_by_first()
     shutil.copytree(hosts.first.checkpoints, hosts.second.checkpoints)
     await hosts.feed(2, 2)
@@ -143,6 +145,13 @@ async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
 
     shutil.rmtree(hosts.second.checkpoints)
     shutil.copytree(hosts.first.checkpoints, hosts.second.checkpoints)
+    (hosts.second.model_path / "tokenizer.json").write_text('{"other": 1}')
+    hosts.second.start(**SETTINGS)
+    code, stderr = hosts.second.wait()
+    assert code == 2 and stderr.count("\n") == 1
+    assert "trains tokenizer.json" in stderr and "--start-over=" in stderr
+
+    (hosts.second.model_path / "tokenizer.json").write_text("{}")
     hosts.second.start(**SETTINGS)
     await until(lambda: hosts.second.logged("rewound") or None)
     assert hosts.second.logged("rewound")[-1]["step"] == 2
