@@ -70,7 +70,8 @@ class ContextTooLong(InvalidArgument):
         return cls(
             f"prompt is too long: {tokens} tokens > {limit - 1} maximum{bound}. It exceeds the "
             f"context window: this model's maximum context length is {limit} tokens, answer "
-            f"included{owner}. Reduce the length of the messages."
+            f"included{owner}. Your messages resulted in {tokens} tokens. Reduce the length of the "
+            "messages."
         )
 
 

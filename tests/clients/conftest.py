@@ -15,7 +15,7 @@ from tests.support.gateway.stack import GatewayStack
 from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER = "clients"
-CONTEXT_TOKENS = 1 << 16
+CONTEXT_TOKENS = 1 << 17
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,6 +70,13 @@ CLIENTS = [
     *ways("openai", "openai_chat.py", "chat"),
     *ways("openai", "openai_responses.py", "responses"),
     *ways("openai", "openai_responses.py", "responses", words=("previous",)),
+    Client(
+        name="openai",
+        program="openai_responses.py",
+        protocol="responses",
+        words=("socket",),
+        stream=True,
+    ),
     *ways("anthropic", "anthropic_messages.py", "messages"),
     *ways("google-genai", "google_genai.py", "gemini"),
     *ways("openai-agents", "agents_sdk.py", "chat", "responses"),

@@ -1,4 +1,4 @@
-"""The `openai` SDK, responses: history as items or by `previous_response_id`."""
+"""The `openai` SDK, responses: history as items or by `previous_response_id`, or over WebSocket."""
 
 import json
 
@@ -9,7 +9,20 @@ TOOLS = [
     {"type": "function", "name": "look", "description": "Look around.", "parameters": PARAMETERS}
 ]
 
+
+def over(connection, asked):
+    """The response to one request on a connection, and the pieces of its text."""
+    connection.response.create(**asked, store=False)
+    pieces = 0
+    while True:
+        event = connection.recv()
+        pieces += event.type == "response.output_text.delta"
+        if event.type in ("response.completed", "response.failed", "error"):
+            return event.response, pieces
+
+
 client = OpenAI()
+connection = client.responses.connect().enter() if wants("socket") else None
 items = [{"role": "user", "content": task()}]
 previous = None
 while True:
@@ -17,7 +30,9 @@ while True:
     ask = {"model": MODEL, "instructions": "Be brief.", "tools": TOOLS, "input": items}
     if previous:
         ask["previous_response_id"] = previous
-    if wants("stream"):
+    if connection:
+        response, pieces = over(connection, ask)
+    elif wants("stream"):
         with client.responses.stream(**ask) as stream:
             for event in stream:
                 pieces += event.type == "response.output_text.delta"
@@ -36,8 +51,10 @@ while True:
     ]
     if not calls:
         break
-    if wants("previous"):
+    if wants("previous") or connection:
         previous, items = response.id, results
     else:
         items = [*items, *response.output, *results]
+if connection:
+    connection.close()
 report("openai", response.output_text, pieces)

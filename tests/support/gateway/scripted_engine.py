@@ -5,6 +5,9 @@ The prompt itself is the script. Of each of these the last occurrence counts:
     SAY[[text]]    what to answer, and then the end-of-turn token; "ok" without it
     STEPS[[a|||b]] what to answer, by the number of answers that the prompt has already: for agents
                    that put their tools' results into words of their own; SAY goes before it
+    FOLD[[text]]   what to answer to a user's message with "summary", "snapshot" or the like, in a
+                   prompt that does not have the text yet: an agent folds its history.
+                   LATER((a;;;b)) in it is said as STEPS[[a|||b]], for the new history
     PACE[[0.05]]   seconds after each token, when streaming; 0.005 without it, since tokens that
                    come at once go out at once
     FAIL[[name]]   the engine of that name dies (SIGKILL) in mid-answer, after three tokens
@@ -64,6 +67,7 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         self._weight_version = weight_version
         self._requests_file = requests_file
         self._answer_begins = _answer_begins(model)
+        self._question_begins = _question_begins(model)
         self._streams = SampleStreams(self.sample, interval_s=0)
 
     def drain(self) -> None:
@@ -72,7 +76,8 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
     def script(self, prompt_ids: bytes) -> list[int]:
         """What will be sampled, the end-of-turn token included."""
         text = self._text(prompt_ids)
-        said = _directive("SAY", text) or self._step(_directive("STEPS", text), prompt_ids) or "ok"
+        said = self._fold(text, prompt_ids) or _directive("SAY", text)
+        said = said or self._step(_directive("STEPS", text), prompt_ids) or "ok"
         ids = [i for char in said for i in int32_array(self._model.encode(char))]
         return [*ids, min(self._model.stop_ids)]
 
@@ -120,9 +125,19 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
 
     def _step(self, steps: str, prompt_ids: bytes) -> str:
         """The one that is due; "" when there are none left."""
-        spelled = "".join(self._model.piece(i) for i in int32_array(prompt_ids))
-        answers = spelled.count(self._answer_begins) - 1
+        answers = self._spelled(prompt_ids).count(self._answer_begins) - 1
         return dict(enumerate(steps.split("|||"))).get(answers, "")
+
+    def _fold(self, text: str, prompt_ids: bytes) -> str:
+        """The summary, if the last message asks for one; "" otherwise."""
+        folded = re.sub(r"LATER\(\((.*?)\)\)", _later, _directive("FOLD", text), flags=re.DOTALL)
+        if not folded or folded in text:
+            return ""
+        last = self._spelled(prompt_ids).rpartition(self._question_begins)[2]
+        return folded if re.search("summar|snapshot", last, re.IGNORECASE) else ""
+
+    def _spelled(self, prompt_ids: bytes) -> str:
+        return "".join(self._model.piece(i) for i in int32_array(prompt_ids))
 
     def _text(self, prompt_ids: bytes) -> str:
         return self._model.decode(prompt_ids)
@@ -188,9 +203,20 @@ def _answer_begins(model: ChatModel) -> str:
     return render(ask, True)[len(render(ask, False)) :]
 
 
+def _question_begins(model: ChatModel) -> str:
+    """What the template writes before a user's message, behind an answer."""
+    render, ask = model.template.renderer(None), Message(role="user", content="?")
+    before = [ask, Message(role="assistant", content=".")]
+    return render([*before, ask], False)[len(render(before, False)) :].partition("?")[0]
+
+
 def _directive(name: str, text: str) -> str:
     found = re.findall(rf"{name}\[\[(.*?)\]\]", text, re.DOTALL)
     return str(found[-1]) if found else ""
+
+
+def _later(steps: re.Match[str]) -> str:
+    return f"STEPS[[{steps[1].replace(';;;', '|||')}]]"
 
 
 if __name__ == "__main__":

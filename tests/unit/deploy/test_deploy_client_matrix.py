@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.clients import (
     test_clients_agents,
+    test_clients_coding_agents,
     test_clients_conversations,
     test_clients_cpp_grpc,
     test_clients_node_grpc,
@@ -17,6 +18,7 @@ def test_client_table_in_the_docs_matches_the_tests() -> None:
     rows = [
         *(client.row for client in test_clients_conversations.CLIENTS),
         *map(agents.in_path_row, agents.IN_PATH),
+        *(agent.row for agent in test_clients_coding_agents.AGENTS),
         agents.MINI,
         agents.TEAM,
         test_clients_node_grpc.ROW,

@@ -20,6 +20,7 @@ CLIENTS_WORDS = (
     r"^prompt is too long[^0-9]*5000\s*tokens?\s*>\s*4095 maximum",
     # OpenAI's words in chat completions; LiteLLM compares them in lower case.
     r"this model's maximum context length is 4096 tokens",
+    r"maximum context length is 4096 tokens[\s\S]*?resulted in 5000 tokens",
     r"reduce the length of the messages",
     # OpenAI's words in responses.
     r"exceeds the context window",
