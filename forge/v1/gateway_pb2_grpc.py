@@ -95,7 +95,8 @@ class GatewayServiceServicer(object):
         With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
         from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
         With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
-        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
+        retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,8 @@ class GatewayServiceStub:
     With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
     from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
     With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
-    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
+    retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
@@ -81,7 +82,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
     from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
     With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
-    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+    kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
+    retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
@@ -130,7 +132,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
         from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
         With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
-        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT.
+        kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
+        retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
         """
 
     @_abc_1.abstractmethod

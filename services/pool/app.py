@@ -129,6 +129,7 @@ class PoolApp:
                 store, writer, readers, self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
             ),
             max_turn_bytes=config.max_turn_bytes,
+            max_agent_rewards=config.max_agent_rewards,
         )
         self._context.server.add_service(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,

@@ -65,6 +65,9 @@ class PoolConfig(ServiceConfig):
     """Name of the shard; empty: the name in data_dir, generated at the first start."""
     max_turn_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 20
     """Largest turn accepted, serialized."""
+    max_agent_rewards: Annotated[int, Meta(ge=0)] = 1024
+    """Most rewards that an agent writes about itself in one trajectory (`agent_rewards` of its
+    task); 0: no limit."""
     store: StoreSettings = field(default_factory=StoreSettings)
     replication: ReplicationSettings = field(default_factory=ReplicationSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)

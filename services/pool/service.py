@@ -64,6 +64,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         moves: GroupMover,
         *,
         max_turn_bytes: int,
+        max_agent_rewards: int = 0,
     ) -> None:
         self._store = store
         self._moves = moves
@@ -72,6 +73,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self._writer = writer
         self._readers = readers
         self._max_turn_bytes = max_turn_bytes
+        self._max_agent_rewards = max_agent_rewards
         self._streams: set[AppendStream] = set()
         self._tails = Tails(store, readers)
         self._draining = False
@@ -126,7 +128,9 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.AppendRewardsRequest, context: Any
     ) -> pool_pb2.AppendRewardsResponse:
         """Stores rewards of a trajectory."""
-        await self._commit(validation.append_rewards(request), context)
+        command = validation.append_rewards(request)
+        command = replace(command, max_agent_rewards=self._max_agent_rewards)
+        await self._commit(command, context)
         self._tails.announce()
         return pool_pb2.AppendRewardsResponse()
 
@@ -135,6 +139,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> pool_pb2.SealTrajectoryResponse:
         """Closes a trajectory."""
         command = validation.seal_trajectory(request, now_unix_s=time.time())
+        command = replace(command, max_agent_rewards=self._max_agent_rewards)
         summary = await self._commit(command, context)
         self._tails.announce()
         return pool_pb2.SealTrajectoryResponse(summary=summary)

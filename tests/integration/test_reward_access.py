@@ -18,10 +18,12 @@ from forge.core.errors import (
     FailedPrecondition,
     InvalidArgument,
     PermissionDenied,
+    ResourceExhausted,
     Unauthenticated,
 )
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
+from services.pool.config import PoolConfig
 from tests.support.gateway.stack import GatewayStack, recorded
 
 AGENT_PREFIX = "agent:"
@@ -312,6 +314,47 @@ async def test_trajectory_sealed_by_the_agent_is_graded_later(
     async with own(gateway, stack.grader_token("eager:1:0")) as grader:
         with pytest.raises(FailedPrecondition, match="abandoned"):
             await grader.close(reward_event("solved", 1.0))
+
+
+async def test_failed_grading_does_not_undo_the_seal_of_an_agent(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """The runner's abandon leaves the trajectory sealed without an outcome, which counts as 0: an
+    agent that closes early gains nothing."""
+    async with own(gateway, stack.token("hasty:0:0")) as agent:
+        await agent.close()
+    async with own(gateway, stack.grader_token("hasty:0:0")) as grader:
+        with pytest.raises(FailedPrecondition, match="is sealed"):
+            await grader.close(abandon_reason="the reward function failed")
+    client = await stack.pool_client(own_coordinator)
+    request = pool_pb2.GetSummariesRequest(trajectory_ids=["hasty:0:0"])
+    (summary,) = (await client.stub.GetSummaries(request, timeout=30)).summaries
+    await client.close()
+    assert summary.state == common_pb2.TRAJECTORY_STATE_SEALED
+    assert not summary.rewards
+
+
+async def test_number_of_agent_rewards_is_bounded(stack: GatewayStack, gateway: Instance) -> None:
+    """By the pool, at every way to write them; a stored event may be repeated, and the grader's
+    rewards do not count."""
+    most = PoolConfig().max_agent_rewards
+    events = [reward_event(f"step-{number}", 0.5, kind="agent") for number in range(most + 1)]
+    token = stack.token("talkative:0:0", agent_rewards=True)
+    async with own(gateway, token) as agent:
+        for first in range(0, most, 256):
+            await agent.annotate(*events[first : first + 256])
+        await agent.annotate(events[0])
+    refused = pytest.raises(ResourceExhausted, match=f"max_agent_rewards = {most}")
+    connection = AgentSession.connect(gateway.address, token, owns_rollout=False, retry_for_s=0.0)
+    async with connection as agent:
+        with refused:
+            await agent.annotate(events[-1])
+        with refused:
+            await agent.close(events[-1])
+    reward = {"event_id": "one-more", "name": "step", "value": 0.5, "kind": "agent"}
+    assert (await post(gateway, token, {"rewards": [reward]}))[0] == 429
+    async with own(gateway, stack.grader_token("talkative:0:0")) as grader:
+        await grader.close(reward_event("solved", 1.0))
 
 
 async def test_client_with_both_tokens_samples_and_grades(

@@ -40,6 +40,8 @@ class AppendRewards:
 
     trajectory: TrajectoryName
     rewards: tuple[common_pb2.RewardEvent, ...]
+    max_agent_rewards: int = 0
+    """Most rewards of kind AGENT of the trajectory; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class SealTrajectory:
     reason: str
     sealed_unix_s: float
     closing_agent_s: float | None = None
+    max_agent_rewards: int = 0
+    """As of AppendRewards."""
     past_damage: bool = False
     """Seals although the group is damaged: no replica has it intact."""
 

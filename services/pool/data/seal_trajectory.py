@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2
+from services.pool.data.agent_rewards import check_agent_rewards
 from services.pool.data.closed_digests import (
     Mark,
     checked_rewards,
@@ -51,6 +52,9 @@ def append_rewards(records: Records, command: AppendRewards) -> None:
     header = header_of(records, trajectory)
     check_not_freed(records, command.trajectory, header)
     check_one_outcome(records, command.trajectory, command.rewards)
+    check_agent_rewards(
+        records, command.trajectory, command.rewards, most=command.max_agent_rewards
+    )
     if header is None:
         header = TrajectoryHeader()
         records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
@@ -108,6 +112,9 @@ def seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySumm
     header = header or TrajectoryHeader()
     if not header.freed:
         check_one_outcome(records, command.trajectory, command.rewards)
+        check_agent_rewards(
+            records, command.trajectory, command.rewards, most=command.max_agent_rewards
+        )
     sealing = command.state == common_pb2.TRAJECTORY_STATE_SEALED
     if sealing:
         _check_credits(command.trajectory, command.rewards, turns=command.turns)
