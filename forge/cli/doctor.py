@@ -17,6 +17,9 @@ from pathlib import Path
 import psutil
 from rich.markup import escape
 
+from forge.agents.control_groups import delegated_group
+from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox import REMEDY as SANDBOX_REMEDY
 from forge.agents.sandbox import SANDBOX
 from forge.cli.clocks import compare_clocks
 from forge.cli.command_exit import say
@@ -66,6 +69,9 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
         _memory,
         _files,
         _sandbox,
+        _process_sandbox,
+        control_groups,
+        containers,
     ]
     findings = [check() for check in checks]
     if cluster is not None:
@@ -215,5 +221,43 @@ def _files() -> Finding:
 def _sandbox() -> Finding:
     problem, _, remedy = asyncio.run(SANDBOX.problem()).partition("; ")
     return Finding(
-        ok=not problem, text=problem or "sandbox for programs of models", remedy=f"To do: {remedy}."
+        ok=not problem,
+        text=problem or "sandbox for programs of models: bubblewrap, allow-list of system calls",
+        remedy=f"To do: {remedy}.",
     )
+
+
+def _process_sandbox() -> Finding:
+    box = asyncio.run(ProcessSandbox(tmp_bytes=1 << 20).fitted())
+    problem = asyncio.run(box.problem())
+    proc = "a private" if box.proc else "no"
+    return Finding(
+        ok=not problem,
+        text=f"no sandbox for commands and reward functions: {problem}"
+        if problem
+        else "sandbox for commands and reward functions: bubblewrap, deny-list of system calls, "
+        f"{proc} /proc",
+        remedy=f"To do: {SANDBOX_REMEDY}.",
+    )
+
+
+def control_groups() -> Finding:
+    """Tells whether sandboxes of a runner started here have groups; a unit may have them."""
+    try:
+        text = f"control groups of sandboxes: {delegated_group()} is delegated"
+    except ForgeError as error:
+        text = f"no control groups for sandboxes, resource limits instead: {error}"
+    return Finding(ok=True, text=text)
+
+
+def containers() -> Finding:
+    """Tells the container engine; only command_sandbox = container needs one."""
+    for engine in ("podman", "docker"):
+        if shutil.which(engine) is None:
+            continue
+        tried = subprocess.run([engine, "version"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            return Finding(ok=True, text=f"containers for commands: {engine}")
+        reason = (tried.stderr.strip() or f"exit code {tried.returncode}").splitlines()[-1]
+        return Finding(ok=True, text=f"no containers for commands: {engine} version: {reason}")
+    return Finding(ok=True, text="no containers for commands: neither podman nor docker")

@@ -70,10 +70,10 @@ def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
         f"--output {tmp_path / 'mini.json'} --task {{prompt}}"
     )
     env = os.environ | SETTINGS | {"HOME": str(tmp_path)}
-    written = f"--command-write={tmp_path}"
+    written = (f"--command-write={tmp_path}", f"--reward-read={tmp_path}")
     reward = "--reward-functions=repair=tests.support.clients.coding_job:repaired"
     passed = f"--pass-environment={','.join(SETTINGS)}"
-    argv = [sys.executable, "-m", "forge.agents", *shared, reward, passed, written]
+    argv = [sys.executable, "-m", "forge.agents", *shared, reward, passed, *written]
     argv.append(f"--command={mini}")
     stack.processes["scheduler"] = subprocess.Popen(
         [sys.executable, "-m", "services.scheduler", *shared], text=True

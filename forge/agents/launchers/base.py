@@ -64,12 +64,12 @@ class Program:
     """Reads the answer file; "" without one."""
     wrapped: bool = True
     """The exit code is that of a wrapper, which adds 128 to the number of a signal."""
-    over_limit: Callable[[], Awaitable[bool]] | None = None
-    """Whether the kernel has killed it because of its own limit on memory."""
+    over_limit: Callable[[], Awaitable[str]] | None = None
+    """Returns words if a kill of it was its own fault: its limit on memory; else ""."""
 
-    async def is_over_limit(self) -> bool:
+    async def exceeded(self) -> str:
         """Returns the result of `over_limit`."""
-        return self.over_limit is not None and await self.over_limit()
+        return "" if self.over_limit is None else await self.over_limit()
 
     @property
     def returncode(self) -> int | None:

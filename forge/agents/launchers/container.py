@@ -15,7 +15,7 @@ import tempfile
 import uuid
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from forge.agents.launchers.gateway_network import (
     host_names,
 )
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.telemetry import log
 
 _ANSWERS: Final = "/forge"
 _ANSWER_BYTES: Final = 1 << 20
@@ -41,6 +42,9 @@ _OPEN_FILES: Final = 4096
 # The program gets no standard input: it is the runner's to start it.
 _START: Final = 'echo + && read -r _ && exec "$@" </dev/null'
 _KILLED: Final = 137
+_ABSENT: Final = "no such container"
+_REMOVALS: Final = 5
+_PAUSE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +106,10 @@ class ContainerLauncher:
         name = f"forge-{uuid.uuid4().hex}"
         async with AsyncExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+            # Before the start: a cancelled one may have made it already.
+            stack.push_async_callback(self._remove, name)
             process = await self._start(name, image, request, directory)
-            stack.push_async_callback(self._end, name, process)
+            stack.push_async_callback(_kill, process)
             assert process.stdin and process.stdout
             if not await process.stdout.readline():
                 raise RuntimeError(f"no container of image {image}: {await _reason(process)}")
@@ -117,7 +123,7 @@ class ContainerLauncher:
             yield Program(
                 process=process,
                 answer=partial(read_answer, answers),
-                over_limit=partial(self._over_limit, name, process),
+                over_limit=partial(self._over_limit, process),
             )
 
     async def close(self) -> None:
@@ -179,17 +185,25 @@ class ContainerLauncher:
         mounts += [f"{path}:{path}:rw" for path in map(_absolute, settings.write)]
         return words + [f"--volume={mount}" for mount in mounts]
 
-    async def _over_limit(self, name: str, process: Process) -> bool:
-        if process.returncode != _KILLED:
-            return False
-        return await self._ask("inspect", "--format", "{{.State.OOMKilled}}", name) == "true"
+    async def _over_limit(self, process: Process) -> str:
+        # Engines do not know reliably by which limit: the container's is the lower one.
+        killed = process.returncode == _KILLED and self._limits.memory_bytes
+        return "over its limit on memory, or killed by its host" if killed else ""
 
-    async def _end(self, name: str, process: Process) -> None:
-        kill_group(process)
-        await process.wait()
-        with suppress(RuntimeError):
-            # Else the removal at the end of the runner does it.
-            await asyncio.shield(self._ask("rm", "--force", name))
+    async def _remove(self, name: str) -> None:
+        reason = ""
+        for _ in range(_REMOVALS):
+            try:
+                await self._ask("rm", "--force", name)
+                return
+            except RuntimeError as error:
+                if _ABSENT in str(error).lower() and reason:
+                    return
+                reason = str(error)
+            # The client was killed while it started the container.
+            await asyncio.sleep(_PAUSE_S)
+        # The removal at the end of the runner is left.
+        log.warning("container_not_removed", container=name, error=reason)
 
     async def _ask(self, *words: str, failure: str = "") -> str:
         """Returns the output of a command of the engine. Raises `RuntimeError` with its error;
@@ -218,6 +232,11 @@ def _engine_environment() -> dict[str, str]:
 
 def _absolute(path: str) -> Path:
     return Path(path).absolute()
+
+
+async def _kill(process: Process) -> None:
+    kill_group(process)
+    await process.wait()
 
 
 async def _reason(process: Process) -> str:

@@ -79,7 +79,7 @@ class SandboxLauncher:
             yield Program(
                 process=process,
                 answer=partial(read_answer, answers),
-                over_limit=partial(asyncio.to_thread, group.over_limit),
+                over_limit=partial(asyncio.to_thread, _over_limit, group),
             )
 
     async def close(self) -> None:
@@ -128,6 +128,10 @@ def _certificates(files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
     inside = {path: f"{_CERTIFICATES}/{number}.pem" for number, path in enumerate(files.values())}
     contents = {inside[path]: Path(path).read_text() for path in inside}
     return {name: inside[path] for name, path in files.items()}, contents
+
+
+def _over_limit(group: ControlGroup) -> str:
+    return "over its limit on memory" if group.over_limit() else ""
 
 
 async def _end(process: Process) -> None:

@@ -120,11 +120,11 @@ class Command:
         """Returns standard output of the program. Raises `RuntimeError` when it fails,
         `ResourceExhausted` when its host kills it."""
         output, errors = OutputTail(OUTPUT_BYTES), OutputTail(OUTPUT_BYTES)
-        succeeded = over_limit = False
+        succeeded, over_limit = False, ""
         try:
             await _to_the_end(program.process, output, errors)
             succeeded = program.returncode == 0
-            over_limit = not succeeded and await program.is_over_limit()
+            over_limit = "" if succeeded else await program.exceeded()
         finally:
             if not succeeded:
                 # Also for a stopped program: its last output shows where it hung.
@@ -141,7 +141,7 @@ class Command:
             return output.text
         lines = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
         ended = how_it_ended(program.returncode or 0)
-        ended += ", over its limit on memory" if over_limit else ""
+        ended += f", {over_limit}" if over_limit else ""
         text = f"{name} {ended}: {lines or 'nothing on standard error'}"
         killed = killed_from_outside(program.returncode) and not over_limit
         raise ResourceExhausted(text) if killed else RuntimeError(text)
