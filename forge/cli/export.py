@@ -34,7 +34,7 @@ _FLOAT_LISTS = ("logprobs", "allowed_logprobs")
 _INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens", "top_k")
 _TIMINGS = ("queue_s", "prefill_s", "decode_s", "agent_s")
 _FLOATS = ("temperature", "top_p", "started_unix_s", *_TIMINGS)
-_STRINGS = ("finish_reason", "messages_json", "parse_error", "context_action")
+_STRINGS = ("finish_reason", "messages_json", "parse_error", "context_action", "agent")
 _REWARD_STRINGS = ("event_id", "name", "kind")
 
 

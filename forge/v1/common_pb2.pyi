@@ -724,6 +724,10 @@ class Turn(_message.Message):
     ASKED_TEMPERATURE_FIELD_NUMBER: _builtins.int
     ASKED_TOP_P_FIELD_NUMBER: _builtins.int
     ASKED_TOP_K_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    TRAIN_FIELD_NUMBER: _builtins.int
+    OFFERS_TOOLS_FIELD_NUMBER: _builtins.int
+    SYSTEM_DIGEST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counted from 0 in the order in which the calls ended, without gaps."""
@@ -761,6 +765,14 @@ class Turn(_message.Message):
     """What the agent asked for, where a policy changed it (SamplingPolicy). Unset: what was used."""
     asked_top_p: _builtins.float
     asked_top_k: _builtins.int
+    agent: _builtins.str
+    """Name that the agent gave to itself for this call; "": none."""
+    train: _builtins.bool
+    """Whether this turn is trained, if the agent said so. Unset: by the trainer's rule of side calls."""
+    offers_tools: _builtins.bool
+    """The request offered tools. False in records older than this field."""
+    system_digest: _builtins.bytes
+    """8 bytes of SHA-256 of the system prompt; empty: none, or a record older than this field."""
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -789,10 +801,14 @@ class Turn(_message.Message):
         asked_temperature: _builtins.float | None = ...,
         asked_top_p: _builtins.float | None = ...,
         asked_top_k: _builtins.int | None = ...,
+        agent: _builtins.str = ...,
+        train: _builtins.bool | None = ...,
+        offers_tools: _builtins.bool = ...,
+        system_digest: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "turns_before", b"turns_before"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "offers_tools", b"offers_tools", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__asked_temperature: _TypeAlias = _typing.Literal["asked_temperature"]  # noqa: Y015
     _WhichOneofArgType__asked_temperature: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature"]  # noqa: Y015
@@ -804,6 +820,8 @@ class Turn(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__train: _TypeAlias = _typing.Literal["train"]  # noqa: Y015
+    _WhichOneofArgType__train: _TypeAlias = _typing.Literal["_train", b"_train"]  # noqa: Y015
     _WhichOneofReturnType__turns_before: _TypeAlias = _typing.Literal["turns_before"]  # noqa: Y015
     _WhichOneofArgType__turns_before: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before"]  # noqa: Y015
     @_typing.overload
@@ -816,6 +834,8 @@ class Turn(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__train) -> _WhichOneofReturnType__train | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__turns_before) -> _WhichOneofReturnType__turns_before | None: ...
 

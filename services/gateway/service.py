@@ -20,6 +20,13 @@ from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.call_marks import (
+    AGENT_HEADER,
+    MARKS,
+    NO_MARKS,
+    TRAIN_HEADER,
+    with_headers,
+)
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.conversation.turn_request import SIZE_BYTES, TurnRequest
 from services.gateway.errors import SessionClosed
@@ -80,6 +87,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
         claims = self._claims_for(request)
+        _read_marks(context)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
@@ -107,6 +115,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         claims = self._claims_for(request)
+        _read_marks(context)
         turn_request = TurnRequest(
             prompt_ids=self._prompt_ids(request.prompt_ids),
             sampling=_sampling(request.sampling),
@@ -210,6 +219,14 @@ def _last_generate_responses(
         finish_reason=turn.sampled.finish_reason,
         turn_index=turn.turn_index,
     )
+
+
+def _read_marks(context: Any) -> None:
+    """Reads the marks of a call from its metadata, which have the names of HTTP's headers."""
+    metadata = dict(context.invocation_metadata())
+    names = (AGENT_HEADER, TRAIN_HEADER)
+    given = {name: metadata[name.lower()] for name in names if name.lower() in metadata}
+    MARKS.set(with_headers(NO_MARKS, given))
 
 
 def _tell_changes(context: Any, request: TurnRequest) -> None:

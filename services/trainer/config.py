@@ -92,6 +92,8 @@ class AdvantageSettings:
     """A smaller standard deviation of the returns is replaced by this."""
     domain_weights: Mapping[str, Annotated[float, Meta(ge=0)]] = field(default_factory=dict)
     """Factor on the advantages of a domain; 1 unless named."""
+    train_side_calls: tuple[str, ...] = ()
+    """Domains whose side calls (no tools, another system prompt, not continued) are trained."""
     drop_flat_groups: bool = False
     """Leave out groups whose rollouts all earned the same, apart from speed (DAPO)."""
 
@@ -239,6 +241,7 @@ class TrainerConfig(ServiceConfig):
             tokens_per_s=self.nominal_tokens_per_s,
             advantages=self.advantages.rules(own),
             critic=own.critic,
+            train_side_calls=frozenset(self.advantages.train_side_calls),
             drop_flat_groups=self.advantages.drop_flat_groups,
         )
 

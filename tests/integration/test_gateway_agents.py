@@ -61,6 +61,42 @@ async def test_sampling_policy_of_a_session_replaces_the_agents_parameters(
     assert not last.HasField("asked_temperature")
 
 
+async def test_marks_of_calls_are_recorded_and_turns_are_named(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Headers and key suffixes name the agent and exclude its calls; answers name their turn, a
+    stream in a comment before its end."""
+    trajectory_id = "marks:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(gateway, token)
+    system: Any = {"role": "system", "content": "You are careful."}
+    raw = await client.chat.completions.with_raw_response.create(
+        model="policy",
+        messages=[system, user("SAY[[One.]]")],
+        tools=[LOOK],
+        extra_headers={"X-Forge-Agent": "worker"},
+    )
+    assert raw.headers["x-forge-turn"] == "0"
+    titles = stack.openai(gateway, f"{token}~titles")
+    async with titles.chat.completions.with_streaming_response.create(
+        model="policy", messages=[user("SAY[[Two.]]")], stream=True
+    ) as streamed:
+        lines = [line async for line in streamed.iter_lines()]
+    assert [line for line in lines if line.startswith(":")] == [": X-Forge-Turn: 1"]
+    pieces = await titles.chat.completions.create(
+        model="policy", messages=[user("SAY[[Three.]]")], stream=True
+    )
+    text = "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+    assert text == "Three."
+    async with stack.agent(gateway, token) as agent:
+        assert await agent.close(reward_event("solved", 1.0), min_turns=3, after_agent_s=1e6) == 3
+    work, title, _ = (await recorded(stack, own_coordinator, trajectory_id)).turns
+    assert (work.agent, work.HasField("train"), work.offers_tools) == ("worker", False, True)
+    assert (title.agent, title.train, title.offers_tools) == ("titles", False, False)
+    assert title.HasField("train")
+    assert (len(work.system_digest), title.system_digest) == (8, b"")
+
+
 async def test_openai_tool_conversation_is_recorded_exactly(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:

@@ -34,7 +34,8 @@ from services.gateway.conversation.conversation import (
 )
 from services.gateway.conversation.handles import Recalled, deleted_names
 from services.gateway.conversation.rebase import rebase
-from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.conversation.turn_record import record_request
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import (
     CONTEXTS,
@@ -329,8 +330,7 @@ class SessionActor(Actor):
         aborted = sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
         turn = conversation.record(prompt, sampled, None if aborted else request.handle)
         turn.trajectory_id = self._claims.trajectory_id
-        _record_sampling(turn, request)
-        turn.context_action = request.context_action
+        record_request(turn, request, prompt)
         self._agent_time.record(turn, begun, arrived=request.arrived, now_s=self._settings.clock())
         self._settings.writer.tell(Append(turn=turn))
         self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
@@ -363,13 +363,3 @@ class SessionActor(Actor):
             malformed=tuple(conversation.parse_errors),
             closing_agent_s=self._agent_time.closing_s,
         )
-
-
-def _record_sampling(turn: common_pb2.Turn, request: TurnRequest) -> None:
-    """Records the sampling parameters, and what the agent asked for where it differs."""
-    used = sampling_values(request.sampling)
-    for name, value in used.items():
-        setattr(turn, name, value)
-    for name, value in sampling_values(request.asked or request.sampling).items():
-        if value != used[name]:
-            setattr(turn, f"asked_{name}", value)

@@ -19,6 +19,7 @@ from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Security
 from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
+from services.gateway.conversation.call_marks import MARKS, split_key, with_headers
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
 from services.gateway.http.bodies import Bodies
@@ -68,9 +69,11 @@ class Edge:
     """As the setting `http.web_search`."""
 
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
-        """Returns the verified claims of a token with this scope. Raises `Unauthenticated` or
-        `PermissionDenied`."""
-        token = request.match_info.get("token") or _key(request)
+        """Returns the verified claims of a token with this scope; sets the marks of the call.
+        Raises `Unauthenticated`, `PermissionDenied` or `InvalidArgument`."""
+        key = request.match_info.get("token") or _key(request)
+        token, marks = split_key(key)
+        MARKS.set(with_headers(marks, request.headers))
         claims = request[CLAIMS] = self.security.verify(token, "GatewayService")
         bind_context(trajectory_id=claims.trajectory_id)
         if not claims.allows(scope):
@@ -142,7 +145,8 @@ async def stream_events(
     """Sends server-sent events, one write per item of `events`.
 
     The response begins with the first event. An earlier error is raised and gets its status; a
-    later one is sent as an event. `headers` are read at the first event.
+    later one is sent as an event. Headers that come after the first event are sent as comments
+    before the end, as `: NAME: VALUE`.
     """
     response = web.StreamResponse(headers=SSE_HEADERS)
     async with aclosing(events):
@@ -152,7 +156,9 @@ async def stream_events(
                     response.headers.update(headers)
                     await response.prepare(request)
                 if isinstance(event, Ending):
-                    await response.write_eof(event)
+                    late = [name for name in headers if name not in response.headers]
+                    comments = "".join(f": {name}: {headers[name]}\n" for name in late)
+                    await response.write_eof(comments.encode() + event)
                 else:
                     await response.write(event)
         except Exception as error:

@@ -34,6 +34,8 @@ from services.gateway.turns.types import Piece, Turn
 ASK_TIMEOUT_S = 60.0
 """Deadline of a request to a session actor, with a possible rebuild from the pool."""
 IMAGES_OMITTED = "X-Forge-Images-Omitted"
+TURN_HEADER = "X-Forge-Turn"
+"""Response header with the index of the turn, which rewards refer to."""
 """Header of the response: number of new images for which a text stands in the prompt."""
 
 
@@ -103,6 +105,7 @@ class Turns:
                 turn_index = await self._end(session, end_call(sampled))
                 if call.aborted or sampled is None:
                     raise SessionClosed("the session was closed during this call")
+                _name_turn(request.headers, turn_index)
                 yield _turn(parser, sampled, request, turn_index=turn_index, prompt=prompt)
             finally:
                 call.cancel_attempt()
@@ -206,6 +209,12 @@ async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) ->
         prompt_tokens=prompt.tokens,
         last=parser.complete,
     )
+
+
+def _name_turn(headers: dict[str, str], turn_index: int) -> None:
+    """Adds the turn of an answer to the header; of several choices in the order of their ends."""
+    others = headers.get(TURN_HEADER)
+    headers[TURN_HEADER] = str(turn_index) if others is None else f"{others},{turn_index}"
 
 
 def _sampled_answer(parser: AnswerParser | None, request: TurnRequest) -> SampledAnswer | None:

@@ -33,6 +33,7 @@ from services.trainer.data.grammar_correction import (
     logprobs_without_mask,
     weighted_advantages,
 )
+from services.trainer.data.side_calls import SideCall, side_calls
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -43,10 +44,10 @@ _KINDS: Mapping[int, RewardKind] = {
 }
 
 
-LeftOut = Literal["empty", "aborted", "greedy", "share_missing"]
+LeftOut = Literal["empty", "aborted", "greedy", "share_missing"] | SideCall
 """Why a turn is not trained: it has no sampled token or no prompt; its agent left before the end;
-it was sampled at temperature 0, so it has no distribution; the share of allowed tokens is
-missing."""
+it was sampled at temperature 0, so it has no distribution; the share of allowed tokens is missing;
+it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class CreditRules:
     advantages: AdvantageRules = field(default_factory=AdvantageRules)
     critic: bool = False
     """Samples carry returns, from which a critic computes advantages."""
+    train_side_calls: frozenset[str] = frozenset()
+    """Domains whose side calls are trained, unless the agent marked them."""
     drop_flat_groups: bool = False
     """Leave out groups whose rollouts all have the same outcome and process reward."""
 
@@ -151,9 +154,11 @@ def build_samples(
                 targets_T = [
                     one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
                 ]
-                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), turns, targets_T))
+                samples.extend(
+                    _turn_samples(rollout, [factor] * len(targets_T), rules, turns, targets_T)
+                )
             else:
-                samples.extend(_turn_samples(rollout, advantages_T, turns))
+                samples.extend(_turn_samples(rollout, advantages_T, rules, turns))
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
@@ -229,9 +234,10 @@ class _TurnCounts:
     trained: set[str] = field(default_factory=set)
     """Domains with a trained turn."""
 
-    def count_turn(self, domain: str, record: pb.Turn, *, start: int, length: int) -> bool:
-        """Whether the turn, sampled from `start` to `length`, is trained."""
-        reason: LeftOut | None = None
+    def count_turn(
+        self, domain: str, record: pb.Turn, reason: LeftOut | None, *, start: int, length: int
+    ) -> bool:
+        """Whether the turn, sampled from `start` to `length`, is trained; `reason` excludes it."""
         if start in (0, length):
             reason = "empty"
         # The agent did not receive the answer, so no reward depends on it.
@@ -239,7 +245,7 @@ class _TurnCounts:
             reason = "aborted"
         elif record.temperature <= 0:
             reason = "greedy"
-        else:
+        elif reason is None:
             cut = cut_of(record)
             self.cuts[cut] += 1
             if cut == "share_missing":
@@ -258,17 +264,23 @@ class _TurnCounts:
 def _turn_samples(
     rollout: _Rollout,
     advantages_T: Sequence[float],
+    rules: CreditRules,
     counts: _TurnCounts,
     targets_T: Sequence[float] = (),
 ) -> list[Sample]:
     """One sample per trainable turn; `targets_T` are the critic's targets."""
     samples = []
+    domain = rollout.trajectory.domain
+    aside = side_calls(rollout.trajectory.turns, rollout.tree.lengths)
+    if domain in rules.train_side_calls:
+        aside = {index: why for index, why in aside.items() if why == "marked"}
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
         length = rollout.tree.lengths[index]
         start = length - turn.sampled_tokens
-        if not counts.count_turn(rollout.trajectory.domain, record, start=start, length=length):
+        why = aside.get(index)
+        if not counts.count_turn(domain, record, why, start=start, length=length):
             continue
         samples.append(
             Sample(
@@ -281,7 +293,7 @@ def _turn_samples(
                 returns=float32_bytes([targets_T[index]]) * turn.sampled_tokens
                 if targets_T
                 else b"",
-                domain=rollout.trajectory.domain,
+                domain=domain,
             )
         )
     return samples
