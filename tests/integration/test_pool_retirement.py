@@ -17,7 +17,12 @@ from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance, make_task
+from tests.support.scheduler.cluster import (
+    START_S,
+    SchedulerCluster,
+    assert_counts_balance,
+    make_task,
+)
 from tests.support.scheduler.shards import names_on, start, train
 
 RETIRING = scheduler_pb2.RETIREMENT_STATE_RETIRING
@@ -243,3 +248,27 @@ async def test_retire_command_shows_its_progress_to_the_end(
     groups = await forge.groups()
     assert {g.group.pool_shard for g in groups} == {"s0"}
     assert {g.group.state for g in groups} == {common_pb2.GROUP_STATE_PENDING}
+
+
+async def test_a_replicated_shard_retires_too(forge: SchedulerCluster) -> None:
+    """Its groups leave by replicated commits, and its replica is refused at its next start."""
+    alone = ("--replication.durability", "replicated", "--replication.min-copies", "1")
+    forge.start_pool("s1", *alone)
+    await start(forge)
+    pools = forge.coordinator.discover("pool")
+    await pools.wait(count=2, timeout_s=START_S)
+    names = names_on("s1", 3, prefix="task", shards=("s0", "s1"))
+
+    async def are_on_s1() -> bool:
+        return len(forge.schedulers[0].logged("pool_shard_registered")) == 2
+
+    await until(are_on_s1)
+    await forge.submit([make_task(name) for name in names])
+    assert {g.group.pool_shard for g in await forge.groups()} == {"s1"}
+    await retire(forge, "s1")
+    await until_retired(forge, "s1")
+    assert {g.group.pool_shard for g in await forge.groups()} == {"s0"}
+    await forge.kill(forge.pools["s1"])
+    forge.start_pool("s1", *alone)
+    code, stderr = await asyncio.to_thread(forge.pools["s1"].wait)
+    assert code == 2 and "was retired on" in stderr

@@ -119,7 +119,7 @@ class SchedulerCluster:
 
     # Processes
 
-    def start_pool(self, shard: str = "s0") -> PoolProcess:
+    def start_pool(self, shard: str = "s0", *settings: str) -> PoolProcess:
         if shard not in self.pools:
             folder = self._folder / f"pool-{shard}"
             folder.mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ class SchedulerCluster:
             self.pools[shard] = PoolProcess(
                 folder, etcd=self._etcd, cluster=self._cluster, shard=shard
             )
-        self.pools[shard].start("--lease-ttl-s", DEFAULTS["lease_ttl_s"])
+        self.pools[shard].start("--lease-ttl-s", DEFAULTS["lease_ttl_s"], *settings)
         return self.pools[shard]
 
     def start_scheduler(
