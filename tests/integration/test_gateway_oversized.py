@@ -123,6 +123,7 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "stop": ("chat/completions", lambda: chat(stop=[TEXT])),
     "responses": ("responses", lambda: {"model": "policy", "input": TEXT}),
+    "completions": ("completions", lambda: {"model": "policy", "prompt": TEXT}),
     "anthropic": ("messages", anthropic),
     "count": ("messages/count_tokens", anthropic),
 }

@@ -6,8 +6,8 @@ Owns no protocol: each is a class with `add_routes` that gets an `Edge`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,6 +104,18 @@ class Edge:
         self.tenants.check_size(claims.tenant, len(body))
         SIZE_BYTES.set(len(body))
         return without_lone_surrogates(body)
+
+    @contextmanager
+    def count_message(self, claims: Claims, size_bytes: int) -> Iterator[None]:
+        """Counts a request without a body of its own, as over a WebSocket, for the length of a
+        block. Raises `ResourceExhausted` and `RequestTooLarge` above limits."""
+        self.tenants.check_size(claims.tenant, size_bytes)
+        SIZE_BYTES.set(size_bytes)
+        self.bodies.add(claims.trajectory_id, size_bytes)
+        try:
+            yield
+        finally:
+            self.bodies.remove(claims.trajectory_id, size_bytes)
 
     def check_model(self, name: str) -> None:
         """Raises `UnknownModel` for a name of another model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -150,15 +151,18 @@ class ChatModel:
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         return int32_bytes(encoded.ids)
 
-    def encode_within(self, text: str, room: int, *, first: bool) -> tuple[int, bytes]:
+    def encode_within(
+        self, text: str, room: int, *, first: bool = False, special: bool = False
+    ) -> tuple[int, bytes]:
         """Returns the number of tokens of a long text and its ids, without ids if more than `room`
-        (`services.gateway.model.long_text`). `first`: through the cache of first prompts."""
+        (`services.gateway.model.long_text`). `first`: through the cache of first prompts, without
+        `special`."""
         return encode_within(
             self.encode,
             text,
             room,
             longest_token_bytes=self._longest_token_bytes,
-            whole=self.encode_first if first else self.encode,
+            whole=self.encode_first if first else partial(self.encode, special=special),
         )
 
     def least_tokens(self, text: str) -> int:

@@ -107,14 +107,19 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 async def prompt_ids(
     model: ChatModel, prompt: str | Sequence[int], *, special: bool, limit: int
 ) -> bytes:
-    """Returns the int32 ids of a prompt. Raises `ContextTooLong` for a text that is beyond `limit`
-    tokens however it is encoded, and `InvalidArgument` for ids beyond the vocabulary."""
+    """Returns the int32 ids of a prompt. Raises `ContextTooLong` for a text beyond `limit` tokens,
+    after work bounded by `limit`, and `InvalidArgument` for ids beyond the vocabulary."""
     if isinstance(prompt, str):
         least = model.least_tokens(prompt)
         if least >= limit:
             raise ContextTooLong.of(tokens=least, limit=limit, at_least=True)
         if len(prompt) > LARGE_TEXT_CHARS:
-            return await asyncio.to_thread(model.encode, prompt, special=special)
+            tokens, ids = await asyncio.to_thread(
+                model.encode_within, prompt, limit, special=special
+            )
+            if tokens >= limit:
+                raise ContextTooLong.of(tokens=tokens, limit=limit, at_least=not ids)
+            return ids
         return model.encode(prompt, special=special)
     return checked_ids("prompt", model, prompt)
 

@@ -109,12 +109,12 @@ class ResponsesSocket:
     async def _respond(self, text: str) -> bool:
         try:
             claims = self._edge.claims(self._request)
-            asked, headers = decode_request(
-                without_lone_surrogates(text.encode()), ClientEvent, RESPONSES
-            )
-            if asked.type not in _BOOKKEEPING:
-                await self._create(claims, asked, headers)
-                REQUESTS.labels("websocket", "200").inc()
+            raw = without_lone_surrogates(text.encode())
+            with self._edge.count_message(claims, len(raw)):
+                asked, headers = decode_request(raw, ClientEvent, RESPONSES)
+                if asked.type not in _BOOKKEEPING:
+                    await self._create(claims, asked, headers)
+                    REQUESTS.labels("websocket", "200").inc()
         except ConnectionError:
             return False
         except Exception as error:
@@ -146,7 +146,13 @@ class ResponsesSocket:
         if warm is None or not previous or previous != self._latest:
             return frozenset({self._latest})
         asked.previous_response_id = warm.previous_response_id
-        asked.input = msgspec.Raw(_joined(warm.input, bytes(asked.input)))
+        joined = _joined(warm.input, bytes(asked.input))
+        if len(joined) > self._request.client_max_size:
+            raise InvalidArgument(
+                f"input has {len(joined)} bytes with that of the previous response; at most "
+                f"{self._request.client_max_size}"
+            )
+        asked.input = msgspec.Raw(joined)
         return warm.known
 
     async def _warm_up(
