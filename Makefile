@@ -5,12 +5,13 @@ SEED ?= 0
 
 ROUNDS ?= 10
 N ?= 10000
+EXAMPLES ?= 100
 
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-wheel coverage lint docs dist protos \
-	protos-baseline chaos crash fuzz properties audit bench bench-peers families
+	protos-baseline chaos crash fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -94,6 +95,10 @@ crash: setup  ## Kill the pool 200 times under load and read everything back
 
 fuzz: setup  ## Each fuzz target on N new random inputs
 	@$(PY) -m tests.fuzz --inputs $(N)
+
+fuzz-http: setup  ## Requests to a real gateway by its OpenAPI document, EXAMPLES of each operation
+	@$(PY) -m pip install --quiet -c constraints.txt -e ".[fuzz]"
+	@$(PY) -m tests.fuzz.http_api --max-examples $(EXAMPLES)
 
 properties: setup  ## Property tests with new random examples, ROUNDS times over
 	@for round in $$(seq $(ROUNDS)); do \

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
 from services.gateway.conversation.agent_time import Moment
@@ -14,7 +15,7 @@ from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
 from services.gateway.http.images import PlaceholderImages
-from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http.openai import chat_schema, guided, responses_schema
 from services.gateway.http.openai.fields import CHAT as CHAT_FIELDS
 from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
 from services.gateway.http.openai.responses_history import history_of
@@ -194,3 +195,9 @@ def test_anthropic_messages(body: bytes) -> None:
 def test_close(body: bytes) -> None:
     """Any body is understood or refused."""
     understood(lambda: control.rewards_of(request_body.decode(body, control.CloseRequest)))
+
+
+@given(st.text() | st.text(alphabet=':=|()[]"/ \n*+?rootsa'))
+def test_guided_grammars(text: str) -> None:
+    """Any text is a grammar in Lark or GBNF, or refused."""
+    understood(lambda: guided._lark("guided_grammar", text))

@@ -58,6 +58,23 @@ _LATE: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
 """Fields that are decoded later, with their types."""
 
 
+_OBJECT = {"schema": {"type": "object"}}
+_ERRORS: Mapping[str, str] = {
+    "400": "A field is wrong, or the prompt is too long",
+    "401": "No session token, or an invalid one",
+    "403": "The token is no session token, or may not do this",
+    "404": "Unknown path, model or response",
+    "405": "The path has no such method",
+    "408": "The body did not arrive in time",
+    "409": "The session is closed, or has an outcome",
+    "413": "The request is too large",
+    "429": "A limit is reached; Retry-After has a hint",
+    "503": "No router, no pool shard, or draining; Retry-After has a hint",
+    "504": "The answer took too long",
+}
+"""Statuses of errors; their objects have the format of the protocol."""
+
+
 class OpenApi:
     """`GET /openapi.json`, for any session token."""
 
@@ -104,7 +121,7 @@ def _operation(path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ],
-        "responses": {"default": {"description": "The answer, or an error object"}},
+        "responses": _responses(path, streams=body is not None),
         "security": []
         if path == "/healthz" or "token" in names
         else [{"bearer": []}, {"key": []}, {"google": []}],
@@ -112,6 +129,22 @@ def _operation(path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
     return operation
+
+
+def _responses(path: str, *, streams: bool) -> dict[str, Any]:
+    """Returns the responses of an operation by status; `streams`: it may send events."""
+    kinds = {"application/json": _OBJECT}
+    # Without alt=sse, Gemini's stream is one array.
+    array = {"application/json": {"schema": {"type": "array"}}}
+    answer = array if path.endswith(":streamGenerateContent") else kinds
+    answer = answer | ({"text/event-stream": {}} if streams else {})
+    found: dict[str, Any] = {"200": {"description": "The answer", "content": answer}}
+    for status, description in _ERRORS.items():
+        found[status] = {"description": description, "content": kinds}
+    if path.endswith("/v1/responses"):
+        found["101"] = {"description": "A WebSocket connection"}
+        found["426"] = {"description": "GET without a WebSocket", "content": kinds}
+    return found
 
 
 def _schemas() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import msgspec
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from forge.core.errors import InvalidArgument
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES
@@ -104,5 +104,6 @@ def _lark(name: str, text: str) -> str:
         raise InvalidArgument(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters")
     try:
         return str(any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+    # The converter raises plain exceptions too: "No 'root' rule found".
+    except Exception as error:
         raise InvalidArgument(f"{name} is neither Lark nor GBNF: {error}") from None

@@ -150,6 +150,7 @@ def matched(grammar: common_pb2.Grammar, text: str) -> bool:
     [
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice exclude"),
         ({"guided_json": "{"}, "guided_json is not a JSON Schema"),
+        ({"structured_outputs": {"grammar": ""}}, "grammar is neither Lark nor GBNF: No 'root'"),
         ({"guided_json": {"uniqueItems": True}}, "guided_json.* cannot be enforced"),
         ({"guided_choice": []}, "guided_choice has 0 texts"),
         ({"guided_grammar": 'root ::= "'}, "guided_grammar is neither Lark nor GBNF"),
