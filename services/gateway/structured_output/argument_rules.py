@@ -11,13 +11,10 @@ Arguments come in the schema's order, each at most once.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-
-from llguidance import regex_to_lark
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
@@ -25,6 +22,7 @@ from forge.core.formats.calls import read_as, typed, untyped
 from forge.grammar.answer_grammar import guided
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import OneByOne, lark_escaped, reads_key, spelt
+from services.gateway.structured_output.whole_text import whole_text
 
 _NOTES = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
@@ -380,19 +378,11 @@ def _differing(begin: str, rests: Sequence[str]) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """Converts a schema's pattern, which may match anywhere, to one of the complete text."""
-    inner = pattern.removeprefix("^")
-    ended = inner.endswith("$") and not inner.endswith("\\$")
-    inner = inner[:-1] if ended else inner
-    anchored = ended or pattern.startswith("^")
-    if anchored and re.search(r"\||(?<!\\)[$]|(?<![\\\[])\^", inner):
-        raise Inexpressible("a pattern with anchors in it, or alternatives beside them")
-    lead = "" if pattern.startswith("^") else "(?s:.*)"
-    trail = "" if ended else "(?s:.*)"
+    """As `whole_text`; raises `Inexpressible`."""
     try:
-        return f"{lead}({regex_to_lark(inner, use_ascii='')}){trail}"
+        return whole_text(pattern)
     except ValueError as error:
-        raise Inexpressible(f"the pattern: {error}"[:200]) from None
+        raise Inexpressible(str(error)[:200]) from None
 
 
 def _json(value: Any) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from forge.core.errors import InvalidArgument
+from forge.core.formats import CallDelta
 from forge.grammar.answer_grammar import check_schema
+from services.gateway.http.openai.responses_tools import tool_set
 from services.gateway.structured_output.lark_pattern import pattern_of
+from services.gateway.structured_output.whole_text import whole_text
+from tests.support.gateway.chat_templates import make_model
+from tests.unit.gateway.structured_output.test_gateway_turn_grammar import (
+    Judge,
+    grammar_of,
+    request,
+)
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -107,3 +117,37 @@ def test_the_expression_can_be_enforced_in_json() -> None:
     pattern = f"^(?:{pattern_of(PATCH, field='f')})$"
     schema = {"type": "object", "properties": {"input": {"type": "string", "pattern": pattern}}}
     check_schema(schema, field="f")
+
+
+@pytest.mark.parametrize("family", ["chatml", "minimax", "kimi", "mistral"])
+def test_a_custom_tools_grammar_is_enforced_in_each_call_syntax(family: str) -> None:
+    """As JSON, escaped, and as text that nothing escapes: a patch is accepted whole, and a text
+    that the grammar does not derive is not."""
+    custom = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": PATCH},
+    }
+    model = make_model(family)
+    judge = Judge(
+        family,
+        grammar_of(model, request(tools=tool_set([custom], omit_web_search=False).tools)),
+    )
+    for text, verdict in ((UPDATE, "whole"), (UPDATE.replace("*** Begin", "Begin"), "wrong")):
+        patched = CallDelta(name="apply_patch", arguments=json.dumps({"input": text}))
+        assert judge(model.format.write([patched])) == verdict
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [("^(a|b)$", "b"), (r"^[|]\|(x|(y|z))$", "||z"), ("a|b", "xbx")]
+)
+def test_alternatives_in_groups_may_stand_beside_anchors(pattern: str, text: str) -> None:
+    """They are not divided by an anchor."""
+    assert re.fullmatch(whole_text(pattern), text, re.DOTALL)
+
+
+@pytest.mark.parametrize("pattern", ["^a|b$", "a|b$", "^(a)|(b)", "^a$b$", "^a^b"])
+def test_alternatives_that_an_anchor_divides_are_refused(pattern: str) -> None:
+    """As are anchors inside."""
+    with pytest.raises(ValueError, match="anchors"):
+        whole_text(pattern)
