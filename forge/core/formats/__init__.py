@@ -16,6 +16,7 @@ from forge.core.formats.base import (
     TextDelta,
     Tools,
     collect,
+    reads_channels,
 )
 from forge.core.formats.plain import PlainParser
 from forge.core.formats.registry import (
@@ -47,4 +48,5 @@ __all__ = [
     "detect_reasoning",
     "get_format",
     "get_reasoning",
+    "reads_channels",
 ]

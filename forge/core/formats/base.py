@@ -103,6 +103,12 @@ class Answer:
     error: str
 
 
+def reads_channels(output: OutputFormat) -> bool:
+    """Whether the parser of a format reads complete answers, with reasoning and without tools too;
+    such a format says so in an attribute of this name."""
+    return bool(getattr(output, "reads_channels", False))
+
+
 def collect(deltas: Iterable[Delta], error: str) -> Answer:
     """Join the deltas of an answer."""
     content: list[str] = []

@@ -17,6 +17,7 @@ from forge.core.conversation.messages import ToolCall
 from forge.core.entry_points import installed, load_entry_point
 from forge.core.errors import ConfigError
 from forge.core.formats.base import OutputFormat, Tools, collect
+from forge.core.formats.harmony import HarmonyFormat
 from forge.core.formats.hermes import HermesFormat
 from forge.core.formats.llama import LlamaJsonFormat, PythonicFormat
 from forge.core.formats.mistral import MistralFormat, MistralV11Format
@@ -46,6 +47,8 @@ BUILT_IN: dict[str, Callable[[], OutputFormat]] = {
     "react": ReActFormat,
     "plain": PlainFormat,
 }
+CHANNELS: dict[str, Callable[[], OutputFormat]] = {"harmony": HarmonyFormat}
+"""Formats whose parsers read complete answers, reasoning too."""
 BUILT_IN_REASONING = {
     reasoning.name: reasoning for reasoning in (THINK, THINK_CLOSE, MISTRAL_THINK)
 }
@@ -66,13 +69,14 @@ SAMPLE_CALL = ToolCall(name="look", arguments='{"at": "a"}', call_id="call000a1"
 
 def get_format(name: str) -> OutputFormat:
     """Return the format `name`. Raises `ConfigError` with the known names."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
+    built_in = BUILT_IN | CHANNELS
+    if name in built_in:
+        return built_in[name]()
     added = installed(FORMATS_GROUP)
     if name in added:
         made: OutputFormat = load_entry_point(added[name])()
         return made
-    raise ConfigError(f"tool format {name!r} is unknown; there are {sorted({*BUILT_IN, *added})}")
+    raise ConfigError(f"tool format {name!r} is unknown; there are {sorted({*built_in, *added})}")
 
 
 def detect_format(template: str, written: str = "") -> str:
@@ -113,6 +117,8 @@ def get_reasoning(name: str) -> ReasoningFormat | None:
 
 def detect_reasoning(template: str) -> str:
     """Return the name of the reasoning format whose closing tag a chat template has."""
+    if all(sign in template for sign in HarmonyFormat.signs):
+        return NO_REASONING
     added = (load_entry_point(entry) for entry in installed(REASONING_GROUP).values())
     for reasoning in (*added, THINK, MISTRAL_THINK):
         if reasoning.close in template:
@@ -123,7 +129,7 @@ def detect_reasoning(template: str) -> str:
 def _all_formats() -> Iterator[OutputFormat]:
     for entry in installed(FORMATS_GROUP).values():
         yield load_entry_point(entry)()
-    for make in BUILT_IN.values():
+    for make in (*CHANNELS.values(), *BUILT_IN.values()):
         yield make()
 
 

@@ -183,8 +183,10 @@ class ChatModel:
 
     def reasoning_tokens(self, answer: Message, sampled_ids: bytes) -> int:
         """Returns the number of reasoning tokens of an answer, with the closing tag."""
-        if not answer.reasoning or self.reasoning is None:
+        if not answer.reasoning:
             return 0
+        if self.reasoning is None:
+            return len(self.encode(answer.reasoning)) // TOKEN_BYTES
         close = self._backend.encode(self.reasoning.close, add_special_tokens=False).ids
         if len(close) != 1:
             # A closing tag of several tokens has no exact position; the text is encoded instead.

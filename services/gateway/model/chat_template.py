@@ -67,6 +67,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
         self._text_arguments = text_arguments
+        self._reasoning_key = reasoning_key(str(tokenizer.chat_template))
         self._end_texts = end_texts
         self._reasoning = reasoning
         self._stub_text = self.rendered(STUB, None, generation_prompt=True)
@@ -93,7 +94,11 @@ class ChatTemplate:
             try:
                 text = self._tokenizer.apply_chat_template(
                     [
-                        template_message(message, text_arguments=self._text_arguments)
+                        template_message(
+                            message,
+                            text_arguments=self._text_arguments,
+                            reasoning_key=self._reasoning_key,
+                        )
                         for message in messages
                     ],
                     tools=list(tools) if tools else None,
@@ -152,11 +157,21 @@ def merged_kwargs(variables: frozenset[str], *layers: str) -> str:
     return template_kwargs.kwargs_json(merged)
 
 
-def template_message(message: Message, *, text_arguments: bool = False) -> dict[str, Any]:
+def reasoning_key(template: str) -> str:
+    """Returns the name of an assistant's reasoning in a template; gpt-oss has its own."""
+    harmony = "thinking" in template and "reasoning_content" not in template
+    return "thinking" if harmony and "<|channel|>" in template else "reasoning_content"
+
+
+def template_message(
+    message: Message, *, text_arguments: bool = False, reasoning_key: str = "reasoning_content"
+) -> dict[str, Any]:
     """Returns a message in the form of chat templates: the arguments of calls as an object if
     possible, or as text for templates that need text."""
     plain = to_openai(message)
     plain.pop("images", None)
+    if "reasoning_content" in plain:
+        plain[reasoning_key] = plain.pop("reasoning_content")
     for call in plain.get("tool_calls", ()):
         function, text = call["function"], call["function"]["arguments"]
         function["arguments"] = text or "{}" if text_arguments else _object_or_text(text)

@@ -17,7 +17,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from forge.core.errors import InvalidArgument
-from forge.core.formats import CallDelta, OutputFormat
+from forge.core.formats import CallDelta, OutputFormat, reads_channels
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
@@ -92,6 +92,15 @@ def turn_grammar(
     wanted = answer is not None or request.required_tool is not None
     # Most requests end here, before the expensive part.
     if not wanted and not any(_is_strict(tool) for tool in callable_tools or ()):
+        return None
+    if reads_channels(model.format):
+        if answer is not None:
+            raise InvalidArgument(
+                f"a response format is not supported: in the model's format ({model.format.name}) "
+                "an answer has channels, which no grammar here writes"
+            )
+        if any(_is_strict(tool) for tool in callable_tools or ()):
+            UNENFORCED.inc()
         return None
     if answer is not None and model.reasoning is None and not callable_tools:
         return answer

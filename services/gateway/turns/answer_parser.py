@@ -15,7 +15,15 @@ from math import isfinite
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import DataLoss
-from forge.core.formats import CallDelta, Delta, Parser, PlainParser, ReasoningDelta, TextDelta
+from forge.core.formats import (
+    CallDelta,
+    Delta,
+    Parser,
+    PlainParser,
+    ReasoningDelta,
+    TextDelta,
+    reads_channels,
+)
 from forge.core.formats.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2, inference_pb2
@@ -279,5 +287,7 @@ def _format_parser(model: ChatModel, request: TurnRequest, *, inside: bool) -> P
     if request.prompt_ids:
         return PlainParser()
     parses_calls = bool(request.tools) and request.call_tools
+    if reads_channels(model.format):
+        return model.format.parser(request.tools if parses_calls else ())
     inner = model.format.parser(request.tools) if parses_calls else PlainParser()
     return model.reasoning.parser(inner, inside=inside) if model.reasoning else inner

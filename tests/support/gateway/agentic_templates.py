@@ -192,3 +192,49 @@ KIMI_TOKENS = (
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>", "<|tool_call_end|>",
 )  # fmt: skip
+
+# Written after the public description of gpt-oss's format: analysis is kept in a tool loop, dropped
+# once there is a final answer, and <|return|> ends the last answer only.
+HARMONY = """
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}
+    {%- for tool in tools or [] %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set ns = namespace(last_call='', final=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and not message.tool_calls %}
+        {%- set ns.final = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + ns.last_call + ' to=assistant' }}
+        {{- '<|channel|>commentary<|message|>' + (message.content | tojson) + '<|end|>' }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set thought = message.thinking or message.content %}
+        {%- if thought and loop.index0 > ns.final %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name }}
+        {{- '<|channel|>commentary json<|message|>' + (call.arguments | tojson) + '<|call|>' }}
+        {%- set ns.last_call = call.name %}
+    {%- elif message.role == 'assistant' %}
+        {%- if loop.last and not add_generation_prompt and message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+HARMONY_TOKENS = (
+    *("<|return|>", "<|call|>", "<|start|>", "<|end|>"),
+    *("<|channel|>", "<|message|>", "<|constrain|>"),
+)

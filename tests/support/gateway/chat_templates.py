@@ -198,6 +198,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "mistral": (agentic.MISTRAL, agentic.MISTRAL_TOKENS, "</s>"),
     "kimi": (agentic.KIMI, agentic.KIMI_TOKENS, "<|im_end|>"),
+    "harmony": (agentic.HARMONY, agentic.HARMONY_TOKENS, "<|return|>"),
     "numbered": (NUMBERED, CHATML_TOKENS, "<|im_end|>"),
     "renumbered": (RENUMBERED, CHATML_TOKENS, "<|im_end|>"),
 }
@@ -239,8 +240,16 @@ def make_model(family: str, *, context_tokens: int = 4096) -> ChatModel:
         tokenizer,
         name=f"{family}-test",
         context_tokens=context_tokens,
-        stop_ids={tokenizer.eos_token_id},
+        stop_ids=stop_ids(tokenizer),
     )
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """The end-of-turn tokens, as the generation config of a model names them."""
+    vocabulary = tokenizer.get_vocab()
+    return {tokenizer.eos_token_id} | {
+        vocabulary[end] for end in ("<|call|>",) if end in vocabulary
+    }
 
 
 def save_model(family: str, directory: Path, *, context_tokens: int = 4096) -> None:
@@ -249,5 +258,5 @@ def save_model(family: str, directory: Path, *, context_tokens: int = 4096) -> N
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(f'{{"max_position_embeddings": {context_tokens}}}')
     (directory / "generation_config.json").write_text(
-        f'{{"eos_token_id": [{tokenizer.eos_token_id}]}}'
+        f'{{"eos_token_id": {sorted(stop_ids(tokenizer))}}}'
     )

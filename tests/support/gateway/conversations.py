@@ -102,10 +102,17 @@ class Session:
         prompt = self.prompt(messages, opening, template_kwargs)
         ids = self.spelt(text, by_character=by_character)
         if ended:
-            ids += int32_bytes(sorted(self.model.stop_ids)[:1])
+            ids += int32_bytes([self.end_id(text)])
         answer = self.parse(prompt, opening, ids)
         self.record(prompt, ids, answer)
         return answer
+
+    def end_id(self, text: str) -> int:
+        """The token that ends an answer; gpt-oss ends calls with another."""
+        calls = self.family == "harmony" and " to=functions." in text.split("<|message|>")[-2:][0]
+        if calls:
+            return int(make_tokenizer(self.family).convert_tokens_to_ids("<|call|>"))
+        return min(self.model.stop_ids)
 
     def generate(self, prompt_ids: bytes, sampled_ids: bytes) -> None:
         """One call of an agent that renders for itself."""

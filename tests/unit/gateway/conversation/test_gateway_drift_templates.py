@@ -16,8 +16,8 @@ from tests.support.gateway.conversations import TOOLS, Session, as_sent, result,
 
 WORDS = ["a", "12.", "é日", "x y", "{1}", "ok"]
 THINKING = ("qwen3", "minimax", "kimi")
-ONLY_CALLS = ("llama3", "mistral")
-"""Their templates write no content beside a call."""
+ONLY_CALLS = ("llama3", "mistral", "harmony")
+"""Their templates write no content beside a call, or write it as reasoning."""
 OWN_IDS = ("kimi", "mistral")
 """Their calls have ids in their notation."""
 
