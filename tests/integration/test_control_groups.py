@@ -1,0 +1,172 @@
+"""Sandboxes in control groups of a real kernel: their limits hold for all processes together.
+
+It needs a hierarchy of version 2 with the controllers memory and pids, in which root can make a
+group. The runner starts in a group that is marked as systemd marks a delegated one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from forge.agents.control_groups import delegated_group
+from forge.core.errors import FailedPrecondition
+from tests.integration.test_sandbox_escapes import REPOSITORY
+
+TIMEOUT_S = 240.0
+CHILDREN = """
+import os, sys, time
+made = []
+def child():
+    held = bytearray(b"x") * (60 << 20) if sys.argv[1] == "memory" else b""
+    time.sleep(600 if sys.argv[1] == "processes" else 5)
+try:
+    while len(made) < int(sys.argv[2]):
+        pid = os.fork()
+        if not pid:
+            try:
+                child()
+            finally:
+                os._exit(0)
+        made.append(pid)
+except OSError:
+    pass
+if sys.argv[1] == "memory":
+    for pid in made:
+        os.waitpid(pid, 0)
+print(len(made))
+"""
+RUNNER = """
+import asyncio, json, os, sys
+from pathlib import Path
+from forge.agents.control_groups import CONTROL_GROUPS
+from forge.agents.launchers.base import Limits
+from forge.agents.launchers.wrapped import SandboxLauncher
+from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
+from forge.agents.rewards import RewardTask
+from forge.agents.environments.base import Transcript
+from forge.agents.sandbox import Sandbox
+from forge.agents.scaffolds.command import Command
+from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
+from tests.support.agents.tasks import SumEpisode, rollout
+
+group, children = Path(sys.argv[1]), sys.argv[2]
+
+async def command(kind, count):
+    limits = Limits(memory_bytes=120 << 20, processes=30, tmp_bytes=8 << 20)
+    words = [sys.executable, children, kind, count]
+    launcher = SandboxLauncher(ProcessSandbox(tmp_bytes=8 << 20), limits=limits, words=words)
+    await launcher.check()
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        try:
+            attempt = Command(words, launcher=launcher).run(rollout(gateway), SumEpisode(4))
+            return (await attempt).answer
+        except RuntimeError as error:
+            return str(error)
+
+async def reward():
+    limits = RewardLimits(call_s=60.0, memory_bytes=120 << 20, processes=30)
+    functions = {"d": "tests.integration.test_control_groups:hungry"}
+    pool = RewardPool(functions, limits=limits, workers=1, sandbox=ProcessSandbox(
+        modules=["tests"], tmp_bytes=8 << 20))
+    task = RewardTask(task_id="t", domain="d", payload={})
+    try:
+        return (await pool.score(Transcript(answer="4", turns=1), task))[0].value
+    except RewardError as error:
+        return str(error)
+    finally:
+        await pool.close()
+
+async def main():
+    CONTROL_GROUPS.adopt()
+    found = {
+        "own": Path("/proc/self/cgroup").read_text().strip(),
+        "memory": await command("memory", "6"),
+        "processes": await command("processes", "100"),
+        "reward": await reward(),
+        "program": (await Sandbox().run("print(4)")).output,
+    }
+    with CONTROL_GROUPS.group(memory_bytes=0, processes=0):
+        pass
+    print(json.dumps(found | {"left": [path.name for path in group.iterdir() if path.is_dir()]}))
+asyncio.run(main())
+"""
+
+
+def hungry(trajectory: object, task: object) -> float:
+    """A reward function whose processes use more memory together than one may."""
+    children = [os.fork() for _ in range(4)]
+    if 0 in children:
+        held = bytearray(b"x") * (60 << 20)
+        os._exit(len(held) & 1)
+    for child in children:
+        os.waitpid(child, 0)
+    return 1.0
+
+
+@pytest.fixture(params=["root", "plain user"])
+def group(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A delegated group; the runner is moved into it."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    places = [line.split()[4] for line in mounts if " - cgroup2 " in line]
+    if os.getuid() or not places:
+        pytest.skip("no root, or no control groups of version 2")
+    root = Path(places[0])
+    missing = {"memory", "pids"} - {*(root / "cgroup.controllers").read_text().split()}
+    if missing:
+        pytest.skip(f"{root} has no controller {' and '.join(sorted(missing))}")
+    with suppress(OSError):
+        (root / "cgroup.subtree_control").write_text("+memory +pids")
+    made = root / f"forge-test-{os.getpid()}"
+    made.mkdir()
+    if request.param == "root":
+        os.setxattr(made, "trusted.delegate", b"1")
+    else:
+        for path in (made, *made.iterdir()):
+            os.chown(path, 61234, 61234)
+    yield made
+    (made / "cgroup.kill").write_text("1")
+    for path in sorted(made.rglob("*"), reverse=True):
+        if path.is_dir():
+            path.rmdir()
+    made.rmdir()
+
+
+def test_limits_hold_for_all_processes_of_a_sandbox(group: Path, tmp_path: Path) -> None:
+    """Memory and processes; a sandbox over its own limit has failed by itself, and its group ends
+    with it."""
+    children = tmp_path / "children.py"
+    children.write_text(CHILDREN)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o755)
+    user = "" if group.stat().st_uid == 0 else "setpriv --reuid 61234 --regid 61234 --clear-groups "
+    script = f'echo 0 > {group}/cgroup.procs && exec {user}"$@"'
+    words = [sys.executable, "-c", RUNNER, str(group), str(children)]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *words],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["own"].endswith(f"{group.name}/runner")
+    assert "over its limit on memory" in found["memory"]
+    assert 10 < int(found["processes"]) < 30
+    assert "over its limit on memory" in found["reward"]
+    assert (found["program"], found["left"]) == ("4\n", ["runner"])
+
+
+def test_group_that_is_not_delegated_is_not_used() -> None:
+    """The group of this test run belongs to others."""
+    with pytest.raises(FailedPrecondition, match=r"delegated|version 2"):
+        delegated_group()
