@@ -81,7 +81,7 @@ coverage: setup  ## The default suite with the lines it reaches, in all its proc
 	@$(PY) -m coverage combine --quiet
 	@$(PY) -m coverage report --skip-covered --sort=cover
 
-test-systemd: setup  ## Install, boot and reboot a bare Debian 12 (root; apt: mmdebstrap systemd-container)
+test-systemd: setup  ## Bare Debian 12 hosts: install, reboot, run-books (root; apt: mmdebstrap systemd-container iproute2)
 	@$(PY) -m pytest --timeout=3600 tests/systemd
 
 test-wheel: dist  ## Install the wheel in an environment of its own and train with it

@@ -27,6 +27,14 @@ REBOOT = 133
 STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
 """Packages of every Debian host; nothing of Forge's needs, and no compiler."""
 NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
+_OWN_GROUP = """
+for group in /sys/fs/cgroup/systemd /sys/fs/cgroup/unified /sys/fs/cgroup; do
+    [ ! -e $group/cgroup.procs ] || { mkdir -p $group/$0 && echo $$ > $group/$0/cgroup.procs; }
+done
+exec "$@"
+"""
+"""A control group for each container. In a common one a systemd would find, and kill, processes of
+the other ones."""
 NETWORKD = """[Match]
 Name=host0
 [Network]
@@ -39,10 +47,11 @@ def missing() -> str:
     """Return why there can be no such host here; empty if there can."""
     if os.geteuid() != 0:
         return "a container needs root"
-    programs = ("mmdebstrap", "systemd-nspawn")
+    programs = ("mmdebstrap", "systemd-nspawn", "ip")
     absent = [program for program in programs if shutil.which(program) is None]
-    return f"not installed: {', '.join(absent)} (Debian: mmdebstrap systemd-container)" * bool(
-        absent
+    return (
+        f"not installed: {', '.join(absent)} (Debian: mmdebstrap systemd-container iproute2)"
+        * bool(absent)
     )
 
 
@@ -106,9 +115,10 @@ class BareHost:
         else:
             within = self._network.enter
             where.append(f"--network-bridge={self._network.bridge}")
+        group = f"forge-test-{os.getpid()}-{self.name}"
         with self._log.open("ab") as log:
             self._container = subprocess.Popen(
-                [*within, *NSPAWN, "--boot", *where],
+                ["sh", "-c", _OWN_GROUP, group, *within, *NSPAWN, "--boot", *where],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +14,6 @@ _BLOCK = re.compile(
     r'^(?P<indent> *)```sh(?: title="(?P<title>[^"]*)")?\n(?P<text>.*?)^(?P=indent)```$',
     re.M | re.S,
 )
-NO_CONTROL_GROUP = "status=219/CGROUP"
-"""In the journal if a unit starts right after its stop, and a nested container's kernel has not yet
-removed the control group. systemd starts it again; a repeated block waits for that."""
-_REPEATS = 5
 _HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 
@@ -78,14 +73,5 @@ class RunBook:
             self.done.append(step)
             names = tuple(self._hosts) if step.hosts == ("every host",) else step.hosts
             for name in names:
-                shown = _run_block(self._hosts[name], step.text, check=check)
+                shown = self._hosts[name].run("bash", "-elc", step.text, check=check)
         return shown
-
-
-def _run_block(host: BareHost, text: str, *, check: bool) -> str:
-    for _ in range(_REPEATS):
-        with suppress(AssertionError):
-            return host.run("bash", "-elc", text, check=check)
-        if NO_CONTROL_GROUP not in host.journal("--since=-2min"):
-            break
-    return host.run("bash", "-elc", text, check=check)
