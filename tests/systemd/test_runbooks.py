@@ -156,9 +156,8 @@ def test_backups_are_restored(three: ThreeHosts, work: Work, book: Book) -> None
     page.run("Restore a shard", 5, 6)
     until(lambda: "copies in sync: 2" in page.run("Restore a shard", 7, check=False))
     page.run("Restore the checkpoints")
-    until(lambda: three.status()["trainer"] is not None)
+    until(lambda: (three.status()["trainer"] or {}).get("step") == step)
     work.all_trained()
-    assert three.status()["trainer"]["step"] == step
     page.run("etcd")
     page.run("Restore etcd", 0, 1)
     until(lambda: etcd.run("Set it up", 3, check=False).count(" is healthy") == 3)
@@ -180,7 +179,40 @@ def test_a_lost_pool_host_is_replaced(three: ThreeHosts, work: Work, book: Book)
     page.run("A replicated shard", 0)
     until(lambda: "copies in sync: 2" in page.run("A replicated shard", 1, check=False))
     page.run("A replicated shard", 2)
-    until_well(three, services=10 - 2)
+    until_well(three, services=10 - 1)
+    work.submit()
+    work.all_trained()
+
+
+def test_a_shard_is_retired_and_one_is_declared_lost(
+    three: ThreeHosts, work: Work, book: Book
+) -> None:
+    """The groups of a second shard move while the cluster trains; another one loses its disk."""
+    page = book("retired_shard")
+    host, services = three.hosts["forge-3"], len(three.status()["services"])
+    start = ("systemctl", "enable", "--now", "forge-pool@1")
+    host.run(*start)
+    until_well(three, services=services + 1)
+    work.submit()
+    work.all_trained()
+    work.submit()
+    assert "is retired" in page.run("Retire a shard", 0)
+    assert "forge-3-1" not in page.run("Retire a shard", 1)
+    page.run("Retire a shard", 2)
+    until_well(three, services=services)
+    work.all_trained()
+
+    # The name is free for an empty store.
+    host.run("rm", "-rf", "/var/lib/forge/pool-1")
+    host.run(*start)
+    until_well(three, services=services + 1)
+    work.submit()
+    work.all_trained()
+    host.run("systemctl", "kill", "--signal=KILL", "forge-pool@1")
+    host.run("systemctl", "disable", "--now", "forge-pool@1")
+    host.run("rm", "-rf", "/var/lib/forge/pool-1")
+    until(lambda: len(three.status()["services"]) == services)
+    assert "is declared lost" in page.run("Declare a shard lost", check=False)
     work.submit()
     work.all_trained()
 
