@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from forge.core.errors import Unavailable
-from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.runtime.coordination import Coordinator, Discovery
 from forge.runtime.issued_tokens import renew
 from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
-from forge.runtime.tokens import Claims, Keyring, new_token_id
+from forge.runtime.tokens import Keyring
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_listing import list_groups
 from services.scheduler.group_look_up import ask_with_look_up
 from services.scheduler.leadership.term import LeaderContext, Term
+from services.scheduler.rollout_leases import rollout_lease
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
 
@@ -105,7 +104,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
-        return scheduler_pb2.LeaseRolloutsResponse(leases=map(self._lease, grants))
+        return scheduler_pb2.LeaseRolloutsResponse(
+            leases=[rollout_lease(one, self._config, self._keyring) for one in grants]
+        )
 
     async def RenewToken(
         self, request: scheduler_pb2.RenewTokenRequest, context: Any
@@ -318,41 +319,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await context.abort(*to_status(error), trailers)
         raise AssertionError("abort raises")
 
-    def _lease(self, grant: m.Grant) -> scheduler_pb2.RolloutLease:
-        claims = Claims(
-            subject=grant.trajectory_id,
-            scopes=frozenset({"session"}),
-            token_id=new_token_id(),
-            audience=frozenset({"GatewayService"}),
-            issued_unix_s=time.time(),
-            trajectory_id=grant.trajectory_id,
-            task_id=grant.task.task_id,
-            domain=grant.task.domain,
-            tenant=grant.task.user,
-            pool_shard=grant.pool_shard,
-            context_tokens=self._config.domain_context_tokens.get(grant.task.domain, 0),
-            agent_rewards=grant.task.agent_rewards,
-            chat_template_kwargs=kwargs_json(
-                merged(
-                    self._config.domain_chat_template_kwargs.get(grant.task.domain, ""),
-                    grant.task.chat_template_kwargs_json,
-                )
-            ),
-            sampling=sampling_policy(grant.task, self._config.domain_sampling),
-            expires_unix_s=time.time() + self._config.session_ttl_s,
-        )
-        grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())
-        return scheduler_pb2.RolloutLease(
-            lease_id=grant.trajectory_id,
-            task=grant.task,
-            rollout_index=grant.rollout_index,
-            trajectory_id=grant.trajectory_id,
-            session_token=self._keyring.sign(claims),
-            grader_token=self._keyring.sign(grader),
-            lease_s=self._config.queue.rollout_lease_s,
-            failures=grant.failures,
-        )
-
     async def _with_summaries(
         self, leader: LeaderContext, views: Sequence[m.GroupView]
     ) -> list[scheduler_pb2.BatchGroup]:
@@ -369,16 +335,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             for view in views
         ]
-
-
-def sampling_policy(task: common_pb2.Task, by_domain: Mapping[str, str]) -> str:
-    """Return the policy of a task: its own, its domain's in training, or the default."""
-    if task.sampling:
-        name: str = common_pb2.SamplingPolicy.Name(task.sampling)
-        return name.removeprefix("SAMPLING_POLICY_").lower()
-    if task.purpose == common_pb2.PURPOSE_EVAL:
-        return "agent"
-    return by_domain.get(task.domain, "override")
 
 
 async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:

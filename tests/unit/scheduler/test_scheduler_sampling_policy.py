@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.v1 import common_pb2 as pb
-from services.scheduler.service import sampling_policy
+from services.scheduler.rollout_leases import sampling_policy
 
 BY_DOMAIN = {"code": "bound"}
 EVAL: Any = {"purpose": pb.PURPOSE_EVAL}

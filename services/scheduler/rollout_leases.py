@@ -1,0 +1,65 @@
+"""The lease of one rollout: its task, and signed tokens for its agent and its grader.
+
+Owns the claims of both tokens; the settings and the task decide them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from forge.core.tasks.template_kwargs import kwargs_json, merged
+from forge.runtime.tokens import Claims, Keyring, new_token_id
+from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.state import messages as m
+
+
+def rollout_lease(
+    grant: m.Grant, config: SchedulerConfig, keyring: Keyring
+) -> scheduler_pb2.RolloutLease:
+    """Return the lease of a granted rollout."""
+    claims = Claims(
+        subject=grant.trajectory_id,
+        scopes=frozenset({"session"}),
+        token_id=new_token_id(),
+        audience=frozenset({"GatewayService"}),
+        issued_unix_s=time.time(),
+        trajectory_id=grant.trajectory_id,
+        task_id=grant.task.task_id,
+        domain=grant.task.domain,
+        tenant=grant.task.user,
+        pool_shard=grant.pool_shard,
+        context_tokens=config.domain_context_tokens.get(grant.task.domain, 0),
+        agent_rewards=grant.task.agent_rewards,
+        chat_template_kwargs=kwargs_json(
+            merged(
+                config.domain_chat_template_kwargs.get(grant.task.domain, ""),
+                grant.task.chat_template_kwargs_json,
+            )
+        ),
+        sampling=sampling_policy(grant.task, config.domain_sampling),
+        expires_unix_s=time.time() + config.session_ttl_s,
+    )
+    grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())
+    return scheduler_pb2.RolloutLease(
+        lease_id=grant.trajectory_id,
+        task=grant.task,
+        rollout_index=grant.rollout_index,
+        trajectory_id=grant.trajectory_id,
+        session_token=keyring.sign(claims),
+        grader_token=keyring.sign(grader),
+        lease_s=config.queue.rollout_lease_s,
+        failures=grant.failures,
+    )
+
+
+def sampling_policy(task: common_pb2.Task, by_domain: Mapping[str, str]) -> str:
+    """Return the policy of a task: its own, its domain's in training, or the default."""
+    if task.sampling:
+        name: str = common_pb2.SamplingPolicy.Name(task.sampling)
+        return name.removeprefix("SAMPLING_POLICY_").lower()
+    if task.purpose == common_pb2.PURPOSE_EVAL:
+        return "agent"
+    return by_domain.get(task.domain, "override")
