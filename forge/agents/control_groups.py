@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.core.errors import FailedPrecondition
+from forge.runtime.telemetry import log
 
 _CONTROLLERS: Final = ("memory", "pids")
 _RUNNER: Final = "runner"
@@ -84,22 +85,32 @@ class ControlGroups:
             return
         self._left = [each for each in self._left if not _is_removed(each)]
         directory = self._root / f"{_SANDBOX}{next(self._numbers)}"
-        directory.mkdir()
         try:
-            if memory_bytes:
-                (directory / "memory.max").write_text(str(memory_bytes))
-                # Else the host's swap would take what is beyond.
-                with suppress(FileNotFoundError):
-                    (directory / "memory.swap.max").write_text("0")
-                (directory / "memory.oom.group").write_text("1")
-            if processes:
-                (directory / "pids.max").write_text(str(processes))
+            _make(directory, memory_bytes=memory_bytes, processes=processes)
+        except OSError as error:
+            # Resource limits remain, as on a host without delegation.
+            log.warning("control_group_failed", directory=str(directory), error=error.strerror)
+            yield ControlGroup()
+            return
+        try:
             yield ControlGroup(directory=directory)
         finally:
             with suppress(OSError):
                 (directory / "cgroup.kill").write_text("1")
             if not _is_removed(directory):
                 self._left.append(directory)
+
+
+def _make(directory: Path, *, memory_bytes: int, processes: int) -> None:
+    directory.mkdir()
+    if memory_bytes:
+        (directory / "memory.max").write_text(str(memory_bytes))
+        # Else the host's swap would take what is beyond.
+        with suppress(FileNotFoundError):
+            (directory / "memory.swap.max").write_text("0")
+        (directory / "memory.oom.group").write_text("1")
+    if processes:
+        (directory / "pids.max").write_text(str(processes))
 
 
 def delegated_group() -> Path:
