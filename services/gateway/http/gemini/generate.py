@@ -65,7 +65,7 @@ class Gemini:
             if request.query.get("alt") == "sse":
                 return await stream_events(
                     request,
-                    answer.events(session, turn),
+                    _without_comments(answer.events(session, turn)),
                     error_event=lambda error: sse(google_error(Failure.of(error))),
                     headers=headers,
                 )
@@ -251,6 +251,13 @@ class _Candidate(Choice):
                     self.turn = piece
                 elif parts := answer.parts_of(piece.deltas):
                     yield sse(answer.envelope([answer.candidate(self._index, parts)]))
+
+
+async def _without_comments(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yields the events; none is an `Ending`, because Google's clients read no comments."""
+    async with aclosing(events):
+        async for event in events:
+            yield bytes(event)
 
 
 async def _array(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
