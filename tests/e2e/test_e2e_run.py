@@ -30,7 +30,8 @@ def test_interrupted_run_resumes_and_prints_the_table(tmp_path: Path, forge_root
     trained, held_out = asyncio.run(sampled_prompts(run.directory))
     assert len(trained) >= 8 and len(held_out) == 8
     assert not trained & held_out
-    run.wait_until(lambda: bool(run.evaluations()), "an evaluation")
+    # Recorded first, then printed by the next look at the run.
+    run.wait_until(lambda: "held-out after step 1 " in run.output(), "a printed evaluation")
     assert run.interrupt() == 130, run.explain()
     assert still_alive(pids) == []
     assert run.state()["phase"] == "train"

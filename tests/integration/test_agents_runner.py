@@ -170,7 +170,9 @@ async def started(runner: ServiceProcess, word: str, count: int) -> list[psutil.
     def found() -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             there = psutil.Process(runner.pid).children(recursive=True)
-            if sum(word in Path(each.cmdline()[0]).name for each in there) >= count:
+            # Without words between a fork and its exec.
+            names = [Path(first).name for each in there for first in each.cmdline()[:1]]
+            if sum(word in name for name in names) >= count:
                 return there
         return []
 

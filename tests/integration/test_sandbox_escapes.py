@@ -120,6 +120,8 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
         words: tuple[str, ...] = ("unshare", "--mount", "sh", "-c", AS_PLAIN_USER, name)
         words += (sys.base_prefix, str(REPOSITORY), str(packages), str(interpreter))
         environment |= {"PYTHONPATH": f"{directory}/packages:{directory}/forge", "HOME": name}
+        # Otherwise the system's libpython, of another version, would run this interpreter.
+        environment["LD_LIBRARY_PATH"] = str(directory / "python" / "lib")
         probe = subprocess.run([*words, "-c", "import forge"], env=environment, text=True,
                                capture_output=True)  # fmt: skip
         if probe.returncode:

@@ -56,9 +56,13 @@ async def connect(url: str, sent: bytes = b"") -> Socket:
 
 
 async def received(reader: asyncio.StreamReader) -> bytes:
-    """Returns all bytes up to the close by the gateway."""
+    """Returns all bytes up to the close by the gateway; none for a close without an answer."""
     async with asyncio.timeout(TIMEOUT_S):
-        return await reader.read()
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            # The gateway closed with bytes of ours unread.
+            return b""
 
 
 async def answered(url: str, sent: bytes) -> bytes:
