@@ -20,10 +20,10 @@ from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.call_marks import (
+from services.gateway.conversation.call_labels import (
     AGENT_HEADER,
-    MARKS,
-    NO_MARKS,
+    LABELS,
+    NO_LABELS,
     TRAIN_HEADER,
     with_headers,
 )
@@ -87,7 +87,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
         claims = self._claims_for(request)
-        _read_marks(context)
+        _read_labels(context)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
@@ -115,7 +115,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         claims = self._claims_for(request)
-        _read_marks(context)
+        _read_labels(context)
         turn_request = TurnRequest(
             prompt_ids=self._prompt_ids(request.prompt_ids),
             sampling=_sampling(request.sampling),
@@ -221,12 +221,12 @@ def _last_generate_responses(
     )
 
 
-def _read_marks(context: Any) -> None:
-    """Reads the marks of a call from its metadata, which have the names of HTTP's headers."""
+def _read_labels(context: Any) -> None:
+    """Reads the labels of a call from its metadata, which have the names of HTTP's headers."""
     metadata = dict(context.invocation_metadata())
     names = (AGENT_HEADER, TRAIN_HEADER)
     given = {name: metadata[name.lower()] for name in names if name.lower() in metadata}
-    MARKS.set(with_headers(NO_MARKS, given))
+    LABELS.set(with_headers(NO_LABELS, given))
 
 
 def _tell_changes(context: Any, request: TurnRequest) -> None:

@@ -46,7 +46,7 @@ _UNKNOWN = counter(
 _NOT_TRAINED = counter(
     "forge_trainer_left_out_turns_total",
     "Turns that were not trained: empty, aborted, greedy (temperature 0), share_missing, "
-    "side_call, marked (by the agent).",
+    "side_call, excluded (by the agent).",
     ["domain", "reason"],
 )
 _BARREN = counter(

@@ -61,7 +61,7 @@ async def test_sampling_policy_of_a_session_replaces_the_agents_parameters(
     assert not last.HasField("asked_temperature")
 
 
-async def test_marks_of_calls_are_recorded_and_turns_are_named(
+async def test_labels_of_calls_are_recorded_and_turns_are_named(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
     """Headers and key suffixes name the agent and exclude its calls; answers name their turn, a

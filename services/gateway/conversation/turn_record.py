@@ -1,4 +1,4 @@
-"""Records in a turn what its request asked for: sampling, marks, and signs of a side call."""
+"""Records in a turn what its request asked for: sampling, labels, and signs of a side call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DIGEST_BYTES = 8
 def record_request(turn: common_pb2.Turn, request: TurnRequest, prompt: Prompt) -> None:
     """Sets the fields of a turn that depend on its request alone."""
     turn.context_action = request.context_action
-    turn.agent = request.marks.agent
-    if request.marks.train is not None:
-        turn.train = request.marks.train
+    turn.agent = request.labels.agent
+    if request.labels.train is not None:
+        turn.train = request.labels.train
     place = prompt.draft.place
     if place is not None:
         turn.offers_tools = bool(request.tools)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from forge.core.conversation.messages import Message
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.call_marks import MARKS, CallMarks
+from services.gateway.conversation.call_labels import LABELS, CallLabels
 from services.gateway.conversation.handles import Handle
 from services.gateway.model.chat_model import Tools
 
@@ -48,7 +48,7 @@ class TurnRequest:
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the HTTP response; they name deviations from the request."""
     arrived: Moment
-    marks: CallMarks = field(default_factory=MARKS.get)
+    labels: CallLabels = field(default_factory=LABELS.get)
     size_bytes: int = field(default_factory=SIZE_BYTES.get)
     """Size of the request as it was received."""
 

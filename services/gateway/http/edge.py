@@ -19,7 +19,7 @@ from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Security
 from forge.runtime.telemetry import bind_context
 from forge.runtime.tokens import Claims
-from services.gateway.conversation.call_marks import MARKS, split_key, with_headers
+from services.gateway.conversation.call_labels import LABELS, split_key, with_headers
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
 from services.gateway.http.bodies import Bodies
@@ -69,11 +69,11 @@ class Edge:
     """As the setting `http.web_search`."""
 
     def claims(self, request: web.Request, *, scope: str = "session") -> Claims:
-        """Returns the verified claims of a token with this scope; sets the marks of the call.
+        """Returns the verified claims of a token with this scope; sets the labels of the call.
         Raises `Unauthenticated`, `PermissionDenied` or `InvalidArgument`."""
         key = request.match_info.get("token") or _key(request)
-        token, marks = split_key(key)
-        MARKS.set(with_headers(marks, request.headers))
+        token, labels = split_key(key)
+        LABELS.set(with_headers(labels, request.headers))
         claims = request[CLAIMS] = self.security.verify(token, "GatewayService")
         bind_context(trajectory_id=claims.trajectory_id)
         if not claims.allows(scope):

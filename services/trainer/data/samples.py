@@ -61,7 +61,7 @@ class CreditRules:
     critic: bool = False
     """Samples carry returns, from which a critic computes advantages."""
     train_side_calls: frozenset[str] = frozenset()
-    """Domains whose side calls are trained, unless the agent marked them."""
+    """Domains whose side calls are trained, unless the agent excluded them."""
     drop_flat_groups: bool = False
     """Leave out groups whose rollouts all have the same outcome and process reward."""
 
@@ -273,7 +273,7 @@ def _turn_samples(
     domain = rollout.trajectory.domain
     aside = side_calls(rollout.trajectory.turns, rollout.tree.lengths)
     if domain in rules.train_side_calls:
-        aside = {index: why for index, why in aside.items() if why == "marked"}
+        aside = {index: why for index, why in aside.items() if why == "excluded"}
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):

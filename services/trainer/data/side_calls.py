@@ -11,7 +11,7 @@ from typing import Literal
 from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2 as pb
 
-SideCall = Literal["marked", "side_call"]
+SideCall = Literal["excluded", "side_call"]
 """Why a turn is left out: its agent says so, or the rule does."""
 
 
@@ -19,7 +19,7 @@ def side_calls(turns: Sequence[pb.Turn], lengths: Sequence[int]) -> dict[int, Si
     """Side calls by turn index; `lengths` are the tokens of each turn's sequence.
 
     By the rule, a side call offers no tools where other turns offer some, has a system prompt of
-    none of those, and no later turn continues its answer. A mark of the agent decides first.
+    none of those, and no later turn continues its answer. A label of the agent decides first.
     """
     continued = {
         turn.parent_turn
@@ -32,7 +32,7 @@ def side_calls(turns: Sequence[pb.Turn], lengths: Sequence[int]) -> dict[int, Si
     for index, turn in enumerate(turns):
         if turn.HasField("train"):
             if not turn.train:
-                found[index] = "marked"
+                found[index] = "excluded"
         elif (
             systems
             and not turn.offers_tools

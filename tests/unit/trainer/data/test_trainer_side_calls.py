@@ -1,4 +1,4 @@
-"""Side calls of an agent: recognized by rule or by mark, and left out of training."""
+"""Side calls of an agent: recognized by rule or by label, and left out of training."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ def test_agents_without_tools_have_no_side_calls() -> None:
     assert found({"system_digest": b"a"}, {"system_digest": b"b"}) == {}
 
 
-def test_mark_of_the_agent_decides_before_the_rule() -> None:
+def test_label_of_the_agent_decides_before_the_rule() -> None:
     """`train` false leaves out any turn, true keeps a title."""
-    assert found(WORK | {"train": False}, TITLE | {"train": True}, WORK) == {0: "marked"}
+    assert found(WORK | {"train": False}, TITLE | {"train": True}, WORK) == {0: "excluded"}
 
 
 def test_side_calls_are_left_out_and_counted() -> None:
     """They get no sample; the other turns keep theirs."""
     batch = trained(WORK, TITLE, WORK | {"train": False})
     assert len(batch.samples) == 2
-    assert dict(batch.left_out) == {("code", "side_call"): 2, ("code", "marked"): 2}
+    assert dict(batch.left_out) == {("code", "side_call"): 2, ("code", "excluded"): 2}
 
 
 def test_domain_may_train_its_side_calls() -> None:
-    """Marks of the agent still count."""
+    """Labels of the agent still count."""
     batch = trained(WORK, TITLE, WORK | {"train": False}, train_side_calls=frozenset({"code"}))
     assert len(batch.samples) == 4
-    assert dict(batch.left_out) == {("code", "marked"): 2}
+    assert dict(batch.left_out) == {("code", "excluded"): 2}

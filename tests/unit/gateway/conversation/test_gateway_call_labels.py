@@ -5,31 +5,31 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import InvalidArgument
-from services.gateway.conversation.call_marks import CallMarks, split_key, with_headers
+from services.gateway.conversation.call_labels import CallLabels, split_key, with_headers
 
 TOKEN = "v1.eyJzdWIi-_A.q-_9"
 
 
 @pytest.mark.parametrize(
-    ("suffix", "marks"),
+    ("suffix", "labels"),
     [
-        ("", CallMarks()),
-        ("+planner", CallMarks("planner")),
-        ("~titles", CallMarks("titles", train=False)),
-        ("~", CallMarks(train=False)),
+        ("", CallLabels()),
+        ("+planner", CallLabels("planner")),
+        ("~titles", CallLabels("titles", train=False)),
+        ("~", CallLabels(train=False)),
     ],
 )
-def test_suffix_of_a_key_marks_its_calls(suffix: str, marks: CallMarks) -> None:
+def test_suffix_of_a_key_labels_its_calls(suffix: str, labels: CallLabels) -> None:
     """The token before it is unchanged."""
-    assert split_key(TOKEN + suffix) == (TOKEN, marks)
+    assert split_key(TOKEN + suffix) == (TOKEN, labels)
 
 
-def test_headers_replace_the_marks_of_a_key() -> None:
+def test_headers_replace_the_labels_of_a_key() -> None:
     """Each header by itself."""
-    marks = CallMarks("titles", train=False)
-    assert with_headers(marks, {}) == marks
-    assert with_headers(marks, {"X-Forge-Train": "True"}) == CallMarks("titles", train=True)
-    assert with_headers(marks, {"X-Forge-Agent": "a.b-c_1"}) == CallMarks("a.b-c_1", train=False)
+    labels = CallLabels("titles", train=False)
+    assert with_headers(labels, {}) == labels
+    assert with_headers(labels, {"X-Forge-Train": "True"}) == CallLabels("titles", train=True)
+    assert with_headers(labels, {"X-Forge-Agent": "a.b-c_1"}) == CallLabels("a.b-c_1", train=False)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_headers_replace_the_marks_of_a_key() -> None:
 def test_wrong_mark_is_named(headers: dict[str, str], said: str) -> None:
     """Header and value."""
     with pytest.raises(InvalidArgument, match=said):
-        with_headers(CallMarks(), headers)
+        with_headers(CallLabels(), headers)
 
 
 def test_wrong_suffix_is_named() -> None:

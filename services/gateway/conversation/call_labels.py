@@ -19,8 +19,8 @@ _SUFFIX = re.compile(r"([^+~]*)([+~])(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class CallMarks:
-    """The marks of one call."""
+class CallLabels:
+    """The labels of one call."""
 
     agent: str = ""
     """Name of the agent or sub-agent that makes the call."""
@@ -28,28 +28,28 @@ class CallMarks:
     """Whether the call is trained; None: by the trainer's rule."""
 
 
-NO_MARKS = CallMarks()
-MARKS: ContextVar[CallMarks] = ContextVar("marks", default=NO_MARKS)
+NO_LABELS = CallLabels()
+LABELS: ContextVar[CallLabels] = ContextVar("labels", default=NO_LABELS)
 """Marks of the request that this task handles; set by the edge that received it."""
 
 
-def split_key(key: str) -> tuple[str, CallMarks]:
-    """Returns the token of an API key and the marks of its suffix. Raises `InvalidArgument`."""
+def split_key(key: str) -> tuple[str, CallLabels]:
+    """Returns the token of an API key and the labels of its suffix. Raises `InvalidArgument`."""
     found = _SUFFIX.fullmatch(key)
     if found is None:
-        return key, CallMarks()
+        return key, CallLabels()
     token, sign, name = found.groups()
-    return token, CallMarks(_checked(name, "the suffix of the API key"), _TRAINED[sign])
+    return token, CallLabels(_checked(name, "the suffix of the API key"), _TRAINED[sign])
 
 
-def with_headers(marks: CallMarks, headers: Mapping[str, str]) -> CallMarks:
-    """Returns the marks with those of the headers, which win. Raises `InvalidArgument`."""
+def with_headers(labels: CallLabels, headers: Mapping[str, str]) -> CallLabels:
+    """Returns the labels with those of the headers, which win. Raises `InvalidArgument`."""
     agent, train = headers.get(AGENT_HEADER), headers.get(TRAIN_HEADER)
     if train is not None and train.lower() not in ("true", "false"):
         raise InvalidArgument(f"{TRAIN_HEADER} {train[:80]!r} must be true or false")
-    return CallMarks(
-        marks.agent if agent is None else _checked(agent, AGENT_HEADER),
-        marks.train if train is None else train.lower() == "true",
+    return CallLabels(
+        labels.agent if agent is None else _checked(agent, AGENT_HEADER),
+        labels.train if train is None else train.lower() == "true",
     )
 
 
