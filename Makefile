@@ -10,7 +10,7 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-wheel coverage lint docs dist protos \
+.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-first-agent test-wheel coverage lint docs dist protos \
 	protos-baseline chaos crash fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -83,6 +83,9 @@ coverage: setup  ## The default suite with the lines it reaches, in all its proc
 
 test-systemd: setup  ## Bare Debian 12 hosts: install, reboot, run-books (root; apt: mmdebstrap systemd-container iproute2)
 	@$(PY) -m pytest --timeout=3600 tests/systemd
+
+test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agent
+	@FORGE_FIRST_AGENT=1 $(PY) -m pytest tests/e2e/test_e2e_first_agent.py
 
 test-wheel: dist  ## Install the wheel in an environment of its own and train with it
 	@$(PY) -m pytest --timeout=3600 tests/wheel
