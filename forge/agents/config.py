@@ -63,7 +63,7 @@ class RunnerConfig(ServiceConfig):
     container_pull: Literal["never", "missing"] = "never"
     """Whether a missing image is pulled for a rollout."""
     container_user: str = ""
-    """User in the container; empty: the image's, and nobody (65534) under a root runner."""
+    """User in the container; empty: the user of the image, or 65534 if the runner is root."""
     command_read: tuple[str, ...] = ()
     """Files and directories that a sandboxed command reads, besides the system, Python, the working
     directory and the installation of its program."""

@@ -57,7 +57,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:
-        # The first start, or a state of which the operator cleared the directory.
+        # The first start, or the operator has cleared the directory.
         return ""
 
 

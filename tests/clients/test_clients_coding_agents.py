@@ -131,7 +131,7 @@ OVERFLOWING = [
         for protocol in ("chat", "responses", "messages")
     ),
 ]
-"""Agents that are told of a longer context than there is, so only the error makes them fold."""
+"""Agents configured with a longer context than the model has: only the error makes them fold."""
 
 
 async def run_agent(

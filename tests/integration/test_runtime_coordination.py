@@ -250,7 +250,7 @@ async def test_etcd_over_mutual_tls(tmp_path: Path) -> None:
 
 
 async def test_coordinator_works_while_one_endpoint_answers(etcd: EtcdServer) -> None:
-    """A cluster is named by all its members, some of which may be down; names are resolved."""
+    """The address of a cluster lists all members; some may be down. Host names are resolved."""
     dead = f"127.0.0.1:{free_port()}"
     living = etcd.endpoint.replace("127.0.0.1", "localhost")
     coordinator = await Coordinator.connect(f"{dead}, {living}", cluster="several")

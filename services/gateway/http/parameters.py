@@ -2,7 +2,7 @@
 
 Owns the rule that nothing is dropped in silence. A field without effect on the answer is harmless.
 A field that another server would honour is refused by name and value, unless its value is neutral.
-All other fields, also those that nobody knows, are named in the header `X-Forge-Ignored`.
+The header `X-Forge-Ignored` names all other fields, unknown ones too.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ class Training(Actor):
 
 
 def _warn_of_barren_domains(batch: PreparedBatch, step: int) -> None:
-    """Log a warning for each domain of which nothing could be trained."""
+    """Log a warning for each domain without a trained turn."""
     for domain in batch.samples.barren_domains:
         left_out = batch.samples.left_out.items()
         log.warning(
