@@ -1,10 +1,17 @@
-"""Waits for the first of several tasks; ends tasks."""
+"""Waits for the first of several tasks; ends tasks.
+
+A stream of `grpc.aio` that is cancelled in the moment it fails may raise its own error instead of
+`CancelledError`. So a task that repeats failed calls could survive its cancellation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
 from typing import Any
+
+_REPEAT_S = 1.0
+"""Time until a task that has not ended is cancelled again."""
 
 
 async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
@@ -22,8 +29,15 @@ async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any] | None) -> None:
     """Cancel the tasks and return once all have ended; their results and errors stay in them."""
-    running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
+    running = {task for task in tasks if task is not None}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=_REPEAT_S)
+
+
+def raise_if_cancelled() -> None:
+    """Raise the `CancelledError` of the current task that a gRPC stream has lost, if it has."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -30,6 +30,7 @@ from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
 from forge.core.errors import ConfigError, Unauthenticated, Unavailable
+from forge.runtime.asyncio_tasks import raise_if_cancelled
 from forge.runtime.coordination.etcd_channel import EtcdChannel
 from forge.runtime.telemetry import log
 
@@ -338,6 +339,7 @@ class Etcd:
             self._channel.leave(member)
             raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
         except (EtcdError, grpc.aio.AioRpcError) as error:
+            raise_if_cancelled()
             if _is_of_member(error):
                 self._token_is_doubtful = True
                 self._channel.leave(member)

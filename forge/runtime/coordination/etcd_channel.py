@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.asyncio_tasks import cancel_and_wait
 from forge.runtime.renewable_channel import RenewableChannel
 
 _MEMBER_S = 1.5
@@ -70,9 +71,7 @@ class EtcdChannel(RenewableChannel):
 
     async def close(self, grace: float | None = None) -> None:
         """As `grpc.aio.Channel`."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait({self._following})
+        await cancel_and_wait(self._following)
         await super().close(grace)
 
     async def _follow(self) -> None:

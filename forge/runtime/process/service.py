@@ -215,7 +215,7 @@ class _Process:
         if task in await first_done(task, self._stopping.wait()):
             await task
             return True
-        await asyncio.wait({task})
+        await cancel_and_wait(task)
         return False
 
     async def _start(self, undo: AsyncExitStack) -> None:
@@ -260,7 +260,7 @@ class _Process:
         try:
             (ended, *_) = await first_done(task, self._agreement.watch())
         finally:
-            await asyncio.wait({task})
+            await cancel_and_wait(task)
         await ended
 
     async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:

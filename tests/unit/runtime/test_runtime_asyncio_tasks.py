@@ -1,4 +1,4 @@
-"""Wait for the first of several tasks."""
+"""Wait for the first of several tasks; end tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.runtime.asyncio_tasks import first_done
+from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
 
 
 async def test_first_task_is_returned_and_the_others_are_cancelled() -> None:
@@ -40,4 +40,22 @@ async def test_cancelled_wait_cancels_all_tasks() -> None:
     await asyncio.sleep(0)
     waiter.cancel()
     await asyncio.wait({task, waiter})
+    assert task.cancelled()
+
+
+async def test_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+    """A gRPC stream may raise its own error instead; the task would go on for ever."""
+    lost = asyncio.Event()
+
+    async def lose_one() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            lost.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(lose_one())
+    await asyncio.sleep(0)
+    await cancel_and_wait(None, task)
+    assert lost.is_set()
     assert task.cancelled()
