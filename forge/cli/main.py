@@ -19,6 +19,7 @@ from forge.cli.pool import pool_app
 from forge.cli.queue import Json, queue_app
 from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.token import token_app
+from forge.cli.trajectories import trajectories_app
 from forge.core.errors import InvalidArgument
 from forge.core.extras import require_extra
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export trained ones.")
 app.add_typer(model_app, name="model")
+app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
 app.add_typer(token_app, name="token")

@@ -24,6 +24,8 @@ from forge.runtime.bearer import bearer_of
 if TYPE_CHECKING:
     from forge.v1 import common_pb2, pool_pb2
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -1,4 +1,4 @@
-"""`forge pool`: the commands for the data pool.
+"""`forge pool`: the commands for the data pool; `forge trajectories` reads its content.
 
 Owns arguments and output. `services.pool.maintenance` works on the files of a shard, in a separate
 process, because only the pool may import LMDB; `forge.client.pool` calls a running pool.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,26 +15,25 @@ import typer
 
 from forge.cli.command_exit import finish, say
 from forge.cli.connection import Connection
-from forge.cli.options import FilterOptions, SystemOptions, with_options
+from forge.cli.options import Json, SystemOptions, with_options
+from forge.cli.trajectories import export, ls, tail
 from forge.core.extras import require_extra
 
 pool_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Read the data pool and maintain its files.\n\n"
-    "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] read a "
-    "running pool, [bold]erase[/bold] deletes from it, [bold]retire[/bold] and "
-    "[bold]declare-lost[/bold] remove a shard; default: the newest run under .forge. "
-    "[bold]check[/bold], [bold]backup[/bold], "
-    "[bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work on the directory of "
-    "one shard (data_dir; in a run pool/0), on its host.",
+    help="Maintain the data pool and its files.\n\n"
+    "[bold]stats[/bold] reads a running pool, [bold]erase[/bold] deletes from it, "
+    "[bold]retire[/bold] and [bold]declare-lost[/bold] remove a shard; default: the newest run "
+    "under .forge. [bold]check[/bold], [bold]backup[/bold], [bold]restore[/bold], "
+    "[bold]adopt[/bold] and [bold]compact[/bold] work on the directory of one shard (data_dir; in "
+    "a run pool/0), on its host. [bold]forge trajectories[/bold] reads what the pool has.",
 )
 
 SERVED = 3
 """Exit code of the compaction tool for a served shard; stdout then has the shard's name."""
 
 Directory = Annotated[Path, typer.Argument(help="Directory of a shard, with its data.mdb.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
 @pool_app.command()
@@ -234,79 +232,6 @@ def declare_lost(
 
 @pool_app.command()
 @with_options
-def query(
-    at: Connection,
-    wanted: FilterOptions,
-    limit: Annotated[int, typer.Option(min=0, help="Maximum number; 0: all.")] = 50,
-    json: Json = False,
-) -> None:
-    """List the trajectories that match all conditions.
-
-    [dim]forge pool query --domain code --min-reward 0.5 --since 2h[/dim]
-    """
-    from forge.cli.pool_reading import list_trajectories
-
-    finish(
-        lambda: list_trajectories(at, wanted.resolved(), limit=limit, as_json=json),
-        "Interrupted.",
-    )
-
-
-@pool_app.command()
-@with_options
-def tail(
-    at: Connection,
-    wanted: FilterOptions,
-    cursor: Annotated[
-        list[str] | None,
-        typer.Option(help="Continue after it; one per shard, as printed at the end of a tail."),
-    ] = None,
-    from_start: Annotated[
-        bool, typer.Option("--from-start", help="Begin with the oldest change, not with the next.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Print trajectories as they are sealed, abandoned or rewarded late, until Ctrl-C.
-
-    It survives restarts of the pool, and at its end prints the cursors with which another tail
-    continues without a gap.
-    """
-    from forge.cli.pool_reading import follow_trajectories
-
-    finish(
-        lambda: follow_trajectories(
-            at, wanted.resolved(), cursors=cursor or [], from_start=from_start, as_json=json
-        ),
-        "",
-    )
-
-
-@pool_app.command()
-@with_options
-def export(
-    at: Connection,
-    wanted: FilterOptions,
-    file: Annotated[Path, typer.Argument(help="New file: NAME.parquet or NAME.jsonl.")],
-) -> None:
-    """Write trajectories with their tokens, log-probs, versions and rewards to a file.
-
-    One row is one trajectory with its turns, equal in both formats; memory does not grow with the
-    number of rows. Without --state only sealed trajectories are written. Damaged ones are named on
-    stderr and skipped; the exit code is then 1.
-
-    [dim]forge pool export code.parquet --domain code --since 1d[/dim]
-    """
-    from forge.cli.pool_reading import export_trajectories
-
-    chosen = replace(wanted, state=wanted.state or "sealed")
-    finish(
-        lambda: export_trajectories(at, chosen.resolved(), file),
-        f"Interrupted; {file} is not written.",
-    )
-
-
-@pool_app.command()
-@with_options
 def stats(at: Connection, json: Json = False) -> None:
     """Count groups and trajectories by domain and state; show sizes and the oldest group."""
     from forge.cli.pool_reading import show_stats
@@ -321,3 +246,8 @@ def _tool(*words: str | Path) -> None:
 def _tool_argv(*words: str | Path) -> list[str]:
     require_extra("pool")
     return [sys.executable, "-m", "services.pool.maintenance", *map(str, words)]
+
+
+# The names of these commands before there was `forge trajectories`.
+for _name, _command in (("query", ls), ("tail", tail), ("export", export)):
+    pool_app.command(_name, hidden=True)(_command)

@@ -1,4 +1,4 @@
-"""The output of `forge pool` for a running pool: lists, tails, counts, exports, compactions."""
+"""The output of `forge trajectories` and of `forge pool` for a running pool."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from rich.table import Table
 
 from forge.cli.command_exit import console, say
 from forge.cli.connection import Connection
-from forge.cli.export import export_file
+from forge.cli.export import JsonLines, export_file
 from forge.cli.options import SystemOptions
+from forge.cli.trajectory_view import TrajectoryView
 from forge.client.pool import PoolReader
 from forge.v1 import common_pb2, pool_pb2
 
@@ -79,6 +80,16 @@ async def list_trajectories(
         console.print(f"There are more than these {limit}: see --limit.")
 
 
+async def show_trajectory(at: Connection, trajectory_id: str, *, full: bool, as_json: bool) -> None:
+    """Prints one trajectory, as a tree or as one line of an export."""
+    async with _reader(at) as reader:
+        trajectory = await reader.find(trajectory_id)
+    if as_json:
+        JsonLines(sys.stdout.buffer).add(trajectory)
+    else:
+        console.print(TrajectoryView(trajectory).draw(full=full), highlight=False)
+
+
 def _name_damaged(shard: str, trajectory_ids: Sequence[str]) -> None:
     for trajectory_id in trajectory_ids:
         sys.stderr.write(f"forge: {trajectory_id} of pool shard {shard} is damaged and skipped\n")
@@ -107,7 +118,7 @@ async def follow_trajectories(
                     say(f"{_CHANGES[response.change]:8}  {cells}")
         finally:
             resume = " ".join(f"--cursor {cursor}" for cursor in latest.values())
-            sys.stderr.write(f"Continue with: forge pool tail {resume}\n")
+            sys.stderr.write(f"Continue with: forge trajectories tail {resume}\n")
 
 
 async def export_trajectories(

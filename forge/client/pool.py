@@ -15,6 +15,7 @@ from typing import Any
 
 from forge.client.retry import Patience
 from forge.core.errors import DataLoss, ForgeError, InvalidArgument, NotFound
+from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner
@@ -114,6 +115,19 @@ class PoolReader:
                 size = FETCH_TRAJECTORIES if size == 1 else 1
             except ForgeError as error:
                 await asyncio.sleep(patience.pause_s(error))
+
+    async def find(self, trajectory_id: str) -> common_pb2.Trajectory:
+        """Return one whole trajectory of any shard. Raises `InvalidArgument` for a malformed id,
+        `NotFound`, also for a freed one, and `DataLoss` for a damaged one."""
+        parse_trajectory_id(trajectory_id)
+        damaged: list[str] = []
+        for shard in await self.shards():
+            found = self.fetch(shard, [trajectory_id], on_damage=damaged.append)
+            async for trajectory in found:
+                return trajectory
+        if damaged:
+            raise DataLoss(f"{trajectory_id} is damaged: `forge pool check --repair` mends a shard")
+        raise NotFound(f"no pool shard has the turns of {trajectory_id}: unknown, or freed")
 
     async def tail(
         self,

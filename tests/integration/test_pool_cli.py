@@ -1,4 +1,4 @@
-"""`forge pool` against a running pool, as an operator types it."""
+"""`forge pool` and `forge trajectories` against a running pool, as an operator types them."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ async def client(pool: PoolProcess, shared_etcd: EtcdServer) -> AsyncIterator[Po
     await coordinator.close()
 
 
-async def forge(pool: PoolProcess, *words: str) -> Done:
-    """Runs `forge pool <words>` against the run."""
-    ended = await run_command("pool", *words, "--run-dir", str(pool.data_dir.parent))
+async def forge(pool: PoolProcess, *words: str, of: str = "pool") -> Done:
+    """Runs `forge <of> <words>` against the run."""
+    ended = await run_command(of, *words, "--run-dir", str(pool.data_dir.parent))
     return Done(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr)
 
 
@@ -83,9 +83,10 @@ async def start(pool: PoolProcess, *words: str) -> asyncio.subprocess.Process:
 async def test_query_lists_matching_trajectories(pool):
     """A table for people, an object per line for programs; an invalid condition is one line."""
     table, lines, wrong = await asyncio.gather(
-        forge(pool, "query", "--min-reward", "0.5", "--since", "1h"),
+        forge(pool, "ls", "--min-reward", "0.5", "--since", "1h", of="trajectories"),
+        # Its name before.
         forge(pool, "query", "--json", "--limit", "2"),
-        forge(pool, "query", "--since", "yesterday"),
+        forge(pool, "ls", "--since", "yesterday", of="trajectories"),
     )
     assert table.code == 0, table.stderr
     assert "a:1:0" in table.stdout and "a:2:0" in table.stdout and "a:0:0" not in table.stdout
@@ -97,6 +98,22 @@ async def test_query_lists_matching_trajectories(pool):
     assert wrong.stderr.count("\n") == 1
 
 
+async def test_show_draws_the_branches_of_a_trajectory(pool):
+    """A tree for people, the row of an export for programs; an unknown id is one line."""
+    tree, row, unknown, wrong = await asyncio.gather(
+        forge(pool, "show", "a:1:0", of="trajectories"),
+        forge(pool, "show", "a:1:0", "--json", of="trajectories"),
+        forge(pool, "show", "b:0:0", of="trajectories"),
+        forge(pool, "show", "a", of="trajectories"),
+    )
+    assert tree.code == 0, tree.stderr
+    assert "a:1:0" in tree.stdout and "1 branch" in tree.stdout and "turn 1" in tree.stdout
+    assert [turn["turn_index"] for turn in json.loads(row.stdout)["turns"]] == [0, 1]
+    assert (unknown.code, unknown.stderr.count("\n")) == (2, 1)
+    assert "no pool shard has the turns of b:0:0" in unknown.stderr
+    assert "must be task_id:rollout_index:attempt" in wrong.stderr
+
+
 async def test_export_has_every_sampled_number(pool, client, tmp_path):
     """Parquet and JSON Lines have the same rows: each sealed trajectory with its turns, ids,
     log-probs, versions and rewards; an existing file is not overwritten."""
@@ -105,7 +122,7 @@ async def test_export_has_every_sampled_number(pool, client, tmp_path):
         assert done.code == 0, done.stderr
         assert "3 trajectories" in done.stdout
     again, unknown = await asyncio.gather(
-        forge(pool, "export", str(tmp_path / "all.jsonl")),
+        forge(pool, "export", str(tmp_path / "all.jsonl"), of="trajectories"),
         forge(pool, "export", str(tmp_path / "all.csv")),
     )
     assert (again.code, unknown.code) == (2, 2)
@@ -138,7 +155,7 @@ async def test_tail_prints_trajectories_and_its_cursor(pool):
     _, stderr = await process.communicate()
     assert [line["summary"]["trajectory_id"] for line in lines] == ["a:0:0", "a:1:0", "a:2:0"]
     assert process.returncode == 130
-    assert stderr.decode() == "Continue with: forge pool tail --cursor s0/3\n"
+    assert stderr.decode() == "Continue with: forge trajectories tail --cursor s0/3\n"
 
 
 async def test_stats_and_files_of_a_running_pool(pool, tmp_path):

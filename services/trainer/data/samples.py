@@ -21,6 +21,7 @@ from forge.core.credit.rewards import (
     speed_credits,
     turn_rewards,
 )
+from forge.core.credit.side_calls import SideCall, side_calls
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
@@ -33,7 +34,6 @@ from services.trainer.data.grammar_correction import (
     logprobs_without_mask,
     weighted_advantages,
 )
-from services.trainer.data.side_calls import SideCall, side_calls
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -271,14 +271,18 @@ def _turn_samples(
     """One sample per trainable turn; `targets_T` are the critic's targets."""
     samples = []
     domain = rollout.trajectory.domain
-    aside = side_calls(rollout.trajectory.turns, rollout.tree.lengths)
+    lengths = rollout.tree.lengths
+    contexts = [
+        length - turn.sampled_tokens
+        for length, turn in zip(lengths, rollout.tree.turns, strict=True)
+    ]
+    aside = side_calls(rollout.trajectory.turns, contexts)
     if domain in rules.train_side_calls:
         aside = {index: why for index, why in aside.items() if why == "excluded"}
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
-        length = rollout.tree.lengths[index]
-        start = length - turn.sampled_tokens
+        start, length = contexts[index], lengths[index]
         why = aside.get(index)
         if not counts.count_turn(domain, record, why, start=start, length=length):
             continue

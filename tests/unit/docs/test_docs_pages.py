@@ -41,7 +41,12 @@ def test_every_rpc_is_documented_with_its_comment() -> None:
 def test_every_command_is_documented_with_its_options() -> None:
     """Commands of groups too; an option has its default and meaning."""
     text = commands.page().text
-    for command in ("forge run", "forge pool query", "forge queue submit", "forge model export"):
+    for command in (
+        "forge run",
+        "forge trajectories ls",
+        "forge queue submit",
+        "forge model export",
+    ):
         assert f"## {command}\n" in text
     assert "| `--seed` | `0` | Seeds the weights, the tasks and the order. |" in text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from forge.core.credit.rewards import RewardWeights
+from forge.core.credit.side_calls import side_calls
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
-from services.trainer.data.side_calls import side_calls
 
 WORK: Any = {"offers_tools": True, "system_digest": b"work"}
 TITLE: Any = {"system_digest": b"title"}
@@ -40,7 +40,7 @@ def turns_of(*changes: Any) -> list[pb.Turn]:
 
 def found(*changes: Any) -> dict[int, str]:
     turns = turns_of(*changes)
-    return dict(side_calls(turns, [3] * len(turns)))
+    return dict(side_calls(turns, [2] * len(turns)))
 
 
 def trained(*changes: Any, **rules: Any) -> BatchSamples:

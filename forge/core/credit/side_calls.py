@@ -6,17 +6,41 @@ Rewards say nothing about them, so they are left out of training by default. Own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-from forge.core.token_columns import TOKEN_BYTES
-from forge.v1 import common_pb2 as pb
+from typing import Literal, Protocol
 
 SideCall = Literal["excluded", "side_call"]
 """Why a turn is left out: its agent says so, or the rule does."""
 
 
-def side_calls(turns: Sequence[pb.Turn], lengths: Sequence[int]) -> dict[int, SideCall]:
-    """Side calls by turn index; `lengths` are the tokens of each turn's sequence.
+class Call(Protocol):
+    """The part of a recorded turn that the rule reads; `forge.v1.Turn` has it."""
+
+    @property
+    def parent_turn(self) -> int:
+        """Turn that this one extends, or -1."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens shared with the parent's sequence."""
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the request had tools."""
+
+    @property
+    def system_digest(self) -> bytes:
+        """Names the system prompt; empty without one."""
+
+    @property
+    def train(self) -> bool:
+        """What the agent said, if it has said so."""
+
+    def HasField(self, field_name: Literal["train"], /) -> bool:  # noqa: N802
+        """Whether the agent has said so."""
+
+
+def side_calls(turns: Sequence[Call], contexts: Sequence[int]) -> dict[int, SideCall]:
+    """Side calls by turn index; `contexts` are the tokens of each sequence before its answer.
 
     By the rule, a side call offers no tools where other turns offer some, has a system prompt of
     none of those, and no later turn continues its answer. A label of the agent decides first.
@@ -24,8 +48,7 @@ def side_calls(turns: Sequence[pb.Turn], lengths: Sequence[int]) -> dict[int, Si
     continued = {
         turn.parent_turn
         for turn in turns
-        if turn.parent_turn >= 0
-        and turn.prefix_tokens > lengths[turn.parent_turn] - _sampled(turns[turn.parent_turn])
+        if turn.parent_turn >= 0 and turn.prefix_tokens > contexts[turn.parent_turn]
     }
     systems = {turn.system_digest for turn in turns if turn.offers_tools}
     found: dict[int, SideCall] = {}
@@ -41,7 +64,3 @@ def side_calls(turns: Sequence[pb.Turn], lengths: Sequence[int]) -> dict[int, Si
         ):
             found[index] = "side_call"
     return found
-
-
-def _sampled(turn: pb.Turn) -> int:
-    return len(turn.sampled.ids) // TOKEN_BYTES

@@ -1,0 +1,190 @@
+"""Draws one trajectory as a tree: branches, turns, tokens, labels, rewards and texts.
+
+A branch is a line of turns of which each continues the answer of the one before. A turn that shares
+less than that with its parent, or is not the first to continue it, begins a branch of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.text import Text
+from rich.tree import Tree
+
+from forge.core.credit.side_calls import side_calls
+from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.core.trajectory import NO_PARENT, sequence_lengths
+from forge.v1 import common_pb2 as pb
+
+LINE_CHARACTERS = 100
+"""Characters of a message on its line, without `full`."""
+_UNTRAINED = {"side_call": "side call, not trained", "excluded": "not trained, by its agent"}
+_ROLE_STYLE = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A turn's place in the tree, see `TurnShape`."""
+
+    turn_index: int
+    parent_turn: int
+    prefix_tokens: int
+    new_tokens: int
+
+
+class TrajectoryView:
+    """The branches of one trajectory."""
+
+    def __init__(self, trajectory: pb.Trajectory) -> None:
+        """Raises `InvalidArgument` if the turns form no tree."""
+        self._trajectory = trajectory
+        self._turns = turns = trajectory.turns
+        lengths = sequence_lengths([_shape(turn) for turn in turns])
+        self._contexts = [
+            length - _sampled(turn) for length, turn in zip(lengths, turns, strict=True)
+        ]
+        self._aside = side_calls(turns, self._contexts)
+        self._next: dict[int, int] = {}
+        """The turn that continues a turn in its branch."""
+        self._forks: dict[int, list[int]] = {}
+        """First turns of the branches that leave a turn; those of NO_PARENT begin the tree."""
+        for index, turn in enumerate(turns):
+            parent = turn.parent_turn
+            continues = parent != NO_PARENT and turn.prefix_tokens > self._contexts[parent]
+            if continues and parent not in self._next:
+                self._next[parent] = index
+            else:
+                self._forks.setdefault(parent, []).append(index)
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """Turn indices of each branch, in the order of their first turns."""
+        firsts = sorted(index for forks in self._forks.values() for index in forks)
+        return [list(self._branch(first)) for first in firsts]
+
+    def draw(self, *, full: bool = False) -> Tree:
+        """Return the tree; `full` has whole messages in place of their first characters."""
+        tree = Tree(self._heading())
+        for reward in self._trajectory.rewards:
+            if reward.turn_index == NO_PARENT:
+                tree.add(_reward(reward))
+        numbers = {branch[0]: number for number, branch in enumerate(self.branches, 1)}
+        self._add_branches(tree, NO_PARENT, numbers, full)
+        return tree
+
+    def _add_branches(
+        self, tree: Tree, parent: int, numbers: Mapping[int, int], full: bool
+    ) -> None:
+        for first in self._forks.get(parent, ()):
+            branch = tree.add(self._title(first, numbers[first]))
+            for index in self._branch(first):
+                node = branch.add(self._line(index))
+                for text in self._texts(index, full):
+                    node.add(text)
+                self._add_branches(node, index, numbers, full)
+
+    def _branch(self, first: int) -> Iterator[int]:
+        index: int | None = first
+        while index is not None:
+            yield index
+            index = self._next.get(index)
+
+    def _heading(self) -> str:
+        one = self._trajectory
+        state = pb.TrajectoryState.Name(one.state).removeprefix("TRAJECTORY_STATE_").lower()
+        sampled = sum(map(_sampled, self._turns))
+        parts = [
+            f"[bold]{escape(one.trajectory_id)}[/bold]",
+            escape(one.domain),
+            state,
+            _count(len(self.branches), "branch", "branches"),
+            _count(len(self._turns), "turn"),
+            _count(sampled, "sampled token"),
+            escape(one.reason),
+        ]
+        return " · ".join(part for part in parts if part)
+
+    def _title(self, first: int, number: int) -> str:
+        turn = self._turns[first]
+        parts = [f"[bold]branch {number}[/bold]"]
+        if turn.parent_turn != NO_PARENT:
+            parts.append(f"shares {turn.prefix_tokens} tokens with turn {turn.parent_turn}")
+        if turn.agent:
+            parts.append(f"agent {escape(turn.agent)}")
+        return " · ".join(parts)
+
+    def _line(self, index: int) -> str:
+        turn = self._turns[index]
+        prompt = len(turn.prompt_ids) // TOKEN_BYTES
+        finish = pb.FinishReason.Name(turn.finish_reason).removeprefix("FINISH_REASON_").lower()
+        parts = [
+            f"[bold]turn {index}[/bold]",
+            f"{self._contexts[index]} prompt tokens, {prompt} of them new",
+            f"{_sampled(turn)} sampled{_versions(turn)}",
+            finish,
+        ]
+        if why := self._aside.get(index):
+            parts.append(f"[yellow]{_UNTRAINED[why]}[/yellow]")
+        if turn.HasField("asked_temperature"):
+            parts.append(f"asked for temperature {turn.asked_temperature:g}")
+        if turn.context_action:
+            parts.append(f"[blue]{escape(turn.context_action)}[/blue]")
+        if turn.parse_error:
+            parts.append("[red]cannot be parsed[/red]")
+        parts += [_reward(one) for one in self._trajectory.rewards if one.turn_index == index]
+        return " · ".join(parts)
+
+    def _texts(self, index: int, full: bool) -> Iterator[Text]:
+        recorded = self._turns[index].messages_json
+        context: Mapping[str, Any] = json.loads(recorded) if recorded else {}
+        messages = [*context.get("messages", ()), context.get("answer")]
+        for message in messages:
+            if message:
+                yield _text(message, full)
+
+
+def _text(message: Mapping[str, Any], full: bool) -> Text:
+    role = message["role"]
+    parts = [message.get("reasoning_content", ""), message.get("content") or ""]
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        parts.append(f"{function['name']}({json.dumps(function['arguments'])})")
+    said = "\n".join(part for part in parts if part)
+    if not full:
+        said = " ".join(said.split())
+        if len(said) > LINE_CHARACTERS:
+            said = said[: LINE_CHARACTERS - 1] + "…"
+    return Text.assemble((f"{role} ", _ROLE_STYLE.get(role, "")), said)
+
+
+def _reward(reward: pb.RewardEvent) -> str:
+    kind = pb.RewardKind.Name(reward.kind).removeprefix("REWARD_KIND_").lower()
+    return f"[green]{kind} {escape(reward.name)} = {reward.value:g}[/green]"
+
+
+def _shape(turn: pb.Turn) -> _Shape:
+    return _Shape(
+        turn_index=turn.turn_index,
+        parent_turn=turn.parent_turn,
+        prefix_tokens=turn.prefix_tokens,
+        new_tokens=len(turn.prompt_ids) // TOKEN_BYTES + _sampled(turn),
+    )
+
+
+def _sampled(turn: pb.Turn) -> int:
+    return len(turn.sampled.ids) // TOKEN_BYTES
+
+
+def _versions(turn: pb.Turn) -> str:
+    versions: Sequence[int] = sorted(set(int32_array(turn.sampled.weight_versions).tolist()))
+    if not versions:
+        return ""
+    return f" by weights {versions[0]}" + (f" to {versions[-1]}" if versions[1:] else "")
+
+
+def _count(number: int, noun: str, several: str = "") -> str:
+    return f"{number} {noun if number == 1 else several or noun + 's'}"
