@@ -282,6 +282,7 @@ class TensorSlice(_message.Message):
     WHOLE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    XXH3_64_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     whole_bytes: _builtins.int
@@ -290,6 +291,10 @@ class TensorSlice(_message.Message):
     """Position of `data` in the complete array's data."""
     data: _builtins.bytes
     """Little-endian, C order; at most 1 MiB."""
+    xxh3_64: _builtins.int
+    """XXH3-64 of `data`, seed 0. A receiver refuses a slice with another one with DATA_LOSS; instances
+    of an earlier release send none.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the complete array."""
@@ -303,12 +308,15 @@ class TensorSlice(_message.Message):
         whole_bytes: _builtins.int = ...,
         offset_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        xxh3_64: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__xxh3_64: _TypeAlias = _typing.Literal["xxh3_64"]  # noqa: Y015
+    _WhichOneofArgType__xxh3_64: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__xxh3_64) -> _WhichOneofReturnType__xxh3_64 | None: ...
 
 Global___TensorSlice: _TypeAlias = TensorSlice  # noqa: Y015
 

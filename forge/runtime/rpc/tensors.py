@@ -1,4 +1,4 @@
-"""Arrays of any size on the wire: slices of at most 1 MiB, assembled in place.
+"""Arrays of any size on the wire: slices of at most 1 MiB with checksums, assembled in place.
 
 An embedding may exceed the 2 GiB of a protobuf message. Slices need no second copy of an array on
 either side. Callers of an earlier release get each tensor as one message, if it fits.
@@ -7,6 +7,8 @@ either side. Callers of an earlier release get each tensor as one message, if it
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.named_tensor import NamedTensor
@@ -23,13 +25,15 @@ def slices(
     """Yield the data from `from_byte` on, in order; at least one slice."""
     view = memoryview(array.data)
     for start in range(from_byte, max(view.nbytes, from_byte + 1), slice_bytes):
+        data = bytes(view[start : start + slice_bytes])
         yield TensorSlice(
             name=array.name,
             dtype=array.dtype,
             shape=array.shape,
             whole_bytes=view.nbytes,
             offset_bytes=start,
-            data=bytes(view[start : start + slice_bytes]),
+            data=data,
+            xxh3_64=xxh3_64_intdigest(data),
         )
 
 
@@ -53,8 +57,14 @@ class SliceAssembler:
     def add(self, piece: TensorSlice, *, max_bytes: int) -> NamedTensor | None:
         """Return the array at its last slice, else None.
 
-        Raises `DataLoss` for a slice out of place and for an array above `max_bytes`.
+        Raises `DataLoss` for a damaged slice, for one out of place and for an array above
+        `max_bytes`; the received bytes before it stay.
         """
+        if piece.HasField("xxh3_64") and piece.xxh3_64 != xxh3_64_intdigest(piece.data):
+            raise DataLoss(
+                f"{piece.name}: the {len(piece.data)} bytes at {piece.offset_bytes} are damaged: "
+                "wrong checksum"
+            )
         if piece.offset_bytes == self.pending_bytes == 0:
             if piece.whole_bytes > max_bytes:
                 raise DataLoss(

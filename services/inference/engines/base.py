@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorSystem
@@ -163,6 +163,11 @@ class UnfitWeights(ForgeError):
     code = "FAILED_PRECONDITION"
 
 
+class RefusedHandOff(Unavailable):
+    """Keys and values of a hand-off are damaged, or of another shape or place: prefill the prompt
+    again. Nothing of them is kept."""
+
+
 class BrokenWeights(ForgeError):
     """The model computed NaN or infinity; the message names the weights."""
 
@@ -250,7 +255,8 @@ class DecodeEngine(Engine, Protocol):
         """Sample after `first`, the token of prefill; the last piece has a finish reason.
 
         Closing the iterator aborts the request before the next step. Raises ResourceExhausted when
-        the request is evicted because the memory is full: prefill it again.
+        the request is evicted because the memory is full, RefusedHandOff for keys and values that
+        do not fit: prefill it again.
         """
 
 

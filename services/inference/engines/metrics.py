@@ -9,3 +9,8 @@ GRAMMARS = counter(
     "Requests with a grammar, by outcome: cached, compiled or refused.",
     ["outcome"],
 )
+REFUSED_HAND_OFFS = counter(
+    "forge_inference_hand_offs_refused_total",
+    "Hand-offs of keys and values that decode refused, by reason: damaged, shape or place.",
+    ["reason"],
+)

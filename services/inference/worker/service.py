@@ -10,13 +10,20 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from forge.core.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
-from services.inference.engines.base import DecodeEngine, FetchKv, KvSpan, PrefillEngine
+from services.inference.engines.base import (
+    DecodeEngine,
+    FetchKv,
+    KvSpan,
+    PrefillEngine,
+    RefusedHandOff,
+)
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -107,6 +114,9 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                         return span
             except DeadlineExceeded as error:
                 raise Unavailable(str(error)) from error
+            except DataLoss as error:
+                REFUSED_HAND_OFFS.labels("damaged").inc()
+                raise RefusedHandOff(f"hand-off from {address}: {error}") from error
             finally:
                 call.cancel()
             raise Unavailable(f"{address} ended its stream before the last keys and values")

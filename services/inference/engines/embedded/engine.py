@@ -261,6 +261,7 @@ class EmbeddedDecode(_Embedded):
             matcher = await self._grammars.matcher(prompt, first.ids)
             async with self._missing(prompt) as missing_from:
                 span = await fetch_kv(missing_from)
+                self._policy.kv_shape.check(span, from_token=missing_from, to_token=prompt.tokens)
                 join = Join(
                     prompt=prompt,
                     first=first,

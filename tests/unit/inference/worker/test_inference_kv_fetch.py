@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
 import pytest
+from prometheus_client import REGISTRY
 
 from forge.core.errors import Unavailable
 from forge.runtime.rpc.channel import Channels
@@ -15,7 +16,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import codec
-from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece
+from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece, RefusedHandOff
 from services.inference.worker.service import DecodeServicer
 from tests.support.inference.weight_sources import SECURITY
 
@@ -26,11 +27,14 @@ SPAN = KvSpan(
 
 
 class Prefill(rpc.PrefillServiceServicer):
-    """Sends the span, or so many messages of it and then nothing."""
+    """Sends the span, or so many messages of it and then nothing, or damages its last byte."""
 
-    def __init__(self, *, slices: bool = True, hangs_after: int | None = None) -> None:
+    def __init__(
+        self, *, slices: bool = True, hangs_after: int | None = None, damages: bool = False
+    ) -> None:
         self._slices = slices
         self._hangs_after = hangs_after
+        self._damages = damages
 
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
@@ -38,6 +42,8 @@ class Prefill(rpc.PrefillServiceServicer):
         for sent, response in enumerate(codec.write_span(SPAN, slices=self._slices)):
             if sent == self._hangs_after:
                 await asyncio.Event().wait()
+            if self._damages and sent == 1:
+                response.slice.data = response.slice.data[:-1] + b"?"
             yield response
 
 
@@ -91,3 +97,16 @@ async def test_silent_prefill_worker_is_unavailable(messages: int) -> None:
     """So that the router prefills elsewhere."""
     with pytest.raises(Unavailable, match="sent nothing for 1 s"):
         await fetched_from(Prefill(hangs_after=messages))
+
+
+async def test_damaged_hand_off_is_refused_and_counted() -> None:
+    """Before anything of it is used; UNAVAILABLE, so that the router prefills again."""
+    before = refused_as_damaged()
+    with pytest.raises(RefusedHandOff, match="wrong checksum"):
+        await fetched_from(Prefill(damages=True))
+    assert refused_as_damaged() == before + 1
+
+
+def refused_as_damaged() -> float:
+    name = "forge_inference_hand_offs_refused_total"
+    return REGISTRY.get_sample_value(name, {"reason": "damaged"}) or 0.0

@@ -68,6 +68,23 @@ def test_slices_out_of_place_are_refused() -> None:
         SliceAssembler().add(first, max_bytes=5)
 
 
+def test_damaged_slice_is_refused() -> None:
+    """One bit is enough; the bytes before it stay, and the transfer continues after them. A slice
+    of an earlier release has no checksum."""
+    first, second, third = slices(array("w", b"abcdef"), slice_bytes=2)
+    damaged = TensorSlice.FromString(second.SerializeToString())
+    damaged.data = b"bd"
+    assembler = SliceAssembler()
+    assembler.add(first, max_bytes=LIMIT)
+    with pytest.raises(DataLoss, match="w: the 2 bytes at 2 are damaged"):
+        assembler.add(damaged, max_bytes=LIMIT)
+    assert assembler.pending_bytes == 2
+    second.ClearField("xxh3_64")
+    assert assembler.add(second, max_bytes=LIMIT) is None
+    whole = assembler.add(third, max_bytes=LIMIT)
+    assert whole is not None and bytes(whole.data) == b"abcdef"
+
+
 async def fetched(arrays: list[NamedTensor], **request: Any) -> list[FetchWeightsResponse]:
     wanted = FetchWeightsRequest(weight_version=1, **request)
     return [one async for one in weight_responses(wanted, arrays, slice_bytes=2)]

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from services.inference.engines.base import KvSpan, RefusedHandOff
+from services.inference.engines.embedded.tensor_bytes import NAMES
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
@@ -23,6 +27,26 @@ class KvShape:
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return self.layers * 2 * self.heads * self.head_size * self.dtype.itemsize
+
+    def check(self, span: KvSpan, *, from_token: int, to_token: int) -> None:
+        """Raises RefusedHandOff unless `span` has the tokens `from_token` to `to_token` of this
+        model."""
+        place = (span.from_token, span.from_token + span.tokens)
+        if place != (from_token, to_token):
+            REFUSED_HAND_OFFS.labels("place").inc()
+            raise RefusedHandOff(
+                f"the hand-off has the tokens {place[0]} to {place[1]}; the request lacks "
+                f"{from_token} to {to_token}"
+            )
+        wanted = (self.layers, 2, self.heads, span.tokens, self.head_size)
+        size = span.tokens * self.token_bytes
+        found = (span.dtype, tuple(span.shape), len(span.data))
+        if found != (NAMES[self.dtype], wanted, size):
+            REFUSED_HAND_OFFS.labels("shape").inc()
+            raise RefusedHandOff(
+                f"the hand-off is {span.dtype} {list(span.shape)} in {len(span.data)} bytes; this "
+                f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes"
+            )
 
     def empty(self, tokens: int) -> torch.Tensor:
         """Allocate one sequence: [layers, 2, heads, tokens, head_size]."""
