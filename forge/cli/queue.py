@@ -81,19 +81,26 @@ def submit(at: Connection, submission: Submission) -> None:
 @with_options
 def drop(
     at: Connection,
-    reason: Annotated[str, typer.Option(help="Stored with each group.")],
     task_ids: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...")] = None,
     domain: Annotated[
         str, typer.Option(help="Instead of tasks: every pending group of the domain.")
     ] = "",
     scaffold: Annotated[str, typer.Option(help="Only the domain's tasks of this scaffold.")] = "",
+    reason: Annotated[str, typer.Option(help="Stored with each group.")] = "dropped by an operator",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Tombstone pending groups, for example of tasks that no runner can do. They are not trained.
 
-    Groups in a batch and settled groups stay as they are.
+    Their rollouts lose their leases, and the head of the window passes them. Groups in a batch and
+    settled groups stay as they are. The scheduler's audit log has the call.
 
     [dim]forge queue drop --domain web --reason "the runner for web is gone"[/dim]
     """
+    if not yes:
+        selected = f"{len(task_ids)} named tasks" if task_ids else f"domain {domain}"
+        if not typer.confirm(f"Pending groups of {selected} are never trained then. Continue?"):
+            say("Nothing was changed.")
+            raise typer.Exit(1)
 
     async def drop_groups() -> None:
         from forge.client.operator import Operator

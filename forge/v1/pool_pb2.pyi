@@ -410,6 +410,7 @@ class ScanGroupsRequest(_message.Message):
     COUNT_SETTLED_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     TRAINED_AFTER_FIELD_NUMBER: _builtins.int
+    ERASED_ONLY_FIELD_NUMBER: _builtins.int
     together: _builtins.bool
     """A response may have several groups."""
     since: _builtins.str
@@ -427,6 +428,10 @@ class ScanGroupsRequest(_message.Message):
     """Without `since`: only groups with this tag."""
     trained_after: _builtins.int
     """Without `since`: only groups trained by a later step, in brief."""
+    erased_only: _builtins.bool
+    """With `since`: only erased groups, with id, state and reason alone. A shard of an earlier release
+    ignores it.
+    """
     def __init__(
         self,
         *,
@@ -436,10 +441,11 @@ class ScanGroupsRequest(_message.Message):
         count_settled: _builtins.bool = ...,
         tag: _builtins.str = ...,
         trained_after: _builtins.int | None = ...,
+        erased_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_trained_after", b"_trained_after", "since", b"since", "trained_after", b"trained_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_trained_after", b"_trained_after", "count_settled", b"count_settled", "settled_limit", b"settled_limit", "since", b"since", "tag", b"tag", "together", b"together", "trained_after", b"trained_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_trained_after", b"_trained_after", "count_settled", b"count_settled", "erased_only", b"erased_only", "settled_limit", b"settled_limit", "since", b"since", "tag", b"tag", "together", b"together", "trained_after", b"trained_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
     _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015

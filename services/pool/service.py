@@ -269,6 +269,8 @@ def begin_scan(
     since = store.changed_since(request.since)
     whole = since.task_ids is None
     begin = pool_pb2.ScanGroupsResponse.Begin(mark=since.mark, changes_only=not whole)
+    if request.erased_only:
+        return begin, store.scan_erased(since.task_ids)
     scan: Scan = store.scan(brief=True)
     if request.settled_limit and (
         bounded := store.scan_newest(

@@ -39,6 +39,7 @@ from services.pool.data.freeing import free
 from services.pool.data.group_scan import (
     PAGE_BYTES,
     BoundedScan,
+    ErasedScan,
     GroupScan,
     TaskScan,
     count_settled,
@@ -230,6 +231,10 @@ class PoolStore:
     def scan_tasks(self, task_ids: Sequence[TaskId]) -> TaskScan:
         """The groups of tasks, in brief; tasks without one are skipped."""
         return TaskScan(self.read, task_ids)
+
+    def scan_erased(self, task_ids: Sequence[TaskId] | None) -> ErasedScan:
+        """The erased groups among tasks, or all."""
+        return ErasedScan(self.read, task_ids)
 
     def scan_tag(self, tag: str) -> GroupScan:
         """The groups of a tag, in queue order."""

@@ -73,17 +73,28 @@ class ShardScans:
         await self._discovery.changed()
 
     async def scan(
-        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
+        self,
+        shard: str,
+        *,
+        since: str = "",
+        settled_limit: int = 0,
+        count_settled: bool = False,
+        erased_only: bool = False,
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         """The header of the scan, then every group of a shard in queue order, or, if the shard
         knows the mark `since`, every group changed after it. Settled groups beyond `settled_limit`
         are left out, except by shards of earlier versions; with `count_settled` the header counts
-        all of them.
+        all of them. With `erased_only` only erased groups follow, except from shards of earlier
+        versions.
 
         Raises Unavailable, and DeadlineExceeded when the shard sends nothing for one call's time.
         """
         request = pool_pb2.ScanGroupsRequest(
-            together=True, since=since, settled_limit=settled_limit, count_settled=count_settled
+            together=True,
+            since=since,
+            settled_limit=settled_limit,
+            count_settled=count_settled,
+            erased_only=erased_only,
         )
         async for response in self._scan(shard, request):
             yield response

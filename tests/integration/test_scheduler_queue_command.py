@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
 from forge.cli.command_exit import INTERRUPTED
@@ -31,7 +31,7 @@ class Operator:
 
     async def start(self, *words: str) -> Process:
         argv = [sys.executable, "-m", "forge.cli.main", "queue", *words, *self._system]
-        return await asyncio.create_subprocess_exec(*argv, stdout=PIPE, stderr=PIPE)
+        return await asyncio.create_subprocess_exec(*argv, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
 
     async def types(self, *words: str) -> str:
         """What the command answers."""
@@ -90,7 +90,7 @@ async def test_submission_waits_for_an_absent_scheduler(
     )
 
     await forge.commit(await forge.take(), 1)
-    await operator.types("drop", "sums.e0.r2", "--reason", "not wanted")
+    await operator.types("drop", "sums.e0.r2", "--reason", "not wanted", "--yes")
     assert len(await forge.lease(1)) == 1
     repeated = (await operator.types(*words)).splitlines()
     assert repeated[0] == (
@@ -268,15 +268,17 @@ async def test_tasks_without_an_able_runner_are_dropped_by_command(
     assert (await forge.take(wait_s=0.0)).batch_id == "", "the head is a task without a runner"
 
     assert "no runner declares: domain web, scaffold blackbox" in await operator.types("status")
-    with_domain = ("drop", "--domain", "web", "--reason", "no runner has its code")
+    declined = await operator.start("drop", "--domain", "web")
+    said, _ = await declined.communicate()
+    assert declined.returncode == 1
+    assert said.decode().startswith("Pending groups of domain web are never trained then.")
+    with_domain = ("drop", "--domain", "web", "--reason", "no runner has its code", "--yes")
     assert await operator.types(*with_domain) == "2 groups dropped\n"
     assert await operator.types(*with_domain) == "0 groups dropped\n"
     assert ids_of(await forge.take(groups=1)) == ["batched"]
-    assert await operator.types("drop", "batched", "running", "--reason", "not wanted") == (
-        "1 groups dropped\n"
-    )
+    assert await operator.types("drop", "batched", "running", "--yes") == "1 groups dropped\n"
     assert await forge.renew(leases[1:]) == [leases[1].lease_id]
-    for words in (["drop", "unknown", "--reason", "x"], ["drop", "--reason", "x"]):
+    for words in (["drop", "unknown", "--yes"], ["drop", "--yes"]):
         refused = await operator.start(*words)
         await refused.communicate()
         assert refused.returncode == 2
@@ -288,18 +290,18 @@ async def test_tasks_without_an_able_runner_are_dropped_by_command(
         "web-1": "no runner has its code",
         "web-2": "no runner has its code",
         "batched": "",
-        "running": "not wanted",
+        "running": "dropped by an operator",
         "next": "",
     }
     status = await forge.status()
     assert (status.tombstoned, status.pending) == (3, 2)
     assert (await operator.types("status")).splitlines()[1:] == [
         "2 tombstoned: no runner has its code (task web-2)",
-        "1 tombstoned: not wanted (task running)",
+        "1 tombstoned: dropped by an operator (task running)",
     ]
     shown = json.loads(await operator.types("status", "--json"))
     assert (shown["tombstoned"], shown["pending"], shown["trained"]) == (3, 2, 0)
     assert shown["tombstones"] == [
         {"reason": "no runner has its code", "groups": 2, "task_id": "web-2"},
-        {"reason": "not wanted", "groups": 1, "task_id": "running"},
+        {"reason": "dropped by an operator", "groups": 1, "task_id": "running"},
     ]

@@ -23,6 +23,8 @@ from forge.core.trajectory import TaskId, TrajectoryId, TrajectoryName
 NOT_SEALED = -1
 SAME_OUTCOME = "every rollout has the same outcome"
 """Reason of a group that dynamic sampling tombstones."""
+ERASED = "erased"
+"""Reason of a group that was erased before it was settled."""
 COUNTED_REASONS = frozenset({SAME_OUTCOME})
 """Reasons by which a pool shard counts tombstoned groups."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forge.core.errors import DataLoss
+from forge.core.queue.groups import ERASED
 from forge.v1 import common_pb2
 from services.pool.data.commands import EraseTasks
 from services.pool.data.freeing import put_state
@@ -43,8 +44,6 @@ from services.pool.storage.records import (
 from services.pool.storage.settled_index import remove_settled
 from services.pool.storage.tables import Table
 
-REASON = "erased"
-"""Reason of a tombstoned group after its erasure."""
 _CONTENT = (Table.TURNS, Table.REWARDS)
 
 
@@ -161,7 +160,7 @@ def _put_erased_state(
         after.state = common_pb2.GROUP_STATE_TOMBSTONED
     if records.has(Table.GROUPS, group_key(task_id)):
         if after.state == common_pb2.GROUP_STATE_TOMBSTONED:
-            after.reason = REASON
+            after.reason = ERASED
         moves = GroupMoves(records)
         put_state(records, task_id, after, moves, now_unix_s=now_unix_s)
         moves.store()

@@ -3,6 +3,7 @@
     GroupScan     every group: along the queue, then those without a queue entry
     BoundedScan   pending groups, then the newest settled ones
     TaskScan      groups by task id
+    ErasedScan    erased groups
 
 Owns the position of a scan and its reconciliation: an index has one entry per group. If fewer
 intact entries were read than there are groups, one snapshot of the keys finds the groups without an
@@ -21,7 +22,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data import reads
 from services.pool.metrics import UNQUEUED_GROUPS
-from services.pool.storage import group_index, settled_counts
+from services.pool.storage import erasures, group_index, settled_counts
 from services.pool.storage.keys import task_of_queue_key
 from services.pool.storage.records import Records, is_intact_entry
 from services.pool.storage.tables import Table
@@ -157,7 +158,45 @@ class BoundedScan:
         return self._settled.next_page(**limits)
 
 
-Scan = GroupScan | TaskScan | BoundedScan
+class ErasedScan:
+    """Erased groups, with id, state and reason alone."""
+
+    def __init__(self, read: Read, task_ids: Sequence[TaskId] | None) -> None:
+        """`task_ids`: the tasks to look at; None for all."""
+        self._read = read
+        self._left = task_ids
+        self._after: str | None = ""
+
+    def next_page(self, *, limit: int = PAGE_GROUPS) -> Page | None:
+        """The next groups, as in the other scans; None at the end."""
+        if self._left is None:
+            return self._next_of_all(limit)
+        if not self._left:
+            return None
+        page, self._left = self._left[:limit], self._left[limit:]
+        return self._read(
+            lambda records: [
+                reads.erased_group(records, task_id)
+                for task_id in page
+                if erasures.is_erased(records, task_id)
+            ]
+        )
+
+    def _next_of_all(self, limit: int) -> Page | None:
+        if self._after is None:
+            return None
+        after = self._after
+
+        def look(records: Records) -> tuple[list[TaskId], Page]:
+            task_ids = erasures.erased_tasks(records, after=after, limit=limit)
+            return task_ids, [reads.erased_group(records, task_id) for task_id in task_ids]
+
+        task_ids, page = self._read(look)
+        self._after = task_ids[-1] if task_ids else None
+        return page
+
+
+Scan = GroupScan | TaskScan | BoundedScan | ErasedScan
 
 
 def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSettled | None:

@@ -15,7 +15,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.closed_digests import checked_rewards, checked_turns
 from services.pool.data.summaries import header_of, summarize
-from services.pool.storage.group_records import group_record, group_state
+from services.pool.storage.group_records import group_record, group_state, intact_state
 from services.pool.storage.keys import (
     SHARD_KEY,
     group_key,
@@ -169,6 +169,14 @@ def groups_of(
             page.append(_scanned(records, group, brief=True))
             size_bytes += page[-1].ByteSize()
     return page, len(task_ids)
+
+
+def erased_group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
+    """Id, state and reason of an erased task; no state if that is damaged."""
+    state = intact_state(records, task_id) or common_pb2.GroupRecord()
+    group = common_pb2.GroupRecord(state=state.state, reason=state.reason)
+    group.task.task_id = task_id
+    return pool_pb2.ScanGroupsResponse(group=group)
 
 
 def look_up(

@@ -7,7 +7,9 @@ local table `replica` has the id of the erasure after which this file was rewrit
 from __future__ import annotations
 
 import uuid
+from itertools import islice
 
+from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2
 from services.pool.storage.keys import group_key
 from services.pool.storage.records import Records
@@ -21,6 +23,12 @@ _PURGED = b"purged"
 def is_erased(records: Records, task_id: str) -> bool:
     """True if a task has a tombstone, intact or not."""
     return records.has(Table.META, _TOMBSTONE + group_key(task_id))
+
+
+def erased_tasks(records: Records, *, after: str, limit: int) -> list[TaskId]:
+    """The first erased tasks with a greater id, in order."""
+    keys = records.keys(Table.META, prefix=_TOMBSTONE, after=_TOMBSTONE + group_key(after))
+    return [TaskId(key[len(_TOMBSTONE) :].decode()) for key in islice(keys, limit)]
 
 
 def put_erasure(records: Records, task_id: str) -> None:

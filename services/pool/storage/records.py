@@ -278,9 +278,10 @@ class Records:
         for key, value in self._scan(table, prefix, after):
             yield key, bytes(value)
 
-    def keys(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
-        """Keys that start with `prefix`, in order; no value is read."""
-        for key, _ in self._scan(table, prefix, b""):
+    def keys(self, table: Table, *, prefix: bytes, after: bytes = b"") -> Iterator[bytes]:
+        """Keys that start with `prefix` and are greater than `after`, in order; no value is
+        read."""
+        for key, _ in self._scan(table, prefix, after):
             yield key
 
     def keys_backwards(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from services.scheduler.long_polls import LongPolls
 from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
+from services.scheduler.state.erased_groups import NoteErased
 from services.scheduler.state.queue_status import status_of, tombstones_of
 from services.scheduler.state.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
@@ -170,6 +171,8 @@ class QueueActor(Actor):
                 return state.prepare_drop(message)
             case m.DropGroups(task_ids=ids, reason=reason):
                 state.queue.rollouts.drop(ids, reason=reason)
+            case NoteErased(task_ids=ids):
+                return state.erased.note(ids)
             case m.FindForgotten(step=step):
                 return state.shards_to_recall(step)
             case m.RecallGroups(groups=groups, step=step):

@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -43,6 +43,8 @@ class RegisteredGroups:
     """In queue order."""
     left_out: Sequence[LeftOut] = ()
     """One entry per shard that left settled groups out."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """By shard, for scans of later changes."""
     unbounded: frozenset[str] = frozenset()
     """Shards of an earlier version, which cannot look groups up: all their groups are kept."""
 
@@ -264,12 +266,16 @@ class ShardCopies:
         groups: list[StoredGroup] = []
         beyond: list[LeftOut] = []
         unbounded: list[str] = []
+        marks: dict[str, str] = {}
         for shard in sorted(names):
             copy = self._copies.pop(shard)
             groups += copy.groups.values()
+            marks[shard] = copy.mark
             if copy.bounded:
                 beyond.append(copy.left_out(shard))
             else:
                 unbounded.append(shard)
         groups.sort(key=_PLACE)
-        return RegisteredGroups(groups=groups, left_out=beyond, unbounded=frozenset(unbounded))
+        return RegisteredGroups(
+            groups=groups, left_out=beyond, marks=marks, unbounded=frozenset(unbounded)
+        )

@@ -35,6 +35,7 @@ from services.scheduler.actors.shard_removals import ShardRemovals
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_moves import GroupMoves
+from services.scheduler.leadership.erasure_follower import ErasureFollower
 from services.scheduler.leadership.recovery import register_shards, wait_for_shards
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
@@ -106,6 +107,9 @@ class Term:
         self._move: Move | None = None
         """The last move of an earlier term, until it is complete."""
         self._noting: asyncio.Task[None] | None = None
+        self._marks: dict[str, str] = {}
+        """By registered shard, the mark of the scan that read it."""
+        self._following: asyncio.Task[None] | None = None
         self._restored = 0
         """Messages sent with the groups of shards that joined."""
 
@@ -135,6 +139,7 @@ class Term:
         self._keeper = asyncio.create_task(self._keep_shards(leader), name="shard-keeper")
         self._keeper.add_done_callback(lambda _: self._failed.set())
         self._noting = asyncio.create_task(self._note_head(leader), name="head-note")
+        self._following = self._follow_erasures(leader)
         totals = state.queue.ledger.totals()
         log.info(
             "term_began",
@@ -196,7 +201,7 @@ class Term:
 
     async def end(self) -> None:
         """Stop the actors, which answers waiting calls, and resign."""
-        await cancel_and_wait(self._keeper, self._noting)
+        await cancel_and_wait(self._keeper, self._noting, self._following)
         await self._note_that_no_claims_are_out()
         await self._actors.stop()
         metrics.clear()
@@ -225,6 +230,7 @@ class Term:
         gc.disable()
         try:
             registry = await register_shards(self._shards, registered, self._copies)
+            self._marks |= registry.marks
             now_s = self._clock()
             head = registry.head()
             if unread and last.head is not None:
@@ -316,6 +322,7 @@ class Term:
         # The record first: the next term does not read a shard that the record does not name.
         await self._record().add_shards(joined)
         registry = await register_shards(self._shards, joined, self._copies)
+        self._marks |= registry.marks
         next_index, next_eval_index = registry.next_index(), registry.next_eval_index()
         holds_all = bool(registry.unbounded)
         for part in registry.parts():
@@ -333,6 +340,17 @@ class Term:
     async def _restore(self, leader: LeaderContext, part: RestoreGroups) -> None:
         await _until_taken(leader.queue, replace(part, number=self._restored))
         self._restored += 1
+
+    def _follow_erasures(self, leader: LeaderContext) -> asyncio.Task[None]:
+        follower = ErasureFollower(
+            leader.queue,
+            self._shards,
+            registered=lambda: self._members.registered,
+            marks=self._marks,
+        )
+        task = asyncio.create_task(follower.follow(), name="erasure-follower")
+        task.add_done_callback(lambda _: self._failed.set())
+        return task
 
     async def _note_head(self, leader: LeaderContext) -> None:
         """Store the head in the term record, for a leader that begins without a shard."""

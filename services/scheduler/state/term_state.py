@@ -23,6 +23,7 @@ from services.scheduler.pool_shards import Change
 from services.scheduler.state.domain_progress import Progress, outcome_of
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
+from services.scheduler.state.erased_groups import ErasedGroups
 from services.scheduler.state.messages import (
     BatchView,
     DropGroups,
@@ -68,6 +69,7 @@ class TermState:
         self._unread: frozenset[str] = frozenset()
         """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
+        self.erased = ErasedGroups(queue)
         self.settled = SettledGroups(queue.ledger, self.catalog, most=most_settled)
         self.progress = Progress()
         self._max_pending = max_pending
@@ -82,6 +84,7 @@ class TermState:
             return
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add_group(group, now_s=now_s)
+        self.erased.added(group.spec.task_id)
 
     def find_new(self, ask: FindNew) -> list[common_pb2.Task] | LookUp:
         """The new tasks. Raises InvalidArgument for a known id with different content."""

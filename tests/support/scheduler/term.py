@@ -78,7 +78,13 @@ class FakeShards(PoolShards):
         await self._answer(shard)
 
     async def scan(
-        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
+        self,
+        shard: str,
+        *,
+        since: str = "",
+        settled_limit: int = 0,
+        count_settled: bool = False,
+        erased_only: bool = False,
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         await self._answer(shard)
         yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))

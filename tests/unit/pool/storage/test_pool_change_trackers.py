@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
-from services.pool.data.commands import FreeGroups
+from services.pool.data.commands import EraseTasks, FreeGroups
+from services.pool.data.group_scan import ErasedScan
 from services.pool.readers import Readers
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import seal_value
@@ -147,6 +148,29 @@ async def test_scan_by_mark_begins_with_the_next_mark(store):
     seal(store, "open:0:0")
     (begin, only) = await scan(store, since=begin.begin.mark)
     assert only.group.task.task_id == "open"
+
+
+async def test_erasures_are_scanned_by_mark(store, monkeypatch):
+    """Those since the mark, page by page, or all if the mark is unknown; each with id, state and
+    reason alone."""
+    monkeypatch.setattr(ErasedScan.next_page, "__kwdefaults__", {"limit": 2})
+    put_groups(store, *(make_group(name, index) for index, name in enumerate("abcdef")))
+    set_states(store, change("a", TRAINED, batch_id="x", step=1))
+    commit(store, EraseTasks(task_ids=("a", "b", "gone"), max_records=99, now_unix_s=1.0))
+    (begin,) = await scan(store, since=mark_of(store), erased_only=True)
+    assert begin.begin.changes_only
+    commit(store, EraseTasks(task_ids=("c", "e"), max_records=99, now_unix_s=2.0))
+    set_states(store, change("d", TRAINED, batch_id="x", step=2))
+    _, *told = await scan(store, since=begin.begin.mark, erased_only=True)
+    assert sorted(one.group.task.task_id for one in told) == ["c", "e"]
+    assert {one.group.reason for one in told} == {"erased"}
+    begin, *told = await scan(store, since="", erased_only=True)
+    assert not begin.begin.changes_only
+    assert [(one.group.task.task_id, one.group.state) for one in told] == [
+        ("a", TRAINED),
+        *((name, common_pb2.GROUP_STATE_TOMBSTONED) for name in "bce"),
+    ]
+    assert not any(one.trajectories or one.group.task.domain for one in told)
 
 
 async def test_payload_without_a_digest_is_returned(store):

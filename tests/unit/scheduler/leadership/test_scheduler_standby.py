@@ -149,7 +149,13 @@ class OlderScans(ShardScans):
         return frozenset({"s0"})
 
     async def scan(
-        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
+        self,
+        shard: str,
+        *,
+        since: str = "",
+        settled_limit: int = 0,
+        count_settled: bool = False,
+        erased_only: bool = False,
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         yield pool_pb2.ScanGroupsResponse(group=make_group())
 
