@@ -16,9 +16,9 @@ from functools import partial
 
 from aiohttp import web
 
-from forge.runtime.config import Port, ServiceConfig
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
+from forge.runtime.settings import Port, ServiceConfig
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
 from services.gateway.pool_client import Pool

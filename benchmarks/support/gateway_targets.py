@@ -29,7 +29,7 @@ from benchmarks.support.chat_load import Target
 from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.child_processes import dying_with_parent
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from tests.support.gateway.chat_templates import save_model
 from tests.support.pool.process import PoolProcess
 from tests.support.runtime.etcd import EtcdServer, free_port

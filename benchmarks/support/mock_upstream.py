@@ -18,9 +18,9 @@ from typing import Any
 from aiohttp import web
 
 from forge.core.token_columns import TOKEN_BYTES, float32_bytes, int32_bytes
-from forge.runtime.config import Port, ServiceConfig
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
+from forge.runtime.settings import Port, ServiceConfig
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model.chat_model import ChatModel
 from services.inference.config import RouterSettings

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from docs.hooks.page import Page, table
-from forge.runtime.config import ServiceConfig
-from forge.runtime.settings import Setting, allowed, settings_of, toml
+from forge.runtime.settings import ServiceConfig, Setting, allowed, settings_of, toml
 
 CONFIGS = {
     "gateway": "services.gateway.config:GatewayConfig",

@@ -24,7 +24,7 @@ from forge.agents.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
 from forge.core.errors import FailedPrecondition
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2

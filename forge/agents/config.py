@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

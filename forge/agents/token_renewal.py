@@ -1,7 +1,7 @@
 """The renewal of a runner's token, by the scheduler, at half of its life.
 
-Owns the moments. `forge.runtime.bearer` owns the token and its file. A token that cannot be renewed
-stays in use until it expires; an operator replaces its file.
+Owns the moments. `forge.runtime.security.bearer` owns the token and its file. A token that cannot
+be renewed stays in use until it expires; an operator replaces its file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from forge.core.errors import ForgeError
-from forge.runtime.bearer import Bearer
+from forge.runtime.security.bearer import Bearer
 from forge.runtime.telemetry import gauge, log
 from forge.v1 import scheduler_pb2 as pb
 

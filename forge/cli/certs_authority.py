@@ -1,7 +1,7 @@
 """A certificate authority in a directory, and host certificates signed by it.
 
 Owns the X.509 content and the PEM files. Not here: arguments (`forge.cli.certs`), the use of the
-files (`forge.runtime.tls`).
+files (`forge.runtime.security.tls`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.runtime.coordination.etcd_roles import is_user_name
-from forge.runtime.private_file import write_private_file
+from forge.runtime.files.private import write_private_file
 
 CA_CERT, CA_KEY = "ca.pem", "ca-key.pem"
 HOST_CERT, HOST_KEY, HOST_CA = "tls_cert.pem", "tls_key.pem", "tls_ca.pem"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
-from forge.runtime.bearer import Bearer
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.tokens import Keyring
 
 if TYPE_CHECKING:
     from forge.runtime.coordination import Coordinator

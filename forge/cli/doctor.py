@@ -32,7 +32,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.process.clock_watch import REMEDY
 from forge.runtime.process.host_check import nearest_existing
 from forge.runtime.rpc import Channels
-from forge.runtime.tls import is_loopback_etcd
+from forge.runtime.security.tls import is_loopback_etcd
 
 GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")

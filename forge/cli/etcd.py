@@ -80,7 +80,7 @@ def apply(
     password replaces a file's content, and is in force after the next [bold]apply[/bold].
     """
     from forge.runtime.coordination.etcd_users import apply_roles
-    from forge.runtime.tls import Tls
+    from forge.runtime.security.tls import Tls
 
     async def main() -> None:
         tls = Tls(cert=tls_cert, key=tls_key, ca=tls_ca, insecure=insecure)

@@ -144,7 +144,7 @@ def key(
     path: Annotated[Path, typer.Argument(help="File of the key; an existing key is kept.")],
 ) -> None:
     """Make a cluster key. It signs every credential; all hosts of a cluster need the same key."""
-    from forge.runtime.tokens import Keyring
+    from forge.runtime.security.tokens import Keyring
 
     Keyring.generate(path)
 

@@ -19,7 +19,7 @@ import typer
 from forge.cli.connection import Connection, newest_run, of_run
 from forge.cli.run_options import Root
 from forge.core.errors import InvalidArgument
-from forge.runtime.bearer import bearer_of
+from forge.runtime.security.bearer import bearer_of
 
 if TYPE_CHECKING:
     from forge.v1 import common_pb2, pool_pb2

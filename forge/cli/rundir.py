@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge.core.errors import FailedPrecondition, InvalidArgument
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 
 Phase = Literal["before", "train", "after", "done"]
 

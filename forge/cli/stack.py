@@ -21,11 +21,11 @@ from forge.cli.presets import PROCESSES, Settings
 from forge.cli.programs import run_module
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
-from forge.runtime.asyncio_tasks import first_done
+from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
-from forge.runtime.tls import is_loopback_etcd
+from forge.runtime.security.tls import is_loopback_etcd
 
 T = TypeVar("T")
 

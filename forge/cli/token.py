@@ -1,6 +1,6 @@
 """`forge token`: issue, list and revoke tokens of people and runners.
 
-Owns the arguments and the output; `forge.runtime.issued_tokens` owns the records.
+Owns the arguments and the output; `forge.runtime.security.issued_tokens` owns the records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge.cli.options import duration_s, with_options
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from forge.runtime.issued_tokens import Record
+    from forge.runtime.security.issued_tokens import Record
 
 token_app = typer.Typer(
     no_args_is_help=True,
@@ -47,9 +47,9 @@ def issue(
     out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
 ) -> None:
     """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
-    from forge.runtime.issued_tokens import ROLES, claims_for
-    from forge.runtime.issued_tokens import issue as issue_token
-    from forge.runtime.private_file import write_private_file
+    from forge.runtime.files.private import write_private_file
+    from forge.runtime.security.issued_tokens import ROLES, claims_for
+    from forge.runtime.security.issued_tokens import issue as issue_token
 
     async def main() -> None:
         claims = claims_for(
@@ -83,7 +83,7 @@ def issue(
 @with_options
 def list_tokens(at: Connection) -> None:
     """List the issued tokens: id, roles, subject, audience, expiry, issuer, state."""
-    from forge.runtime.issued_tokens import records
+    from forge.runtime.security.issued_tokens import records
 
     async def main() -> None:
         async with at.open() as (coordinator, _):
@@ -100,7 +100,7 @@ def revoke(
     at: Connection, token_id: Annotated[str, typer.Argument(help="Id, see `forge token list`.")]
 ) -> None:
     """Revoke a token. Services refuse it within a second; during an outage of etcd, after it."""
-    from forge.runtime.issued_tokens import revoke as revoke_token
+    from forge.runtime.security.issued_tokens import revoke as revoke_token
 
     async def main() -> None:
         if "." in token_id:

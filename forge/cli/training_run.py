@@ -35,7 +35,7 @@ from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 
 READY_TIMEOUT_S = 180.0
 OPERATE_RETRY_S = 120.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from forge.core.errors import ConfigError
-from forge.runtime.tls import read_pem
+from forge.runtime.security.tls import read_pem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from random import Random
 from typing import TypeVar
 
 from forge.core.errors import ForgeError
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from typing import Any
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.core.tasks.validation import check_task_fields
-from forge.runtime.json_lines import read_json_lines
+from forge.runtime.files.json_lines import read_json_lines
 from forge.v1 import common_pb2
 
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forge.core.errors import ResourceExhausted, Unavailable
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from services.gateway.metrics import CALLS, REFUSED
 from services.gateway.tenants import Tenants
 

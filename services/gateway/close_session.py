@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
-from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
 from services.gateway.conversation.agent_time import Moment

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
-from forge.runtime.agreed_settings import agreed_model, agreed_settings, agreed_template
-from forge.runtime.config import Port, ServiceConfig
+from forge.runtime.settings import Port, ServiceConfig
+from forge.runtime.settings.agreed import agreed_model, agreed_settings, agreed_template
 
 ImageSetting = Literal["placeholder", "refuse", "pass"]
 

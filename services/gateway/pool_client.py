@@ -14,7 +14,7 @@ from forge.core.errors import NotFound, Unavailable
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway.actors.shard_writer import AppendStream
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from forge.core.credit.rewards import check_value
 from forge.core.errors import InvalidArgument, PermissionDenied
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 
 OWN_PREFIX = "agent:"

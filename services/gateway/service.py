@@ -16,7 +16,7 @@ from forge.core.formats import TextDelta
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment

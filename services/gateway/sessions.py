@@ -18,8 +18,8 @@ from typing import Any
 from forge.core.errors import ForgeError, PermissionDenied, ResourceExhausted, Unavailable
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
-from forge.runtime.tokens import Claims
 from services.gateway.actors.session import IsBusy, Reread, SessionActor, SessionSettings
 from services.gateway.actors.shard_writer import (
     Backlog,

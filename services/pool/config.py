@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from forge.runtime.agreed_settings import agreed_settings
-from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import ServiceConfig
+from forge.runtime.settings.agreed import agreed_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import contextlib
 import gc
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Leadership
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log

@@ -12,8 +12,8 @@ from msgspec import Meta
 from forge.core.errors import InvalidArgument
 from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.tasks.template_kwargs import merged
-from forge.runtime.agreed_settings import agreed_settings
-from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import ServiceConfig
+from forge.runtime.settings.agreed import agreed_settings
 
 _BOUNDS = frozenset({"max_staleness_p99", "max_shift_kl"})
 IGNORED: Mapping[Mode, frozenset[str]] = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forge.core.tasks.template_kwargs import kwargs_json, merged
-from forge.runtime.tokens import Claims, Keyring, new_token_id
+from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.state import messages as m

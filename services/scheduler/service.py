@@ -13,10 +13,10 @@ from typing import Any
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator, Discovery
-from forge.runtime.issued_tokens import renew
 from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.issued_tokens import renew
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig

@@ -18,9 +18,9 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
-from forge.runtime.agreed_settings import agreed_model
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter

@@ -21,8 +21,8 @@ from forge.rl.config import (
     ObjectiveConfig,
     OptimizerConfig,
 )
-from forge.runtime.agreed_settings import agreed_model, agreed_settings
-from forge.runtime.config import ServiceConfig
+from forge.runtime.settings import ServiceConfig
+from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.trainer.data.samples import CreditRules
 
 _AGREED = (

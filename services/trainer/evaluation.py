@@ -21,7 +21,7 @@ from pathlib import Path
 from forge.client.operator import DomainResult, Operator
 from forge.core.confidence_intervals import Interval, mean_interval
 from forge.core.errors import ConfigError, ForgeError
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb

@@ -27,7 +27,7 @@ import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, StaleFence, Unavailable
 from forge.core.extras import DISTRIBUTION
-from forge.runtime.asyncio_tasks import first_done
+from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator, Leadership, Registration
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS

@@ -18,7 +18,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2_grpc
 from tests.support.pool.account import Ledger
 from tests.support.pool.load import Writer

@@ -25,7 +25,7 @@ from forge import v1
 from forge.core.errors import NotFound
 from forge.runtime.rpc import RpcServer, current_claims
 from forge.runtime.security import Security
-from forge.runtime.tokens import Claims, Keyring
+from forge.runtime.security.tokens import Claims, Keyring
 from services.gateway import service as gateway
 from services.gateway.config import ConnectionSettings
 from services.gateway.http.edge import Edge

@@ -14,7 +14,7 @@ import pytest
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun
 

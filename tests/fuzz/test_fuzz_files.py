@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument, Unauthenticated
-from forge.runtime.config import ServiceConfig
-from forge.runtime.settings import load, to_toml
-from forge.runtime.tokens import Claims, Keyring, narrow, sign_text
+from forge.runtime.security.tokens import Claims, Keyring, narrow, sign_text
+from forge.runtime.settings import ServiceConfig, load, to_toml
 from forge.runtime.weights import WeightManifest
 from forge.v1 import common_pb2
 from services.gateway.config import GatewayConfig

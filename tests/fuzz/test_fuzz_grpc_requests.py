@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss, InvalidArgument, PermissionDenied
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, gateway_pb2, inference_pb2, pool_pb2, scheduler_pb2
 from services.gateway import reward_rules
 from services.gateway import service as gateway

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import TRAINER_STANDBYS
 from services.trainer.lineage import Lineage
 from tests.support.runtime.command import run_command

@@ -12,7 +12,7 @@ import pytest
 
 from forge.core.errors import ConfigError
 from forge.runtime.coordination import Coordinator
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from services.inference.engines import registry
 from tests.contract import engines
 from tests.contract.engines import published, reference

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
 from tests.support.pool.process import PoolClient
 from tests.support.pool.records import make_group, make_reward, make_turn

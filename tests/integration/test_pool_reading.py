@@ -14,7 +14,7 @@ from forge.core.errors import PermissionDenied, Unavailable
 from forge.core.token_columns import int32_array
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn, recorded_tree

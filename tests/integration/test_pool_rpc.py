@@ -26,7 +26,7 @@ from forge.core.errors import (
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.status import translated
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool.records import damage, make_group, make_reward, make_turn

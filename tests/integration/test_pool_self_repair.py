@@ -12,7 +12,7 @@ from forge.client.retry import retried
 from forge.core.errors import DataLoss
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.maintenance import backup
 from tests.support.pool.damage import flip_served

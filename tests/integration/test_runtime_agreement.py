@@ -14,7 +14,7 @@ import pytest_asyncio
 from forge.core.errors import ConfigError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.agreement import Agreement
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.echo_service import EchoConfig
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines

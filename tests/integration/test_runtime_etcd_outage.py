@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
-from forge.runtime.tls import Tls
+from forge.runtime.security.tls import Tls
 from tests.support.runtime.etcd import Certificates, EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 

@@ -10,8 +10,8 @@ from urllib.request import urlopen
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.runtime.metrics_listener import serve_metrics
-from forge.runtime.tls import Tls
+from forge.runtime.process.metrics_listener import serve_metrics
+from forge.runtime.security.tls import Tls
 from tests.support.runtime.etcd import Certificates
 
 TIMEOUT_S = 30

@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from forge.core.errors import ConfigError, InvalidArgument, NotFound, StaleFence, Unavailable
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
 from forge.runtime.security import Security
-from forge.runtime.tokens import Claims, Keyring
+from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
 from tests.support.runtime.etcd import Certificates

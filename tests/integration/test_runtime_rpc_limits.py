@@ -13,7 +13,7 @@ from forge.runtime.rpc import RpcServer
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.server import ConnectionLimits
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
 from tests.support.runtime.waiting import until
 

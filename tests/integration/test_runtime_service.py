@@ -22,7 +22,7 @@ import pytest_asyncio
 from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.process.service import _Process
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.echo import EchoStub
 from tests.support.runtime.echo_service import EchoApp, EchoConfig
 from tests.support.runtime.etcd import EtcdServer, free_port

@@ -13,7 +13,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
 from forge.cli.command_exit import INTERRUPTED
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer

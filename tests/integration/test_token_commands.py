@@ -14,9 +14,9 @@ import pytest_asyncio
 from forge.cli.connection import person
 from forge.core.errors import FailedPrecondition
 from forge.runtime.coordination import Coordinator
-from forge.runtime.issued_tokens import read_revocations, records, renew, revoke
 from forge.runtime.security import Security
-from forge.runtime.tokens import Claims, Keyring, unverified_claims
+from forge.runtime.security.issued_tokens import read_revocations, records, renew, revoke
+from forge.runtime.security.tokens import Claims, Keyring, unverified_claims
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import start_service

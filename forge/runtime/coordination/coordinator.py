@@ -12,7 +12,7 @@ from types import MappingProxyType
 import grpc
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from forge.core.errors import Unauthenticated, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination.directory import (
     Contact,
     Directory,

@@ -30,7 +30,7 @@ from etcd3aio.lease import LeaseService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
 from forge.core.errors import ConfigError, Unauthenticated, Unavailable
-from forge.runtime.asyncio_tasks import raise_if_cancelled
+from forge.runtime.concurrency.tasks import raise_if_cancelled
 from forge.runtime.coordination.etcd_channel import EtcdChannel
 from forge.runtime.telemetry import log
 

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from forge.core.errors import ConfigError, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.renewable_channel import RenewableChannel
 
 _MEMBER_S = 1.5

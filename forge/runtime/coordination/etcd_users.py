@@ -26,7 +26,7 @@ from forge.runtime.coordination.etcd_roles import (
     runner_role,
     runner_service,
 )
-from forge.runtime.private_file import write_private_file
+from forge.runtime.files.private import write_private_file
 
 _READ, _WRITE = int(PermissionType.READ), int(PermissionType.READWRITE)
 Permissions = dict[tuple[bytes, bytes], int]

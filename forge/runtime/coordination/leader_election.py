@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from forge.core.errors import Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.coordination.leases import RETRY_S, Lease
 from forge.runtime.telemetry import log

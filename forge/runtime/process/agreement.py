@@ -4,7 +4,7 @@ Each instance has its agreed values in its directory entry. A starting instance 
 it loads anything, while it starts or stands by, and once more after its registration. A difference
 that stays for two leases ends it: by then the entry of a dead instance has expired. Of two that
 register at the same time, the one with the higher id ends.
-Not here: the values (`forge.runtime.agreed_settings`).
+Not here: the values (`forge.runtime.settings.agreed`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from forge.core.errors import ConfigError, Unavailable
-from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.settings import ServiceConfig
 from forge.runtime.telemetry import log
 
 AGREED_KEY = "agreed"

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
-from forge.runtime.config import Port, ServiceConfig
-from forge.runtime.settings import settings_of
-from forge.runtime.tls import Tls, read_pem
+from forge.runtime.security.tls import Tls, read_pem
+from forge.runtime.settings import Port, ServiceConfig, settings_of
 
 
 def problems(config: ServiceConfig, own: Iterable[Callable[[], object]]) -> list[ForgeError]:

@@ -30,22 +30,22 @@ import uvloop
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import DISTRIBUTION, extras_named
 from forge.runtime.actors.actor_system import ActorSystem
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
-from forge.runtime.audit import configure_audit
-from forge.runtime.bearer import bearer_of
-from forge.runtime.config import ServiceConfig
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Instance, Login, Registration
 from forge.runtime.coordination.etcd_roles import etcd_user
-from forge.runtime.issued_tokens import follow_revocations, read_revocations
-from forge.runtime.metrics_listener import serve_metrics
 from forge.runtime.process.agreement import Agreement
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.credential_reload import reload_credentials
+from forge.runtime.process.metrics_listener import serve_metrics
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
+from forge.runtime.security.audit import configure_audit
+from forge.runtime.security.bearer import bearer_of
+from forge.runtime.security.issued_tokens import follow_revocations, read_revocations
+from forge.runtime.settings import ServiceConfig
 from forge.runtime.telemetry import configure_logging, log
 
 CLOCK_OFFSET_KEY = "clock_offset_s"

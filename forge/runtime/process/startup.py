@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from forge.core.errors import ForgeError
 from forge.core.extras import extras_named
-from forge.runtime.settings import C, load
+from forge.runtime.settings.reader import C, load
 
 CANNOT_START = 2
 """Exit code for wrong settings; a restart with the same settings gives it again."""

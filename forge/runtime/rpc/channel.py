@@ -13,7 +13,7 @@ import grpc.aio
 
 from forge.runtime.renewable_channel import RenewableChannel
 from forge.runtime.security import Security
-from forge.runtime.tokens import audience_of
+from forge.runtime.security.tokens import audience_of
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""

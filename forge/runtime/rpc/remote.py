@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc.aio
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import counter, log

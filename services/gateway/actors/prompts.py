@@ -11,7 +11,7 @@ from functools import partial
 
 from forge.core.errors import ContextTooLong
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.conversation import Conversation, Draft, Prompt
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel

@@ -19,8 +19,8 @@ from prometheus_client import Counter
 from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
-from forge.runtime.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.prompts import Prompts
 from services.gateway.actors.shard_writer import Append, Replace, Waiting

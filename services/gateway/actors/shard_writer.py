@@ -28,7 +28,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.actors.actor import Actor
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import CHUNK_BYTES, chunked, split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log

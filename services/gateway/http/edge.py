@@ -17,8 +17,8 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Security
+from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import bind_context
-from forge.runtime.tokens import Claims
 from services.gateway.conversation.call_labels import LABELS, split_key, with_headers
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel

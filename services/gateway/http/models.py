@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.errors import speaks_anthropic, speaks_google
 

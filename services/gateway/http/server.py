@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from forge.core.errors import ConfigError
-from forge.runtime.audit import write_audit
+from forge.runtime.security.audit import write_audit
 from forge.runtime.telemetry import log
 from services.gateway.config import ConnectionSettings
 from services.gateway.errors import BrokenBody

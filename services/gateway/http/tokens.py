@@ -14,7 +14,7 @@ from aiohttp import web
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.core.token_columns import int32_array
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest

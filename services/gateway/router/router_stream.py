@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from forge.core.errors import ForgeError, InvalidArgument, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error, from_status

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 
 from forge.core.errors import DeadlineExceeded, ForgeError, Unavailable
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.rpc.tokens import joined_responses
 from forge.v1 import inference_pb2 as pb
 from services.gateway.errors import RouterLost

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from forge.runtime.actors.actor_system import ActorRef
-from forge.runtime.asyncio_tasks import first_done
+from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Discovery
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
 from forge.runtime.rpc.tokens import joined_responses
 from forge.runtime.telemetry import bind_context, log

@@ -16,7 +16,7 @@ from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log

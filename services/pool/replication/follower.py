@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
-from forge.runtime.byte_queue import ByteQueue
+from forge.runtime.concurrency.byte_queue import ByteQueue
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from forge.core.errors import ForgeError, InvalidArgument, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import split
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb

@@ -20,7 +20,7 @@ from forge.core.errors import (
     StaleFence,
     Unavailable,
 )
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb

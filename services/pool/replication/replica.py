@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Leadership
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.status import translated

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import grpc
 
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
-from forge.runtime.byte_queue import ByteQueue
+from forge.runtime.concurrency.byte_queue import ByteQueue
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import pool_pb2
 from services.pool import validation

@@ -21,7 +21,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from forge.runtime.asyncio_tasks import first_done
+from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.telemetry import log
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
 from services.scheduler.pool_shards import PoolShards, gathered

@@ -20,7 +20,7 @@ from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.coordination.shard_record import LOST, gone_shards, mark_gone, read_record
 from forge.runtime.telemetry import log

@@ -17,8 +17,8 @@ from forge.client.scheduler import leads
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing

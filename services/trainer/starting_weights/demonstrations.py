@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.runtime.json_lines import read_json_lines
+from forge.runtime.files.json_lines import read_json_lines
 
 Conversation = Mapping[str, Any]
 """`messages` in OpenAI's shape, and optionally `tools` and a `domain`."""

@@ -33,9 +33,9 @@ from typing import Any
 
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
-from forge.runtime.config import ServiceConfig
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
+from forge.runtime.settings import ServiceConfig
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model.chat_model import ChatModel
 from services.inference.router.sample_stream import SampleStreams

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from forge.core.conversation.messages import Message
 from forge.core.formats import TextDelta
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.config import ConnectionSettings
 from services.gateway.conversation.conversation import SampledAnswer

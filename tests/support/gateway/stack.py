@@ -17,7 +17,7 @@ from forge.core.errors import Unauthenticated
 from forge.core.token_columns import int32_bytes
 from forge.core.trajectory import TokenTree
 from forge.runtime.coordination import Coordinator, Instance
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from tests.support.gateway.chat_templates import save_model
 from tests.support.gateway.scripted_engine import start_scripted_engine

@@ -19,7 +19,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams

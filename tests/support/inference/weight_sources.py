@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from forge.core.errors import NotFound
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc

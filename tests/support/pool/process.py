@@ -12,7 +12,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner, split
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import ServiceProcess, start_service

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.runtime.asyncio_tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb

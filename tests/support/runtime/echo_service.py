@@ -10,9 +10,9 @@ from forge.core.errors import FailedPrecondition
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.actors.supervision import Restart
-from forge.runtime.config import ServiceConfig
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
+from forge.runtime.settings import ServiceConfig
 from forge.runtime.telemetry import log
 from tests.support.runtime.echo import FULL_NAME, EchoServicer, add_to_server
 

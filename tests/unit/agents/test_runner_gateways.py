@@ -12,7 +12,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from tests.support.agents.scripted_gateway import Instances
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from forge.agents.token_renewal import REFUSED_S, RETRY_S, TokenRenewal
 from forge.core.errors import FailedPrecondition, Unavailable
-from forge.runtime.bearer import Bearer
-from forge.runtime.tokens import Claims, Keyring
+from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import scheduler_pb2 as pb
 
 KEYRING = Keyring.from_bytes(b"k" * 32)

@@ -15,7 +15,7 @@ from forge.runtime.coordination import Instance
 from forge.runtime.process.ports import free_ports
 from forge.runtime.rpc import RpcServer
 from forge.runtime.security import Security
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2 as pb
 from forge.v1 import scheduler_pb2_grpc
 from services.scheduler.service import FULL_NAME, SCOPES

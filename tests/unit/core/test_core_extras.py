@@ -16,9 +16,9 @@ from forge.cli.main import app
 from forge.core.entry_points import load_entry_point
 from forge.core.errors import ConfigError
 from forge.core.extras import extras_named, extras_with
-from forge.runtime.config import ServiceConfig
 from forge.runtime.process import startup
 from forge.runtime.process.service import _Process
+from forge.runtime.settings import ServiceConfig
 
 TORCH = "not installed: torch; install it: pip install 'forge-rl[{}]'"
 

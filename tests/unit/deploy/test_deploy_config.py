@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.config import ServiceConfig
-from forge.runtime.settings import load
+from forge.runtime.settings import ServiceConfig, load
 
 FILES = sorted((Path(__file__).parents[3] / "deploy" / "config").glob("*.toml"))
 

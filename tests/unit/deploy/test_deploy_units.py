@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
-from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination.etcd_roles import ROLES
 from forge.runtime.coordination.etcd_users import password_file
 from forge.runtime.process.startup import CANNOT_START
-from forge.runtime.settings import load, settings_of
+from forge.runtime.settings import ServiceConfig, load, settings_of
 from services.pool.config import PoolConfig
 from services.trainer.config import TrainerConfig
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from forge.core.errors import Unavailable
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import pool_pb2
 from services.gateway.pool_client import Pool
 

@@ -15,7 +15,7 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.session import BeginCall, Describe, EndCall, SessionSettings

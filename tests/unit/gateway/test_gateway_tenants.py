@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from forge.core.errors import ResourceExhausted
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from services.gateway.config import TenantSettings
 from services.gateway.errors import RequestTooLarge
 from services.gateway.tenants import MAX_QUIET, Tenants

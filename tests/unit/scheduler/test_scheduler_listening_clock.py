@@ -9,7 +9,7 @@ import pytest
 
 from forge.core.errors import Unauthenticated
 from forge.runtime.coordination import Coordinator, Discovery
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from forge.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error

@@ -16,7 +16,7 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import ContextTooLong
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
 from services.gateway.actors.session import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import InvalidArgument
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.http import control, request_body
 from services.gateway.http.anthropic.history import messages_of

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginCall, EndCall
 from services.gateway.config import SamplingBounds

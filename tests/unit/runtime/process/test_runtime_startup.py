@@ -27,7 +27,7 @@ def test_settings_are_read_before_slow_imports(module: str) -> None:
     )
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "lease_ttl_s" in ended.stdout
-    assert "forge.runtime.config" in imported and not imported & SLOW
+    assert "forge.runtime.settings" in imported and not imported & SLOW
 
 
 def test_a_process_keeps_its_release_when_the_link_changes(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_process_keeps_its_release_when_the_link_changes(tmp_path: Path) -> No
     venv.create(tmp_path / "0.1.0", with_pip=False)
     (tmp_path / "current").symlink_to("0.1.0")
     program = (
-        "import sys; from forge.runtime.config import ServiceConfig\n"
+        "import sys; from forge.runtime.settings import ServiceConfig\n"
         "from forge.runtime.process.startup import run\n"
         "run('any', ServiceConfig, lambda: sys.exit(sys.prefix), lambda _: ())"
     )

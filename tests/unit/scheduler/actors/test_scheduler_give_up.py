@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.runtime.coordination import Coordinator, Discovery, Leadership
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.tokens import Keyring
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.pool_shards import PoolShards

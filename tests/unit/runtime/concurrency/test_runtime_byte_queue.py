@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from forge.runtime.byte_queue import ByteQueue
+from forge.runtime.concurrency.byte_queue import ByteQueue
 
 
 async def test_a_sender_waits_while_the_queue_is_full() -> None:

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.bearer import Bearer
-from forge.runtime.config import ServiceConfig
 from forge.runtime.security import Security
-from forge.runtime.tls import is_loopback
-from forge.runtime.tokens import Claims, Keyring, narrow, sign_text
+from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.tls import is_loopback
+from forge.runtime.security.tokens import Claims, Keyring, narrow, sign_text
+from forge.runtime.settings import ServiceConfig
 
 KEY = b"k" * 32
 SESSION = Claims(

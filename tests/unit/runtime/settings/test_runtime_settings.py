@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.runtime.config import ServiceConfig
-from forge.runtime.settings import load, to_toml
+from forge.runtime.settings import ServiceConfig, load, to_toml
 
 
 class Color(enum.Enum):

@@ -3,7 +3,7 @@
 Owns the sources, the errors of wrong settings, and the settings as TOML. From weak to strong:
 TOML file (`--config FILE` or `FORGE_CONFIG`) < `FORGE_<KEY>` < `FORGE_<SERVICE>_<KEY>` < `--key`.
 The annotation of a field has its bounds (`msgspec.Meta`), the string under it is its help.
-Not here: the settings (`forge.runtime.config`, and the `config.py` of each service).
+Not here: the settings (`service_config`, and the `config.py` of each service).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, raise_all
-from forge.runtime.config import ServiceConfig
+from forge.runtime.settings.service_config import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
 _NOT_IN_FILE = ("config", "print_config", "check")

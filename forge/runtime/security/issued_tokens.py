@@ -2,7 +2,7 @@
 
 One value in etcd has every issued and every revoked token until it has expired; no secret is in it.
 Every service follows it, and keeps its last view while etcd is unreachable or has lost its data.
-Not here: signatures (`forge.runtime.security`).
+Not here: signatures (`tokens`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from forge.core.errors import FailedPrecondition, InvalidArgument, StaleFence
 from forge.runtime.coordination import Coordinator, Versioned
 from forge.runtime.security import Security
+from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.runtime.telemetry import log
-from forge.runtime.tokens import Claims, Keyring, new_token_id
 
 KEY = "tokens"
 MAX_LIFE_S = 366 * 86_400.0

@@ -1,7 +1,7 @@
 """Settings of every service.
 
 Owns the base class of each service's settings. Not here: where settings come from
-(`forge.runtime.settings`); the settings of one service, which are in its own `config.py`.
+(`forge.runtime.settings.reader`); the settings of one service, which are in its own `config.py`.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ class ServiceConfig:
         """Raises `InvalidArgument` for settings that contradict each other."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return the values on which instances must agree (`forge.runtime.agreed_settings`)."""
+        """Return the values on which instances must agree (`forge.runtime.settings.agreed`)."""
         return {}

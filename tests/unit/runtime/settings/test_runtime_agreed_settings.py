@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge.runtime.agreed_settings import agreed_model, agreed_settings
+from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.pool.config import PoolConfig, ReplicationSettings, RetentionSettings
 from services.scheduler.config import SchedulerConfig
 

@@ -15,8 +15,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from forge.core.errors import ConfigError
+from forge.runtime.security.tls import Tls
 from forge.runtime.telemetry import log
-from forge.runtime.tls import Tls
 
 
 def serve_metrics(host: str, port: int, tls: Tls) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from forge.core.errors import ConfigError
-from forge.runtime.file_changes import FileChanges
+from forge.runtime.files.changes import FileChanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 A token is `v1.<claims>.<mac>`: claims as JSON, mac = HMAC-SHA256 under the cluster's key, both
 base64url. Every service has the key file and verifies tokens by itself. Its holder can narrow a
 token without the key: `v1.<claims>.<narrowing>.<mac>`, mac = HMAC-SHA256 under the token's own mac.
-Not here: the tokens of a process's own calls (`forge.runtime.security`), issued tokens and
-revocations (`forge.runtime.issued_tokens`).
+Not here: the tokens of a process's own calls (`credentials`), issued tokens and
+revocations (`issued_tokens`).
 
 The clocks of the token's issuer and verifier differ. A verifier therefore accepts an expired token
 for `clock_tolerance_s` more, so that one wrong clock does not stop a cluster; a captured token can
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.file_changes import FileChanges
-from forge.runtime.private_file import write_private_file
+from forge.runtime.files.changes import FileChanges
+from forge.runtime.files.private import write_private_file
 
 _VERSION = "v1"
 _MIN_KEY_BYTES = 32

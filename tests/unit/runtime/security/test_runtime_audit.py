@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.runtime.audit import MAX_CHARS, MAX_IDS, configure_audit, targets_of
+from forge.runtime.security.audit import MAX_CHARS, MAX_IDS, configure_audit, targets_of
 from forge.v1 import common_pb2, gateway_pb2, pool_pb2, scheduler_pb2
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from forge.runtime.audit import configure_audit, write_audit
+from forge.runtime.security.audit import configure_audit, write_audit
 from forge.runtime.telemetry import configure_logging
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 configure_logging("scheduler", "s-1", level="error", file="")
 configure_audit("scheduler", "s-1", file=sys.argv[1])
 ada = Claims(subject="ada", scopes=frozenset({"operator"}), token_id="t1")

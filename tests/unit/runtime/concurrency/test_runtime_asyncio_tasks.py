@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.runtime.asyncio_tasks import cancel_and_wait, first_done
+from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 
 
 async def test_first_task_is_returned_and_the_others_are_cancelled() -> None:

@@ -16,7 +16,7 @@ import structlog
 from google.protobuf.message import Message
 
 from forge.core.errors import ConfigError
-from forge.runtime.tokens import Claims
+from forge.runtime.security.tokens import Claims
 
 MAX_IDS = 100
 MAX_CHARS = 200

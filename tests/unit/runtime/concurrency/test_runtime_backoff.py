@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge.runtime.backoff import Backoff
+from forge.runtime.concurrency.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.private_file import replace_private_file
-from forge.runtime.tokens import Claims, unverified_claims
+from forge.runtime.files.private import replace_private_file
+from forge.runtime.security.tokens import Claims, unverified_claims
 
 TOKEN_VARIABLE = "FORGE_TOKEN"
 

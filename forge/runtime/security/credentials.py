@@ -1,6 +1,6 @@
 """Credentials of a process: the cluster's keys or an issued token, and TLS files.
 
-Not here: the format of tokens (`forge.runtime.tokens`), TLS (`forge.runtime.tls`).
+Not here: the format of tokens (`tokens`), TLS (`tls`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from math import inf
 from typing import Any
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.bearer import Bearer
-from forge.runtime.config import CLOCK_TOLERANCE_S, ServiceConfig
-from forge.runtime.tls import Tls
-from forge.runtime.tokens import Claims, Keyring, narrow, new_token_id, sign_text
+from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.tls import Tls
+from forge.runtime.security.tokens import Claims, Keyring, narrow, new_token_id, sign_text
+from forge.runtime.settings.service_config import CLOCK_TOLERANCE_S, ServiceConfig
 
 _SERVICE_TOKEN_S = 3600.0
 
