@@ -189,8 +189,6 @@ async def test_prompt_beyond_the_context_fails_with_its_code(
     async with connected(gateway, stack.token("long:0:0")) as socket:
         first = await ask(socket, input="Hi.")
         failed = await ask(socket, input="a b c d e " * 2000, previous_response_id=first["id"])
-        assert failed["type"] == "error"
-        failed = (await answer(socket))[-1]["response"]
         assert failed["status"] == "failed"
         assert failed["error"]["code"] == "context_length_exceeded"
         refused = await ask(socket, input="Hi.", previous_response_id=first["id"])

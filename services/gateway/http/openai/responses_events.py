@@ -55,8 +55,12 @@ class _Open:
 class Events:
     """Converts deltas to events."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, *, one_end: bool = False) -> None:
+        """`one_end`: a failed response ends with `response.failed` alone, as over WebSocket, where
+        clients take an `error` event for the end. In a stream of HTTP an `error` event precedes it,
+        because SDKs raise nothing else."""
         self._head = head
+        self._one_end = one_end
         self._number = 0
         self._output: list[Item] = []
         """Closed items."""
@@ -103,17 +107,17 @@ class Events:
         yield self._event("response.completed", response=response)
 
     def refuse(self, code: str, message: str) -> Iterator[Event]:
-        """Yields all events of a response that failed before its first token; SDKs raise the error
-        of the `error` event."""
+        """Yields all events of a response that failed before its first token."""
         yield from self.start()
-        error = {"type": "invalid_request_error", "code": code, "message": message, "param": None}
-        yield self._event("error", code=code, message=message, param=None, error=error)
-        yield from self.fail(code, message)
+        yield from self.fail(code, message, kind="invalid_request_error")
 
-    def fail(self, code: str, message: str) -> Iterator[Event]:
-        """Yields the last events of a failed response."""
-        error = {"code": code, "message": message}
+    def fail(self, code: str, message: str, *, kind: str = "server_error") -> Iterator[Event]:
+        """Yields the last events of a failed response; `kind` is the type of the error."""
         yield from self._close("incomplete")
+        if not self._one_end:
+            error = {"type": kind, "code": code, "message": message, "param": None}
+            yield self._event("error", code=code, message=message, param=None, error=error)
+        error = {"code": code, "message": message}
         response = self._head.response("failed", self._output, error=error)
         yield self._event("response.failed", response=response)
 

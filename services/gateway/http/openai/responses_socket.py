@@ -173,7 +173,7 @@ class ResponsesSocket:
 
     async def _generate(self, claims: Claims, draft: Draft, known: frozenset[str]) -> bool:
         """Sends the events of a response; returns False if it failed."""
-        events, begun, ok = Events(draft.head), False, True
+        events, begun, ok = Events(draft.head, one_end=True), False, True
         async with self._edge.sessions.use_session(claims) as session:
             response = await draft.response(self._edge, session, known=known)
             try:

@@ -143,8 +143,9 @@ class Response:
 
 def failure_events(events: Events, error: ForgeError) -> Iterator[Event]:
     """Returns the last events of a response that failed after its first token."""
-    limited = isinstance(error, ResourceExhausted)
-    return events.fail("rate_limit_exceeded" if limited else "server_error", str(error))
+    if isinstance(error, ResourceExhausted):
+        return events.fail("rate_limit_exceeded", str(error), kind="rate_limit_error")
+    return events.fail("server_error", str(error))
 
 
 def head_and_turn(

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
-from forge.core.errors import DataLoss
+from forge.core.errors import DataLoss, ForgeError, ResourceExhausted
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
 INTERNAL = "internal error; the gateway's log has the cause"
@@ -48,3 +49,31 @@ async def test_bug_in_mid_stream_is_an_event(choices: int) -> None:
     assert status == 200
     assert all("error" not in json.loads(event.removeprefix("data: ")) for event in said)
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (DataLoss("broken"), "server_error", "server_error"),
+        (ResourceExhausted("full"), "rate_limit_exceeded", "rate_limit_error"),
+    ],
+)
+async def test_sdk_raises_a_failure_in_mid_stream_of_a_response(
+    error: ForgeError, code: str, kind: str
+) -> None:
+    """It takes `response.failed` for a regular end and raises `error` events alone."""
+    turns = ScriptedTurns()
+    turns.script = ["so ", "far", error]
+    said = ""
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    async with served(turns) as url, asyncio.timeout(WAIT_S):
+        agent = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="k", max_retries=0, http_client=http
+        )
+        with pytest.raises(openai.APIError, match=str(error)) as caught:
+            async for event in await agent.responses.create(
+                model="chatml-test", input="hi", stream=True
+            ):
+                said += event.delta if event.type == "response.output_text.delta" else ""
+    assert said == "so far"
+    assert (caught.value.code, caught.value.type) == (code, kind)

@@ -120,6 +120,16 @@ def test_failure_in_mid_stream_ends_the_stream_with_its_reason() -> None:
     assert response.error.message == "the router is gone"
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_failure_has_one_end_over_a_socket(begun: bool) -> None:
+    """A client that takes `error` for the end would take `response.failed` for the next one."""
+    events = Events(HEAD, one_end=True)
+    seen = list(events.start()) if begun else []
+    seen += (events.fail if begun else events.refuse)("server_error", "gone")
+    check(seen)
+    assert names(seen) == ["created", "in_progress", "failed"]
+
+
 def test_logprobs_come_with_the_last_event() -> None:
     """The tokens of a text are known for certain only at the end."""
     events = Events(HEAD)
