@@ -25,6 +25,12 @@ class BrokenBody(InvalidArgument):
     """The request body does not follow its Content-Encoding; its connection is closed."""
 
 
+class UnsupportedEncoding(InvalidArgument):
+    """The gateway cannot read this Content-Encoding of a request body."""
+
+    http_status = 415
+
+
 class UnknownPreviousResponse(InvalidArgument):
     """No turn of this session has the `previous_response_id` of a request."""
 

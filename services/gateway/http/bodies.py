@@ -10,11 +10,30 @@ from collections import Counter
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.compression_utils import HAS_BROTLI, HAS_ZSTD
 
 from forge.core.errors import ResourceExhausted
+from services.gateway.errors import UnsupportedEncoding
 from services.gateway.metrics import BODY_BYTES, REFUSED
 
 RETRY_AFTER_S = 1.0
+READABLE_ENCODINGS = (
+    "gzip",
+    "deflate",
+    *(("br",) if HAS_BROTLI else ()),
+    *(("zstd",) if HAS_ZSTD else ()),
+)
+"""Values of Content-Encoding that aiohttp decodes on this host; it reads any other as it is."""
+
+
+def check_encoding(request: web.Request) -> None:
+    """Raises `UnsupportedEncoding` for a body that cannot be decoded."""
+    encoding = request.headers.get("Content-Encoding", "")
+    if encoding.strip().lower() not in ("", "identity", *READABLE_ENCODINGS):
+        raise UnsupportedEncoding(
+            f"Content-Encoding {encoding[:40]!r} is not supported; "
+            f"{', '.join(READABLE_ENCODINGS)} are"
+        )
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from forge.runtime.telemetry import bind_context
 from services.gateway.conversation.call_labels import LABELS, split_key, with_headers
 from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody, UnknownModel
-from services.gateway.http.bodies import Bodies
+from services.gateway.http.bodies import Bodies, check_encoding
 from services.gateway.http.errors import public_error, speaks_google
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
@@ -83,9 +83,10 @@ class Edge:
 
     async def read_body(self, request: web.Request) -> bytes:
         """Returns the body of a request, with U+FFFD for lone surrogates. Raises
-        `HTTPRequestTimeout` for a late body, `BrokenBody` for one that cannot be decompressed,
-        `ResourceExhausted` and `RequestTooLarge` above limits."""
+        `HTTPRequestTimeout` for a late body, `BrokenBody` and `UnsupportedEncoding` for one that
+        cannot be decompressed, `ResourceExhausted` and `RequestTooLarge` above limits."""
         claims = request[CLAIMS]
+        check_encoding(request)
         self.tenants.check_size(claims.tenant, request.content_length or 0)
         try:
             async with asyncio.timeout(self.body_timeout_s):

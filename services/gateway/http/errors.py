@@ -17,7 +17,9 @@ from services.gateway.errors import (
     UnknownModel,
     UnknownPreviousResponse,
     UnknownResponse,
+    UnsupportedEncoding,
 )
+from services.gateway.http.bodies import READABLE_ENCODINGS
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -28,6 +30,7 @@ _OPENAI_TYPES = {
     408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     426: "invalid_request_error",
     429: "rate_limit_error",
 }
@@ -47,6 +50,7 @@ _GOOGLE_STATUSES = {
     408: "DEADLINE_EXCEEDED",
     409: "FAILED_PRECONDITION",
     413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
@@ -56,6 +60,7 @@ _CODES: dict[type[ForgeError], str] = {
     UnknownModel: "model_not_found",
     UnknownPreviousResponse: "previous_response_not_found",
     UnknownResponse: "response_not_found",
+    UnsupportedEncoding: "unsupported_encoding",
     Unauthenticated: "invalid_api_key",
 }
 
@@ -132,8 +137,11 @@ def speaks_anthropic(request: web.Request) -> bool:
 
 
 def _headers(error: ForgeError) -> dict[str, str]:
-    """Returns the retry headers, because some statuses alone make clients decide wrongly."""
+    """Returns the retry headers, because some statuses alone make clients decide wrongly, and the
+    encodings that a request body may have."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if isinstance(error, UnsupportedEncoding):
+        headers["Accept-Encoding"] = ", ".join(READABLE_ENCODINGS)
     if error.retryable:
         after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         headers["Retry-After"] = str(max(0, ceil(after_s)))

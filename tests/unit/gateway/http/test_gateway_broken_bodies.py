@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -66,3 +67,44 @@ async def test_a_body_that_cannot_be_decompressed_is_refused(encoding: str, body
             http.post(path, data=gzip.compress(ASK), headers=headers) as answer,
         ):
             assert answer.status == 200, await answer.text()
+
+
+@pytest.mark.parametrize("encoding", ["lz4", "gzip, gzip", "aws-chunked", "\xe9"])
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/chat/completions", {"type": "invalid_request_error", "code": "unsupported_encoding"}),
+        ("/v1/responses", {"type": "invalid_request_error", "code": "unsupported_encoding"}),
+        ("/v1/messages", {"type": "invalid_request_error"}),
+        ("/v1beta/models/chatml-test:generateContent", {"code": 415, "status": "INVALID_ARGUMENT"}),
+    ],
+)
+async def test_an_encoding_that_cannot_be_read_is_refused(
+    path: str, shape: dict[str, Any], encoding: str
+) -> None:
+    """With the encodings that can, in the shape of the protocol: read as it is, such a body would
+    pass for broken JSON."""
+    headers = {"Authorization": "Bearer k", "Content-Encoding": encoding}
+    async with (
+        served(ScriptedTurns()) as url,
+        aiohttp.ClientSession() as http,
+        http.post(url + path, data=ASK, headers=headers) as answer,
+    ):
+        error = (await answer.json())["error"]
+        assert answer.status == 415
+        assert "gzip" in answer.headers["Accept-Encoding"]
+    assert error.items() >= shape.items()
+    assert encoding.encode("ascii", "ignore").decode() in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity", "GZIP"])
+async def test_encodings_are_compared_without_case(encoding: str) -> None:
+    """`identity` is no encoding."""
+    headers = {"Authorization": "Bearer k", "Content-Encoding": encoding}
+    body = gzip.compress(ASK) if encoding == "GZIP" else ASK
+    async with (
+        served(ScriptedTurns()) as url,
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", data=body, headers=headers) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
