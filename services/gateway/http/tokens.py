@@ -6,6 +6,8 @@ sampled ids. Records no turn.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +24,10 @@ from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.openai import chat_schema
 from services.gateway.http.openai.completions_schema import checked_ids, prompt_ids
 from services.gateway.http.parameters import Fields, decode_request
+from services.gateway.model.chat_model import ChatModel, TextStream
 
+SLICE_TOKENS = 4096
+"""Decoded at once, in about a millisecond."""
 _FIELDS = Fields(harmless=frozenset({"user", "request_id"}))
 
 
@@ -113,4 +118,15 @@ class Tokens:
             edge.check_model(asked.model)
         model = edge.turns.model
         checked_ids("tokens", model, asked.tokens)
-        return json_response({"prompt": model.text_of(asked.tokens)}, headers=headers)
+        return json_response({"prompt": await text_of(model, asked.tokens)}, headers=headers)
+
+
+async def text_of(model: ChatModel, ids: Sequence[int]) -> str:
+    """Returns the text of any number of ids, with special tokens. Other requests go on between
+    slices; a thread would not help, because decoding holds the lock of the interpreter."""
+    stream = TextStream(model, special=True)
+    pieces = []
+    for start in range(0, len(ids), SLICE_TOKENS):
+        pieces.append(stream.feed(ids[start : start + SLICE_TOKENS]))
+        await asyncio.sleep(0)
+    return "".join(pieces) + stream.finish()

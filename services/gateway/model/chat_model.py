@@ -260,8 +260,9 @@ class TextStream:
     MAX_HELD_TOKENS = 3
     """A UTF-8 character has at most four bytes, so a fourth token always completes it."""
 
-    def __init__(self, model: ChatModel) -> None:
-        self._model = model
+    def __init__(self, model: ChatModel, *, special: bool = False) -> None:
+        """`special`: with special tokens, as `ChatModel.text_of`; else as `ChatModel.decode`."""
+        self._decode = model.text_of if special else model.decode
         self._context: list[int] = []
         self._before = ""
         """Text of the context."""
@@ -285,7 +286,7 @@ class TextStream:
         """Returns the text that `ids` add to the context."""
         if not ids:
             return ""
-        return self._model.decode([*self._context, *ids])[len(self._before) :]
+        return self._decode([*self._context, *ids])[len(self._before) :]
 
     def _advance(self, text: str, ids: Sequence[int], *, held: int) -> str:
         decoded = len(ids) - held
@@ -294,7 +295,7 @@ class TextStream:
         self._before += text
         if len(self._context) > self.KEPT_TOKENS:
             self._context = self._context[-self.CONTEXT_TOKENS :]
-            self._before = self._model.decode(self._context)
+            self._before = self._decode(self._context)
         return text
 
 
