@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
+from contextlib import ExitStack
 from http.client import HTTPSConnection
 from urllib.request import urlopen
 
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.runtime.process.metrics_listener import serve_metrics
+from forge.runtime.process.metrics_listener import MOST_CONNECTIONS, serve_metrics
 from forge.runtime.security.tls import Tls
 from tests.support.runtime.etcd import Certificates
 
@@ -66,6 +68,28 @@ def test_silent_client_delays_no_other(certificates: Certificates) -> None:
     port = serve_metrics("127.0.0.1", 0, mutual(certificates))
     with socket.create_connection(("127.0.0.1", port)):
         assert "process_start_time_seconds" in read(port, client(certificates, named=True))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_silent_clients_take_a_bounded_number_of_threads(
+    certificates: Certificates, secure: bool
+) -> None:
+    """The oldest connection ends for each one more, and a scraper gets its answer."""
+    port = serve_metrics("127.0.0.1", 0, mutual(certificates) if secure else PLAIN)
+    before = threading.active_count()
+    with ExitStack() as undo:
+        silent = [
+            undo.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
+            for _ in range(2 * MOST_CONNECTIONS)
+        ]
+        # An answer follows the acceptance of all connections before.
+        if secure:
+            assert "process_start_time_seconds" in read(port, client(certificates, named=True))
+        else:
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as answer:
+                assert b"process_start_time_seconds" in answer.read()
+        assert threading.active_count() - before <= MOST_CONNECTIONS
+        assert silent[0].recv(1) == b""
 
 
 def test_occupied_port_is_one_line_with_the_setting() -> None:

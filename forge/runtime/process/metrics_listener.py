@@ -1,14 +1,17 @@
 """The listener of /metrics, on a thread: it answers while the event loop is busy.
 
-It has no tokens: off loopback its clients need a certificate, as those of the gRPC server do.
+It has no tokens: off loopback its clients need a certificate, as those of the gRPC server do. A
+connection has a thread of its own, up to `MOST_CONNECTIONS`; one more ends the oldest, so silent
+clients keep no scraper out.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
+from contextlib import suppress
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -17,6 +20,8 @@ from prometheus_client import make_wsgi_app
 from forge.core.errors import ConfigError
 from forge.runtime.security.tls import Tls
 from forge.runtime.telemetry import log
+
+MOST_CONNECTIONS = 16
 
 
 def serve_metrics(host: str, port: int, tls: Tls) -> int:
@@ -48,6 +53,10 @@ class _Listener(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int, tls: Tls) -> None:
         self._tls = tls
+        self._free = BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = Lock()
+        self._open: dict[Any, None] = {}
+        """Connections with a thread, the oldest first."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host.strip("[]"), port), _Handler)
@@ -60,6 +69,35 @@ class _Listener(ThreadingMixIn, WSGIServer):
                 connection, server_side=True, do_handshake_on_connect=False
             )
         return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._end_oldest()
+            self._free.acquire()
+        with self._lock:
+            self._open[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._ended(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._ended(request)
+
+    def _end_oldest(self) -> None:
+        """Its thread reads the end of the connection and ends."""
+        with self._lock, suppress(OSError):
+            # Not the method of a TLS socket, which its own thread uses.
+            socket.socket.shutdown(next(iter(self._open)), socket.SHUT_RDWR)
+
+    def _ended(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("metrics_connection_failed", error=repr(sys.exception()))
