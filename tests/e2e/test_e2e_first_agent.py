@@ -87,7 +87,8 @@ def test_a_stranger_trains_an_agent_of_his_own(tmp_path: Path, forge_root: Path)
     submit = SUBMIT.text.replace("--group-size 8", "--group-size 2")
     assert submit != SUBMIT.text
 
-    def trained() -> bool:
+    def trained(runner: subprocess.Popen[bytes]) -> bool:
+        assert runner.poll() is None, (tmp_path / "agents.log").read_text()[-2000:]
         status = json.loads(stranger.run("forge status sums-run --json"))
         scheduler, trainer = status["scheduler"], status["trainer"]
         if scheduler is None or trainer is None:
@@ -99,8 +100,8 @@ def test_a_stranger_trains_an_agent_of_his_own(tmp_path: Path, forge_root: Path)
         until_blocking(
             lambda: "All services run" in (tmp_path / "up.log").read_text(), limit_s=LIMIT_S
         )
-        with stranger.running(RUNNER.text.strip()):
+        with stranger.running(RUNNER.text.strip()) as runner:
             assert "8 new" in stranger.run(submit)
-            until_blocking(trained, limit_s=LIMIT_S)
+            until_blocking(lambda: trained(runner), limit_s=LIMIT_S)
     stranger.run(EXPORT.text)
     assert (tmp_path / "sums-model" / "model.safetensors").exists()

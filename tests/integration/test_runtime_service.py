@@ -19,6 +19,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.process.service import _Process
@@ -214,6 +215,49 @@ async def test_metadata_changed_during_the_registration_is_announced(
         await coordinator.discover("echo").wait(
             timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue"
         )
+
+
+async def test_registration_waits_for_an_etcd_that_does_not_answer(
+    tmp_path: Path,
+    etcd: EtcdServer,
+    cluster: str,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The app has started and may have work: a runner that lost its programs to a slow etcd was
+    gone for good. The first write has an unknown outcome, then a write and a read fail."""
+    Keyring.generate(tmp_path / "key")
+    config = EchoConfig(
+        etcd=etcd.endpoint,
+        cluster=cluster,
+        key_file=str(tmp_path / "key"),
+        instance_id="echo-1",
+        voice="low",
+    )
+    process = _Process("echo", config, EchoApp)
+    swap, listed = Etcd.swap, Etcd.list
+    failing = iter(("after", "before"))
+    unread = iter(("once",))
+
+    async def swap_with_outage(*arguments: Any, **options: Any) -> int | None:
+        when = next(failing, "")
+        revision = None if when == "before" else await swap(*arguments, **options)
+        if when:
+            raise Unavailable("no answer from etcd")
+        return revision
+
+    async def list_with_outage(*arguments: Any, **options: Any) -> Any:
+        if process._context.registration is not None and next(unread, ""):
+            raise Unavailable("no answer from etcd")
+        return await listed(*arguments, **options)
+
+    monkeypatch.setattr(Etcd, "swap", swap_with_outage)
+    monkeypatch.setattr(Etcd, "list", list_with_outage)
+    async with AsyncExitStack() as undo:
+        await process._start(undo)
+        undo.push_async_callback(process._drain)
+        await coordinator.discover("echo").wait(timeout_s=START_S)
+    assert (next(failing, None), next(unread, None)) == (None, None)
 
 
 async def test_service_that_is_not_ready_is_up_but_not_in_discovery(

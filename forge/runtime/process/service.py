@@ -4,7 +4,8 @@
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
 Owns this order. SIGTERM and SIGINT stop a process, also during its start. A started app is drained
-even if its registration failed: it may have work already. An actor that crashes too often ends the
+even if its registration failed: it may have work already. So an outage of etcd only delays the
+registration. An actor that crashes too often ends the
 process with exit code 1, and the supervisor starts a fresh one. After kill -9 the lease expires;
 acknowledged writes are durable.
 """
@@ -27,12 +28,14 @@ import grpc.aio
 import sdnotify
 import uvloop
 
-from forge.core.errors import ConfigError, ForgeError
+from forge.core.errors import ConfigError, ForgeError, Unavailable
 from forge.core.extras import DISTRIBUTION, extras_named
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Coordinator, Instance, Login, Registration
+from forge.runtime.coordination.etcd import Refused
 from forge.runtime.coordination.etcd_roles import etcd_user
+from forge.runtime.coordination.leases import RETRY_S
 from forge.runtime.process.agreement import Agreement
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.credential_reload import reload_credentials
@@ -53,6 +56,7 @@ CLOCK_OFFSET_KEY = "clock_offset_s"
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 Stub = TypeVar("Stub")
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,6 +142,22 @@ class ServiceContext:
         """Wait until the server listens; return its address."""
         await self._listens.wait()
         return self._address
+
+
+async def _through_outage(step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Repeat a step of the registration until etcd answers: the app may have work already. Raises
+    `Refused` and all errors but Unavailable."""
+    waits = False
+    while True:
+        try:
+            return await step()
+        except Refused:
+            raise
+        except Unavailable as error:
+            if not waits:
+                log.warning("registration_waits", error=str(error))
+            waits = True
+        await asyncio.sleep(RETRY_S)
 
 
 class ServiceApp(Protocol):
@@ -318,15 +338,17 @@ class _Process:
         context, config, kind = self._context, self._config, self._kind
         context.server.set_serving(True)
         entered = dict(context.metadata)
-        context.registration = await context.coordinator.register(
-            kind,
-            config.instance_id,
-            address,
-            metadata=entered,
-            ttl_s=config.lease_ttl_s,
-            on_conflict=lambda error: self._fail("registration", error),
+        context.registration = await _through_outage(
+            lambda: context.coordinator.register(
+                kind,
+                config.instance_id,
+                address,
+                metadata=entered,
+                ttl_s=config.lease_ttl_s,
+                on_conflict=lambda error: self._fail("registration", error),
+            )
         )
-        await self._agreement.check(registered=True)
+        await _through_outage(lambda: self._agreement.check(registered=True))
         if context.metadata != entered:
             # Calls may change the metadata before `register` returns.
             await context.announce()
