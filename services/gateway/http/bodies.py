@@ -30,10 +30,12 @@ def check_encoding(request: web.Request) -> None:
     """Raises `UnsupportedEncoding` for a body that cannot be decoded."""
     encoding = request.headers.get("Content-Encoding", "")
     if encoding.strip().lower() not in ("", "identity", *READABLE_ENCODINGS):
-        raise UnsupportedEncoding(
-            f"Content-Encoding {encoding[:40]!r} is not supported; "
-            f"{', '.join(READABLE_ENCODINGS)} are"
-        )
+        raise unsupported_encoding(f"unknown Content-Encoding {encoding[:40]!r}")
+
+
+def unsupported_encoding(problem: str) -> UnsupportedEncoding:
+    """Returns the error of an encoding, with those that are supported."""
+    return UnsupportedEncoding(f"{problem} (supported: {', '.join(READABLE_ENCODINGS)})")
 
 
 @dataclass(slots=True)

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from services.gateway.config import ConnectionSettings
+from services.gateway.http.bodies import unsupported_encoding
+from services.gateway.http.errors import Failure, openai_error
 from services.gateway.metrics import CONNECTIONS, REFUSED
 
 LINGER_S = 10.0
@@ -103,6 +106,24 @@ class Connection(web.RequestHandler):
             self._connections.remove(self._address)
             self._address = None
         super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Refuses a body in an encoding whose library this host lacks: its header is not read, so
+        the error has OpenAI's format in every protocol."""
+        if not isinstance(exc, ContentEncodingError):
+            return super().handle_error(request, status, exc, message)
+        failure = Failure.of(unsupported_encoding(exc.message.strip()))
+        refusal = web.json_response(
+            openai_error(failure), status=failure.status, headers=failure.headers
+        )
+        refusal.force_close()
+        return refusal
 
     @contextmanager
     def request(self) -> Iterator[None]:
