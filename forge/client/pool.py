@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -180,6 +181,8 @@ class PoolReader:
         self, request: pool_pb2.EraseTrajectoriesRequest
     ) -> AsyncIterator[pool_pb2.EraseTrajectoriesResponse]:
         """Erases on every registered shard, one after another."""
+        # One entry in the ledger for all shards.
+        request.erasure_id = request.erasure_id or uuid.uuid4().hex
         for shard in await self.shards():
             response: pool_pb2.EraseTrajectoriesResponse = await self._call(
                 shard, "EraseTrajectories", request, timeout_s=COMPACT_S

@@ -1382,10 +1382,15 @@ class EraseTrajectoriesRequest(_message.Message):
     TASK_IDS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    ERASURE_ID_FIELD_NUMBER: _builtins.int
     user: _builtins.str
     """All groups of this user."""
     tag: _builtins.str
     """All groups with this tag."""
+    erasure_id: _builtins.str
+    """The same for each shard and each repetition: letters, digits and dashes, at most 64; "" for one
+    that the shard chooses.
+    """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 10,000. The trajectories of these tasks, also without a group on this shard."""
@@ -1396,10 +1401,11 @@ class EraseTrajectoriesRequest(_message.Message):
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         user: _builtins.str = ...,
         tag: _builtins.str = ...,
+        erasure_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag", "task_ids", b"task_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["erasure_id", b"erasure_id", "tag", b"tag", "task_ids", b"task_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -283,8 +283,10 @@ class PoolServiceServicer(object):
         returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
         settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
         effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
-        and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
-        set. Idempotent; safe to retry.
+        and seals are refused with FAILED_PRECONDITION. The erasure is first written to etcd: a shard that
+        is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
+        exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
+        not answer: nothing is erased then. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -135,8 +135,10 @@ class PoolServiceStub:
     returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
     settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
     effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
-    and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
-    set. Idempotent; safe to retry.
+    and seals are refused with FAILED_PRECONDITION. The erasure is first written to etcd: a shard that
+    is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
+    exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
+    not answer: nothing is erased then. Idempotent; safe to retry.
     """
     ListGroupsToMove: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]
     """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
@@ -262,8 +264,10 @@ class PoolServiceAsyncStub(PoolServiceStub):
     returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
     settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
     effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
-    and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
-    set. Idempotent; safe to retry.
+    and seals are refused with FAILED_PRECONDITION. The erasure is first written to etcd: a shard that
+    is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
+    exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
+    not answer: nothing is erased then. Idempotent; safe to retry.
     """
     ListGroupsToMove: _aio.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]  # type: ignore[assignment]
     """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
@@ -470,8 +474,10 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
         settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
         effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
-        and seals are refused with FAILED_PRECONDITION. INVALID_ARGUMENT unless exactly one selection is
-        set. Idempotent; safe to retry.
+        and seals are refused with FAILED_PRECONDITION. The erasure is first written to etcd: a shard that
+        is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
+        exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
+        not answer: nothing is erased then. Idempotent; safe to retry.
         """
 
     @_abc_1.abstractmethod

@@ -14,6 +14,7 @@ from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig, RetentionSettings
 from services.pool.erasure import Erasure, FileOf
+from services.pool.erasure_ledger import ErasureLedger, MissedErasures
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
 from services.pool.moves import GroupMover
@@ -75,17 +76,22 @@ class PoolApp:
                 on_conflict=lambda error: self._context.fail("shard", error),
             )
             self._context.metadata["lineage"] = store.lineage()
+            await self._missed_erasures(store, writer, readers).apply()
             self._serve(store, writer, readers, self._purger(store, readers))
             self._retain(store, writer, readers)
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
 
     async def _start_replica(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+        async def on_lead() -> None:
+            await self._missed_erasures(store, writer, readers).apply()
+            self._retain(store, leaders_writer, readers)
+
         replica = Replica(
             self._context,
             store,
             writer,
             readers,
-            on_lead=lambda: self._retain(store, leaders_writer, readers),
+            on_lead=on_lead,
         )
         leaders_writer = LeadersWriter(replica, writer)
         purger = self._purger(store, readers)
@@ -118,7 +124,10 @@ class PoolApp:
         purge_follower: FileOf | None = None,
     ) -> None:
         config: PoolConfig = self._context.config
-        erasure = Erasure(store, writer, readers, purger, purge_follower=purge_follower)
+        ledger = ErasureLedger(self._context.coordinator)
+        erasure = Erasure(store, writer, readers, purger, ledger, purge_follower=purge_follower)
+        missed = self._missed_erasures(store, writer, readers)
+        self._context.keep_running(missed.follow(), name="erasure-ledger")
         self._servicer = PoolServicer(
             store,
             writer,
@@ -138,6 +147,11 @@ class PoolApp:
             scopes=SCOPES,
             audited=AUDITED,
         )
+
+    def _missed_erasures(
+        self, store: PoolStore, writer: WriterRef, readers: ReaderRef
+    ) -> MissedErasures:
+        return MissedErasures(store, writer, readers, ErasureLedger(self._context.coordinator))
 
     async def drain(self) -> None:
         """Ends open streams and lets the follower confirm commits in progress."""

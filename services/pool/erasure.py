@@ -1,11 +1,13 @@
 """Erasure of trajectories by task, user or tag: first the records, then their bytes in the files.
 
-Owns the order. `data.erasing` deletes records, `maintenance.purge` rewrites an instance's file.
+Owns the order. `erasure_ledger` remembers the erasure, `data.erasing` deletes records,
+`maintenance.purge` rewrites an instance's file.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -14,17 +16,11 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
-from services.pool.data.commands import EraseTasks
-from services.pool.data.erasing import Erased, tasks_with
+from services.pool.data.erasing import tasks_with
+from services.pool.erasure_ledger import ErasureLedger, LedgerEntry, erase_tasks, note
 from services.pool.maintenance.purge import Purger
 from services.pool.readers import ReaderRef
 from services.pool.store import PoolStore
-
-MAX_RECORDS = 128
-"""Most turns and rewards deleted in one transaction."""
-BATCH = 16
-"""Most tasks in one transaction."""
-_ERASE_S = 60.0
 
 FileOf = Callable[[], Awaitable[pool_pb2.EraseTrajectoriesResponse.Replica]]
 
@@ -38,6 +34,7 @@ class Erasure:
         writer: WriterRef,
         readers: ReaderRef,
         purger: Purger,
+        ledger: ErasureLedger,
         *,
         purge_follower: FileOf | None,
     ) -> None:
@@ -46,23 +43,28 @@ class Erasure:
         self._writer = writer
         self._readers = readers
         self._purger = purger
+        self._ledger = ledger
         self._purge_follower = purge_follower
 
     async def run(
         self, request: pool_pb2.EraseTrajectoriesRequest
     ) -> pool_pb2.EraseTrajectoriesResponse:
-        """Erases the selected tasks. Raises `InvalidArgument`."""
+        """Erases the selected tasks. Raises `InvalidArgument` and `Unavailable`."""
         validation.check_erase(request)
+        request.erasure_id = request.erasure_id or uuid.uuid4().hex
+        entry = LedgerEntry.of(request, now_unix_s=time.time())
+        # The ledger first: an erasure that is begun is completed, after a crash too.
+        await self._ledger.record(entry)
         task_ids = list(request.task_ids)
         if not task_ids:
             look = partial(tasks_with, user=request.user, tag=request.tag)
             task_ids = await self._readers.run(partial(self._store.read, look))
-        erased = Erased()
-        for start in range(0, len(task_ids), BATCH):
-            erased = erased.plus(await self._erase(task_ids[start : start + BATCH]))
+        erased = await erase_tasks(self._writer, task_ids)
+        await note(self._writer, [entry])
         log.info(
             "trajectories_erased",
             by=current_claims().subject,
+            erasure_id=entry.erasure_id,
             pool_shard=self._store.shard,
             groups=erased.groups,
             trajectories=erased.trajectories,
@@ -78,15 +80,6 @@ class Erasure:
             rewards=erased.rewards,
             replicas=replicas,
         )
-
-    async def _erase(self, task_ids: list[str]) -> Erased:
-        total = Erased(unfinished=True)
-        while total.unfinished:
-            command = EraseTasks(
-                task_ids=tuple(task_ids), max_records=MAX_RECORDS, now_unix_s=time.time()
-            )
-            total = total.plus(await self._writer.ask(command, timeout_s=_ERASE_S))
-        return total
 
 
 async def purged(store: PoolStore, purger: Purger) -> pool_pb2.EraseTrajectoriesResponse.Replica:

@@ -28,6 +28,7 @@ from services.pool.data.commands import (
     ImportGroup,
     MarkMoved,
     MarkOrphans,
+    NoteErasures,
     PutGroups,
     RepairUnit,
     SealTrajectory,
@@ -57,6 +58,7 @@ from services.pool.storage.change_trackers import (
     RecentChanges,
     Since,
 )
+from services.pool.storage.erasures import note_erasures
 from services.pool.storage.group_index import NewestSettled, is_whole, tag_prefix, trained_after
 from services.pool.storage.journal import (
     Changes,
@@ -314,6 +316,7 @@ _APPLY: Mapping[type[Any], Callable[[Records, Any], Any]] = {
     FreeGroups: free,
     MarkOrphans: mark,
     EraseTasks: erase,
+    NoteErasures: lambda records, command: note_erasures(records, command.entries),
     MarkMoved: mark_moved,
     DiscardCopy: discard_copy,
     StageRecords: stage_records,

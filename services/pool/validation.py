@@ -6,6 +6,7 @@ Each function raises `InvalidArgument` naming the field and its value; its resul
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
@@ -30,6 +31,7 @@ MAX_LOOKED_UP = 10_000
 """Ids in one LookUpGroups or EraseTrajectories call."""
 MAX_MOVED = 1000
 """Groups in one ImportGroups, ExportGroups or MarkGroupsMoved call."""
+_ERASURE_ID = re.compile(r"[A-Za-z0-9-]{0,64}")
 _SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDONED)
 
 
@@ -219,6 +221,10 @@ def check_erase(request: pool_pb2.EraseTrajectoriesRequest) -> None:
         )
     for task_id in request.task_ids:
         check_task_id(task_id)
+    if not _ERASURE_ID.fullmatch(request.erasure_id):
+        raise InvalidArgument(
+            f"erasure_id {request.erasure_id[:40]!r} must have up to 64 letters, digits and dashes"
+        )
 
 
 def set_group_states(

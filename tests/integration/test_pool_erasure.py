@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
+from etcd3aio.kv import KVService, prefix_range_end
 
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
-from tests.support.pool.process import PoolClient
+from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.command import run_command
@@ -134,3 +137,79 @@ async def assert_refused(client: PoolClient) -> None:
     """A turn of a gateway that still has the session in memory."""
     (answer,) = await client.append([make_turn("of-alice:0:0", 3, messages_json=MARKER)])
     assert "an operator erased" in answer.error
+
+
+async def lose_ledger(etcd: EtcdServer, cluster: str) -> int:
+    """As with an etcd that starts empty; the number of entries."""
+    prefix = f"/forge/{cluster}/pool/erasures/"
+    async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
+        keys = KVService(channel)
+        found = await keys.get(prefix, range_end=prefix_range_end(prefix), timeout=30)
+        await keys.delete(prefix, range_end=prefix_range_end(prefix), timeout=30)
+        return len(found.kvs)
+
+
+async def test_restored_and_absent_shards_repeat_erasures(
+    etcd: EtcdServer, cluster: str, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """Before they serve. An absent shard had no part in the command; the backup is older than it.
+    Later tasks of the user stay. A ledger that etcd loses is written again by the stores."""
+    Keyring.generate(tmp_path / "key")
+    at = ("--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(tmp_path / "key"))
+    s0, s1 = (
+        PoolProcess(
+            tmp_path / name, etcd=etcd, cluster=cluster, shard=name, key_file=tmp_path / "key"
+        )
+        for name in ("s0", "s1")
+    )
+
+    async def started(pool: PoolProcess) -> PoolClient:
+        pool.start("--retention.mode", "keep")
+        return await PoolClient.connect(pool, coordinator)
+
+    async def ended(pool: PoolProcess) -> None:
+        ending = pool.id_ending
+        pool.kill()
+        await etcd.end_leases(cluster, ending)
+
+    async def restored(pool: PoolProcess) -> PoolClient:
+        await ended(pool)
+        shutil.rmtree(pool.data_dir)
+        code, output = await forge_pool("restore", str(tmp_path / "backup"), str(pool.data_dir))
+        assert code == 0, output
+        assert files_with(MARKER, pool.data_dir)
+        return await started(pool)
+
+    async def lacks_alice(pool: PoolProcess, client: PoolClient) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.fetch("of-alice:0:0")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert [one.trajectory_id for one in await client.fetch("of-bob:0:0")] == ["of-bob:0:0"]
+        await until(lambda: not files_with(MARKER, pool.data_dir))
+
+    try:
+        for pool in (s0, s1):
+            await fill(await started(pool))
+        code, output = await forge_pool("backup", str(s0.data_dir), str(tmp_path / "backup"))
+        assert code == 0, output
+        await ended(s1)
+        code, output = await forge_pool("erase", "--user", "alice", *at)
+        assert code == 0, output
+        assert "s1" not in output
+        later = make_group("later", 9)
+        later.task.user = "alice"
+        await lacks_alice(s1, await started(s1))
+        await lacks_alice(s0, await restored(s0))
+        assert await lose_ledger(etcd, cluster) == 1
+        await ended(s1)
+        client = await started(s1)
+        assert await lose_ledger(etcd, cluster) == 1, "the store has written it again"
+        await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[later], fence=2))
+        await ended(s1)
+        client = await started(s1)
+        (kept,) = [one for one in await client.groups() if one.group.task.task_id == "later"]
+        assert kept.group.task.user == "alice"
+        await lacks_alice(s0, await restored(s0))
+    finally:
+        for pool in (s0, s1):
+            pool.kill()

@@ -204,6 +204,10 @@ class Coordinator:
         """Return the values under /forge/<cluster>/<prefix>, by key. Raises Unavailable."""
         return [entry.value for _, entry in sorted((await self._etcd.list(prefix)).items())]
 
+    async def names(self, prefix: str) -> list[str]:
+        """Return the keys under /forge/<cluster>/<prefix>. Raises Unavailable."""
+        return await self._etcd.names(prefix)
+
     def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
         """Yield the current value (None: absent), then each change; never misses the latest."""
         return self._etcd.follow(key)

@@ -168,6 +168,15 @@ class Etcd:
             return _version(entry)
         return None
 
+    async def names(self, prefix: str) -> list[str]:
+        """Return the keys under a prefix. Raises Unavailable."""
+        start = self._prefix + prefix
+        end = prefix_range_end(start)
+        found = await self._call(
+            lambda: self._kv.get(start, range_end=end, keys_only=True, timeout=TIMEOUT_S), start
+        )
+        return [self._name(entry.key) for entry in found.kvs]
+
     async def list(self, prefix: str) -> dict[str, Versioned]:
         """Return all values under a prefix, by key. Raises Unavailable."""
         start = self._prefix + prefix

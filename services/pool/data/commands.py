@@ -6,6 +6,7 @@ to stored records is not checked yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,6 +121,14 @@ class EraseTasks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoteErasures:
+    """Stores entries of the ledger of erasures that are applied."""
+
+    entries: Mapping[str, bytes]
+    """By id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MarkMoved:
     """Answered by the tasks whose groups are moved to the target."""
 
@@ -190,6 +199,7 @@ Command = (
     | FreeGroups
     | MarkOrphans
     | EraseTasks
+    | NoteErasures
     | MarkMoved
     | DiscardCopy
     | StageRecords

@@ -61,7 +61,7 @@ class Replica:
         writer: WriterRef,
         readers: Readers,
         *,
-        on_lead: Callable[[], None],
+        on_lead: Callable[[], Awaitable[None]],
     ) -> None:
         """`on_lead` is called after the election, before the instance registers."""
         self._context = context
@@ -240,7 +240,7 @@ class Replica:
         await leader.begin()
         LEADS.set(1)
         log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
-        self._on_lead()
+        await self._on_lead()
         self._context.set_ready()
         verify = self._self_repair.verify(every_s=self._config.replication.verify_every_s)
         verifying = asyncio.create_task(verify, name="verify")

@@ -1,12 +1,14 @@
 """Tombstones of erased tasks, and whether a file may have their bytes in free pages.
 
-`meta` has a tombstone per erased task, and the id of the newest erasure: replicas share both. The
-local table `replica` has the id of the erasure after which this file was rewritten.
+`meta` has a tombstone per erased task, the entries of the ledger that are applied, and the id of
+the newest erasure: replicas share them. The local table `replica` has the id of the erasure after
+which this file was rewritten.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from itertools import islice
 
 from forge.core.trajectory import TaskId
@@ -17,6 +19,7 @@ from services.pool.storage.tables import Table
 
 _TOMBSTONE = b"erased:"
 _NEWEST = b"erasure"
+_NOTED = b"ledger:"
 _PURGED = b"purged"
 
 
@@ -37,6 +40,21 @@ def put_erasure(records: Records, task_id: str) -> None:
     if not is_erased(records, task_id):
         records.put(Table.META, _TOMBSTONE + group_key(task_id), b"")
     records.put(Table.META, _NEWEST, uuid.uuid4().hex.encode())
+
+
+def noted_erasures(records: Records) -> dict[str, bytes]:
+    """Ledger entries that this store has applied, by id."""
+    return {
+        key[len(_NOTED) :].decode(): bytes(value)
+        for key, value in records.scan(Table.META, prefix=_NOTED)
+    }
+
+
+def note_erasures(records: Records, entries: Mapping[str, bytes]) -> None:
+    """Stores that ledger entries are applied."""
+    for erasure_id, entry in entries.items():
+        if not records.has(Table.META, _NOTED + erasure_id.encode()):
+            records.put(Table.META, _NOTED + erasure_id.encode(), entry)
 
 
 def unpurged_erasure(records: Records) -> str:

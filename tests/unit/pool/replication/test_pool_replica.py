@@ -22,6 +22,10 @@ from tests.support.pool.replicas import LINEAGE, Node
 from tests.support.pool.store import commit
 
 
+async def no_work() -> None:
+    """A leader without retention."""
+
+
 @dataclass
 class Etcd:
     """An etcd by whose record one replica is in sync, and where whoever campaigns is elected."""
@@ -97,7 +101,7 @@ async def live(node: Node, etcd: Etcd) -> None:
     """A replica, until its process is to end."""
     process: Any = Process(etcd)
     readers = Readers(1)
-    replica = Replica(process, node.store, Writer(node.store), readers, on_lead=lambda: None)
+    replica = Replica(process, node.store, Writer(node.store), readers, on_lead=no_work)
     await replica.start()
     async with asyncio.timeout(60):
         await process.stopped.wait()
@@ -150,7 +154,7 @@ async def test_elected_replica_that_stops_resigns_at_once(
     etcd = Etcd(in_sync=one.state().replica_id)
     process: Any = Process(etcd)
     readers, writer = Readers(1), BusyWriter()
-    replica = Replica(process, one.store, writer, readers, on_lead=lambda: None)
+    replica = Replica(process, one.store, writer, readers, on_lead=no_work)
     await replica.start()
     async with asyncio.timeout(60):
         await writer.asked.wait()
