@@ -39,7 +39,25 @@ def digest_of(tensors: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+def layout_of(tensors: Iterable[NamedTensor]) -> str:
+    """sha256 over name, dtype and shape of tensors, in order, in hexadecimal."""
+    digest = hashlib.sha256()
+    for one in tensors:
+        shape = ",".join(map(str, one.shape))
+        digest.update(f"{one.name}\0{one.dtype}\0{shape}\n".encode())
+    return digest.hexdigest()
+
+
+class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """A few tokens and what the published weights compute on them: an engine that computes
+    something else does not serve these weights."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token but the first, by the model's own forward in float32."""
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One published version of the weights, stored in etcd as a JSON object of these fields."""
 
     weight_version: int
@@ -53,6 +71,10 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """As `digest_of` returns it."""
     source: str
     """The trainer that published it, host:port."""
+    layout: str = ""
+    """As `layout_of` returns it; "" by a trainer of an earlier release."""
+    probe: WeightProbe | None = None
+    """None by a trainer of an earlier release, and by one that has no model in memory."""
 
     def encode(self) -> bytes:
         """The value stored in etcd."""

@@ -14,7 +14,13 @@ from typing import Any, Protocol
 from forge.core.errors import FailedPrecondition, StaleFence
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
-from forge.runtime.weights import WeightManifest, digest_of, manifest_key
+from forge.runtime.weights import (
+    WeightManifest,
+    WeightProbe,
+    digest_of,
+    layout_of,
+    manifest_key,
+)
 from services.trainer.metrics import WEIGHT_VERSION
 
 KEPT = 2
@@ -32,6 +38,8 @@ class Snapshot:
 
     step: int
     tensors: Sequence[NamedTensor]
+    probe: WeightProbe | None = None
+    """What these weights compute, for engines to compare with."""
 
     def manifest(self, *, version: int, source: str) -> WeightManifest:
         """Describes the snapshot as `version`, published by `source`."""
@@ -42,6 +50,8 @@ class Snapshot:
             total_bytes=sum(len(tensor.data) for tensor in self.tensors),
             digest=digest_of(tensor.data for tensor in self.tensors),
             source=source,
+            layout=layout_of(self.tensors),
+            probe=self.probe,
         )
 
 

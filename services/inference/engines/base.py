@@ -157,8 +157,18 @@ class ModelLimits:
     vocabulary: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Tokens, and their log-probs under a version of the weights."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token but the first, by the trainer's forward in float32."""
+
+
 class UnfitWeights(ForgeError):
-    """The weights are of another model; the message names the difference."""
+    """The weights are of another model, or compute something else than at the trainer; the message
+    names the difference."""
 
     code = "FAILED_PRECONDITION"
 
@@ -169,7 +179,7 @@ class RefusedHandOff(Unavailable):
 
 
 class BrokenWeights(ForgeError):
-    """The model computed NaN or infinity; the message names the weights."""
+    """The weights have or compute NaN or infinity; the message names them."""
 
 
 FetchKv = Callable[[int], Awaitable[KvSpan]]
@@ -210,10 +220,13 @@ class Engine(Protocol):
     def cache_tokens(self) -> int:
         """Capacity of the prefix cache; the router's prefix index has the same."""
 
-    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
         """Serve these weights from the next step on, also for requests in flight.
 
-        All or nothing: after UnfitWeights the engine is unchanged. Empties the prefix cache.
+        All or nothing: after UnfitWeights (also for other log-probs than those of `probe`) and
+        BrokenWeights the engine is unchanged. Empties the prefix cache.
         """
 
     def status(self) -> EngineStatus:

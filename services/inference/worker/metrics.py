@@ -11,6 +11,11 @@ ANNOUNCED_VERSION = gauge(
 FETCH_FAILURES = counter(
     "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."
 )
+REFUSED_VERSIONS = counter(
+    "forge_inference_weights_refused_total",
+    "Complete versions that the engine refused, because they compute no numbers or other ones; the "
+    "version before stays in service.",
+)
 SOURCES_GIVEN_UP = counter(
     "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
 )

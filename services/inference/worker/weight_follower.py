@@ -2,8 +2,9 @@
 
 The bytes come from a worker with the announced version, else from the trainer. After
 `weight_silence_s` without data the next source continues at the first missing byte. On any failure
-the old version stays in service; each new attempt fetches the newest announced version. Keeps the
-bytes as published, since other workers fetch them and check their digest.
+the old version stays in service; each new attempt fetches the newest announced version. A version
+that the engine refuses is not fetched again. Keeps the bytes as published, since other workers
+fetch them and check their digest.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
-from forge.runtime.weights import WeightManifest, digest_of, manifest_key
+from forge.runtime.weights import WeightManifest, digest_of, layout_of, manifest_key
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.engines.base import Engine
+from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
+    REFUSED_VERSIONS,
     SOURCES_GIVEN_UP,
     WEIGHT_VERSION,
 )
@@ -35,7 +37,7 @@ from services.inference.worker.weight_sources import WeightSources
 _NAMED = 3
 """Failed sources in an error; the log has all."""
 ERROR_KEY = "weights_error"
-"""Metadata of a worker after a failed weight fetch: version, sources and reasons."""
+"""Metadata of a worker after a failed fetch (version, sources and reasons) or a refused version."""
 
 
 class WeightFollower:
@@ -54,6 +56,8 @@ class WeightFollower:
         self._assembly: WeightAssembly | None = None
         self._unmixed_version = 0
         """A version with a wrong digest; each source then begins at the first byte."""
+        self._refused_version = 0
+        """The newest version that the engine refused."""
         self._news = asyncio.Event()
 
     async def run(self) -> None:
@@ -83,12 +87,15 @@ class WeightFollower:
         while True:
             self._news.clear()
             manifest = self._wanted
-            if manifest is None or manifest.weight_version <= max(self.weights, default=0):
+            settled = max(self._refused_version, *self.weights, 0)
+            if manifest is None or manifest.weight_version <= settled:
                 await self._news.wait()
                 continue
             try:
                 await self._obtain(manifest)
                 backoff.reset()
+            except (BrokenWeights, UnfitWeights) as error:
+                await self._refuse(manifest, error)
             except ForgeError as error:
                 FETCH_FAILURES.inc()
                 pause_s = backoff.next_s()
@@ -103,6 +110,17 @@ class WeightFollower:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause_s)
 
+    async def _refuse(self, manifest: WeightManifest, error: ForgeError) -> None:
+        """Stay with the version in service: the same bytes again would be refused again."""
+        REFUSED_VERSIONS.inc()
+        version = self._refused_version = manifest.weight_version
+        kept = max(self.weights, default=0)
+        log.error(
+            "weights_refused", weight_version=version, in_service=kept or None, error=str(error)
+        )
+        stays = f"version {kept} stays in service" if kept else "none is in service"
+        await self._announce_error(f"version {version} is refused, {stays}: {error}")
+
     async def _announce_error(self, text: str) -> None:
         if self._context.metadata.get(ERROR_KEY) != text:
             self._context.metadata[ERROR_KEY] = text
@@ -112,7 +130,7 @@ class WeightFollower:
         began_s = time.monotonic()
         tensors, source = await self._fetch_from_any(manifest)
         fetched_s = time.monotonic()
-        await self._engine.load(tensors, version=manifest.weight_version)
+        await self._engine.load(tensors, version=manifest.weight_version, probe=_probe_of(manifest))
         self.weights = {manifest.weight_version: tuple(tensors.values())}
         WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
@@ -188,14 +206,24 @@ class WeightFollower:
         return self._assembly
 
 
+def _probe_of(manifest: WeightManifest) -> Probe | None:
+    """Return the probe of a manifest, None without a usable one."""
+    probe = manifest.probe
+    if probe is None or len(probe.ids) < 2 or len(probe.logprobs) != len(probe.ids) - 1:
+        return None
+    return Probe(ids=tuple(probe.ids), logprobs=tuple(probe.logprobs))
+
+
 def _verify(manifest: WeightManifest, tensors: dict[str, NamedTensor]) -> None:
-    """Check names, order and digest. Raises DataLoss."""
+    """Check names, order, types, shapes and digest. Raises DataLoss."""
     version = manifest.weight_version
     if list(tensors) != manifest.tensor_names:
         raise DataLoss(
             f"weights {version}: got {len(tensors)} tensors, not the "
             f"{len(manifest.tensor_names)} announced in their order"
         )
+    if manifest.layout and layout_of(tensors.values()) != manifest.layout:
+        raise DataLoss(f"weights {version}: types or shapes are not those announced")
     digest = digest_of(tensor.data for tensor in tensors.values())
     if digest != manifest.digest:
         raise DataLoss(f"weights {version}: sha256 {digest}, not {manifest.digest}")

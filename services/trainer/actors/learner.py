@@ -113,7 +113,7 @@ class LearnerActor(ThreadActor):
             )
             for name, tensor in kept.items()
         ]
-        return Snapshot(step=step, tensors=tensors)
+        return Snapshot(step=step, tensors=tensors, probe=self._replica.probe())
 
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.learner import Learner, Reference
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.probe import check_policy
+from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
+from forge.runtime.weights import WeightProbe
 from services.trainer.checkpoint.files import (
     LEARNER_FILE,
     Contents,
@@ -39,6 +41,7 @@ from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import backbone_dtype, device_of, recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROBE_TOKENS = 16
 _BASE = "base"
 """Key in the learner's file: the fingerprint of the base model that the checkpoint needs."""
 
@@ -177,6 +180,20 @@ class ModelReplica:
         """Copies of the published tensors in host memory, one at a time."""
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
             yield name, tensor.detach().to("cpu", self.published_type, copy=True).contiguous()
+
+    @torch.no_grad()
+    def probe(self) -> WeightProbe:
+        """A few tokens and their log-probs under the present weights, by the model's own forward in
+        float32, on this rank alone."""
+        policy = self._learner.policy
+        config = policy.model.config.get_text_config(decoder=True)
+        count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+        ids = Random(PROBE_TOKENS).choices(
+            range(min(policy.vocabulary, config.vocab_size)), k=count
+        )
+        with policy.stock_attention():
+            logprobs_T = own_logprobs(policy.model, as_sample(ids))
+        return WeightProbe(ids=ids, logprobs=logprobs_T.tolist())
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
         """Whether this run publishes tensors of these names and this type; a resumed run may have

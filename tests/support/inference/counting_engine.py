@@ -16,6 +16,7 @@ from services.inference.engines.base import (
     ModelLimits,
     Piece,
     Prefilled,
+    Probe,
     Prompt,
     Tokens,
 )
@@ -31,7 +32,9 @@ class CountingEngine:
         self._version = 0
         self._prompts: dict[str, Prompt] = {}
 
-    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
         self._version = version
 
     def status(self) -> EngineStatus:

@@ -17,9 +17,10 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
 from forge.runtime.security.tokens import Keyring
-from forge.runtime.weights import weight_responses
+from forge.runtime.weights import layout_of, weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.engines.base import BrokenWeights, Probe
 from services.inference.worker.weight_follower import WeightFollower
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")
@@ -34,13 +35,15 @@ def tensors_of(weights: Weights) -> list[NamedTensor]:
     ]
 
 
-def manifest(version: int, weights: Weights, source: str) -> dict[str, Any]:
+def manifest(version: int, weights: Weights, source: str, **overrides: Any) -> dict[str, Any]:
     return {
         "weight_version": version,
         "tensor_names": list(weights),
         "total_bytes": sum(map(len, weights.values())),
         "digest": hashlib.sha256(b"".join(weights.values())).hexdigest(),
         "source": source,
+        "layout": layout_of(tensors_of(weights)),
+        **overrides,
     }
 
 
@@ -96,11 +99,16 @@ class Peers:
 
 @dataclass
 class Engine:
-    """Remembers what it was given."""
+    """Remembers what it was given, and refuses some versions."""
 
     loaded: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    refuses: set[int] = field(default_factory=set)
 
-    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        if version in self.refuses:
+            raise BrokenWeights(f"weights {version}: a has NaN")
         self.loaded[version] = {name: bytes(one.data) for name, one in tensors.items()}
 
 
@@ -128,8 +136,9 @@ class Worker:
             for address in addresses
         )
 
-    def publish(self, version: int, weights: Weights, *, source: str) -> None:
-        self._manifests.put_nowait(json.dumps(manifest(version, weights, source)).encode())
+    def publish(self, version: int, weights: Weights, *, source: str, **overrides: Any) -> None:
+        announced = manifest(version, weights, source, **overrides)
+        self._manifests.put_nowait(json.dumps(announced).encode())
 
     def discover(self, kind: str) -> Peers:
         return self._kinds[kind]

@@ -8,6 +8,7 @@ import pytest
 
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.weights import layout_of
 from services.trainer.weight_publisher import Publisher, Snapshot, Superseded
 from tests.support.trainer.published_weights import FakeRegister, fetch
 
@@ -24,7 +25,8 @@ def publisher(register: FakeRegister, *, source: str = "host:1", floor: int = 0)
 
 
 async def test_manifest_describes_the_snapshot() -> None:
-    """Numbers are JSON numbers; the digest is over the data."""
+    """Numbers are JSON numbers; the digest is over the data, the layout over names, types and
+    shapes."""
     register = FakeRegister()
     assert await publisher(register).publish(snapshot(7)) == 1
     assert register.manifest == {
@@ -34,6 +36,7 @@ async def test_manifest_describes_the_snapshot() -> None:
         "total_bytes": 4,
         "digest": hashlib.sha256(bytes([7, 1, 2, 3])).hexdigest(),
         "source": "host:1",
+        "layout": layout_of(snapshot(7).tensors),
     }
 
 

@@ -30,6 +30,7 @@ from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunk
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.tensor_bytes import from_bytes
 from services.inference.engines.grammar_masks import Matcher
@@ -129,8 +130,8 @@ class DecodeActor(ThreadActor):
                 self._join(message)
             case Abort(request_id=request_id):
                 self._abort(request_id)
-            case Swap(weights=weights):
-                self._policy.swap(weights)
+            case Swap(weights=weights, probe=probe):
+                adopt(self._policy, weights, probe)
                 self._cache.clear()
         return None
 

@@ -26,6 +26,7 @@ from services.inference.engines.base import (
     ModelLimits,
     Piece,
     Prefilled,
+    Probe,
     Prompt,
     Tokens,
 )
@@ -122,10 +123,13 @@ class _Embedded:
         block_bytes = self._options.block_tokens * self._policy.kv_shape.token_bytes
         return self._options.cache_bytes // block_bytes * self._options.block_tokens
 
-    async def load(self, weights: Mapping[str, NamedTensor], *, version: int) -> None:
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
         """See `Engine`."""
-        staged = await asyncio.to_thread(self._policy.stage, weights, version=version)
-        await self._actor.ask(Swap(weights=staged), timeout_s=self._options.request_timeout_s)
+        staged = await asyncio.to_thread(self._policy.stage, tensors, version=version)
+        swap = Swap(weights=staged, probe=probe)
+        await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
 
     async def idle(self) -> None:
         """See `Engine`."""

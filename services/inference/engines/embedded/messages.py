@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge.core.errors import ForgeError
-from services.inference.engines.base import KvSpan, Piece, Prompt, Tokens
+from services.inference.engines.base import KvSpan, Piece, Probe, Prompt, Tokens
 from services.inference.engines.embedded.model import StagedWeights
 from services.inference.engines.grammar_masks import Matcher
 
@@ -15,9 +15,11 @@ Deliver = Callable[[Piece | ForgeError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """Ask: serve these weights."""
+    """Ask: serve these weights. UnfitWeights or BrokenWeights when they compute something else than
+    `probe`, or nothing; then the served ones stay."""
 
     weights: StagedWeights
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,16 @@ from forge.core.errors import InvalidArgument
 from forge.core.named_tensor import NamedTensor
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
-from services.inference.engines.base import ModelLimits, UnfitWeights
+from services.inference.engines.base import BrokenWeights, ModelLimits, UnfitWeights
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.tensor_bytes import DTYPES, from_named
+from services.inference.engines.embedded.tensor_bytes import (
+    DTYPES,
+    NAMES,
+    from_named,
+    is_finite,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class StagedWeights:
 
     version: int
     tensors: tuple[torch.Tensor, ...]
+    rounded: bool
+    """Whether they were published or are served in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +132,44 @@ class Policy:
                 f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
             )
         staged = []
+        rounded = False
         for weight in self._weights:
             name = next(name for name in weight.names if name in tensors)
-            tensor = from_named(tensors[name])
-            if tensor.shape != weight.served.shape:
-                raise UnfitWeights(
-                    f"weights {version}: {name} is {list(tensor.shape)}, "
-                    f"this model has {list(weight.served.shape)}"
-                )
-            staged.append(tensor.to(dtype=weight.served.dtype, device=self.device))
-        return StagedWeights(version=version, tensors=tuple(staged))
+            staged.append(self._converted(tensors[name], weight.served, version=version))
+            kinds = (DTYPES[tensors[name].dtype], weight.served.dtype)
+            rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
+        return StagedWeights(version=version, tensors=tuple(staged), rounded=rounded)
 
-    def swap(self, staged: StagedWeights) -> None:
-        """Serve `staged` from the next forward pass on; changes pointers, copies nothing."""
+    def _converted(
+        self, received: NamedTensor, served: torch.Tensor, *, version: int
+    ) -> torch.Tensor:
+        """Check one tensor against the model's and convert it."""
+        tensor = from_named(received)
+        if tensor.shape != served.shape:
+            raise UnfitWeights(
+                f"weights {version}: {received.name} is {list(tensor.shape)}, "
+                f"this model has {list(served.shape)}"
+            )
+        floats = tensor.is_floating_point() and served.is_floating_point()
+        if not floats and tensor.dtype != served.dtype:
+            raise UnfitWeights(
+                f"weights {version}: {received.name} is {received.dtype}, "
+                f"this model has {NAMES[served.dtype]}"
+            )
+        converted = tensor.to(dtype=served.dtype, device=self.device)
+        if floats and not is_finite(converted):
+            raise BrokenWeights(f"weights {version}: {received.name} has NaN or infinity")
+        return converted
+
+    def swap(self, staged: StagedWeights) -> StagedWeights:
+        """Serve `staged` from the next forward pass on; changes pointers, copies nothing. Returns
+        the weights served before."""
+        before = tuple(weight.served.data for weight in self._weights)
+        replaced = StagedWeights(version=self.version, tensors=before, rounded=staged.rounded)
         for weight, tensor in zip(self._weights, staged.tensors, strict=True):
             weight.served.data = tensor
         self.version = staged.version
+        return replaced
 
 
 class _Recorder:

@@ -25,6 +25,7 @@ from services.inference.engines.embedded.kv.attention import Heads, attention_bi
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.grammar_masks import Matcher
 
@@ -104,13 +105,19 @@ class PrefillActor(ThreadActor):
             match message:
                 case Read():
                     waiting.append(message)
-                case Swap(weights=weights):
+                case Swap():
                     answers += self._read(waiting)
                     waiting = []
-                    self._policy.swap(weights)
-                    self._cache.clear()
-                    answers.append(None)
+                    answers.append(self._swap(message))
         return [*answers, *self._read(waiting)]
+
+    def _swap(self, swap: Swap) -> ForgeError | None:
+        try:
+            adopt(self._policy, swap.weights, swap.probe)
+        except ForgeError as error:
+            return error
+        self._cache.clear()
+        return None
 
     @torch.inference_mode()
     def _read(self, batch: Sequence[Read]) -> Sequence[HeldPrompt | ForgeError]:

@@ -42,6 +42,14 @@ def from_bytes(data: bytes | memoryview, *, dtype: str, shape: tuple[int, ...]) 
     return torch.frombuffer(data, dtype=kind).view(shape)
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. Reads the tensor once: a finite sum proves it."""
+    if bool(tensor.sum(dtype=torch.float32).isfinite()):
+        return True
+    # The sum of finite elements may overflow.
+    return bool(tensor.isfinite().all())
+
+
 def from_named(tensor: NamedTensor) -> torch.Tensor:
     """Return a read-only view of a received tensor."""
     return from_bytes(tensor.data, dtype=tensor.dtype, shape=tensor.shape)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from prometheus_client import REGISTRY
+
 from tests.support.inference.weight_sources import Source, Worker
 
 FIRST = {"a": bytes(range(256)) * 8192, "b": b"tail"}
@@ -126,3 +128,45 @@ async def test_slow_source_is_not_replaced() -> None:
         assert await worker.until_serving(1) == slow.held[1]
         await worker.stop()
     assert len(slow.requests) == 1
+
+
+async def test_refused_version_leaves_the_one_before_in_service() -> None:
+    """Its bytes are not fetched again, metadata and metric say so, and the next version loads."""
+    trainer = Source()
+    trainer.held |= {1: FIRST, 2: SECOND, 3: FIRST}
+    async with serving(trainer) as (trainer_at,):
+        worker = Worker()
+        worker.engine.refuses.add(2)
+        worker.publish(1, FIRST, source=trainer_at)
+        await worker.until_serving(1)
+        before = REGISTRY.get_sample_value("forge_inference_weights_refused_total")
+        worker.publish(2, SECOND, source=trainer_at)
+        said = await worker.until_announced(lambda metadata: "weights_error" in metadata)
+        assert said["weights_error"] == (
+            "version 2 is refused, version 1 stays in service: weights 2: a has NaN"
+        )
+        assert said["weight_version"] == "1"
+        assert list(worker.follower.weights) == [1]
+        assert REGISTRY.get_sample_value("forge_inference_weights_refused_total") == before + 1
+        worker.publish(3, FIRST, source=trainer_at)
+        await worker.until_serving(3)
+        assert "weights_error" not in worker.announced[-1]
+        await worker.stop()
+    assert [request.weight_version for request in trainer.requests] == [1, 2, 3]
+
+
+async def test_tensors_of_another_layout_are_refused() -> None:
+    """The manifest has the digest of names, types and shapes: a source that names another type is
+    given up, although its bytes are right."""
+    trainer, other = Source(), Source()
+    trainer.held[1] = other.held[1] = FIRST
+    async with serving(trainer, other) as (trainer_at, other_at):
+        worker = Worker()
+        worker.publish(1, FIRST, source=trainer_at, layout="0" * 64)
+        said = await worker.until_announced(lambda metadata: "weights_error" in metadata)
+        assert "types or shapes are not those announced" in said["weights_error"]
+        worker.publish(2, FIRST, source=other_at)
+        other.held[2] = FIRST
+        await worker.until_serving(2)
+        await worker.stop()
+    assert 1 not in worker.engine.loaded

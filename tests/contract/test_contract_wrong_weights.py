@@ -1,0 +1,104 @@
+"""Weights that compute no numbers, or other ones than at the trainer: never served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
+from tests.contract import engines
+from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
+from tests.contract.test_contract_engines import greedy_of, logprobs_of
+
+
+@pytest.fixture(params=engines.ENGINES)
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    async with engines.ENGINES[request.param](tmp_path) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+def probe_of(model: Any) -> Probe:
+    """What a trainer publishes with these weights."""
+    ids = prompt_ids(16, seed=3)
+    logprobs = logprobs_of(model, ids[:1], ids[1:])
+    return Probe(ids=tuple(ids), logprobs=tuple(logprobs.tolist()))
+
+
+def with_one_nan(good: dict[str, NamedTensor], name: str) -> dict[str, NamedTensor]:
+    """In the last element, a part that few tokens read."""
+    data = bytes(good[name].data)[:-4] + b"\xff" * 4
+    return good | {name: replace(good[name], data=data)}
+
+
+async def test_weights_with_nan_are_refused(pair: Pair) -> None:
+    """Everywhere or in one element: the version before stays in service, also for a request in
+    flight; the next good weights take effect."""
+    good = published(reference("qwen3"))
+    nothing = {name: replace(t, data=b"\xff" * len(t.data)) for name, t in good.items()}
+    one_nan = with_one_nan(good, "model.embed_tokens.weight")
+    ids = prompt_ids(20)
+    refused = 0
+
+    async def load(answer: engines.Answer) -> None:
+        nonlocal refused
+        for broken in (nothing, one_nan):
+            for engine in (pair.prefill, pair.decode):
+                with pytest.raises(BrokenWeights):
+                    await engine.load(broken, version=2)
+                refused += 1
+
+    answer = await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=load)
+    assert refused >= 4
+    assert set(answer.versions) == {1}
+    assert answer.ids[:16] == greedy_of(reference("qwen3"), ids, 16)
+    assert pair.prefill.status().version == pair.decode.status().version == 1
+    new = reference("qwen3", seed=1)
+    await pair.load(published(new), version=3)
+    assert (await pair.sample(ids)).ids == greedy_of(new, ids, 16)
+
+
+async def test_weights_of_another_type_are_refused(pair: Pair) -> None:
+    """Their bytes are complete and their digest is right: float16 under the name bfloat16, integers
+    in place of numbers, and weights that compute something else than at the trainer."""
+    new = reference("qwen3", seed=1)
+    good, probe = published(new), probe_of(new)
+    half = published(reference("qwen3", seed=1).half())
+    mislabelled = {name: replace(t, dtype="bfloat16") for name, t in half.items()}
+    integers = {name: replace(t, dtype="int32") for name, t in good.items()}
+    other = published(reference("qwen3", seed=2))
+    for wrong in (mislabelled, integers, other):
+        for engine in (pair.prefill, pair.decode):
+            with pytest.raises((UnfitWeights, BrokenWeights)):
+                await engine.load(wrong, version=2, probe=probe)
+    ids = prompt_ids(20)
+    assert (await pair.sample(ids)).ids == greedy_of(reference("qwen3"), ids, 16)
+    for version, right in enumerate((good, half), start=3):
+        for engine in (pair.prefill, pair.decode):
+            await engine.load(right, version=version, probe=probe)
+    assert torch.isfinite(torch.tensor((await pair.sample(ids)).logprobs)).all()
+
+
+async def test_nan_at_run_time_fails_only_its_requests(pair: Pair) -> None:
+    """Weights that break after they were checked: nothing of theirs is cached."""
+    ids = prompt_ids(20)
+    expected = await pair.sample(ids)
+    policy: Any = pair.decode._policy  # type: ignore[attr-defined]
+    kept = [weight.served.data.clone() for weight in policy._weights]
+
+    async def break_decode(answer: engines.Answer) -> None:
+        for weight in policy._weights:
+            weight.served.data = torch.full_like(weight.served.data, torch.nan)
+
+    with pytest.raises(BrokenWeights):
+        await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=break_decode)
+    for weight, data in zip(policy._weights, kept, strict=True):
+        weight.served.data = data
+    assert (await pair.sample(ids)).ids == expected.ids

@@ -1,0 +1,38 @@
+"""The probe of a publication: what its weights compute, for engines to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.inference.engines.base import Probe, UnfitWeights
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.probe import adopt
+from services.trainer.actors.learner import TakeSnapshot
+from services.trainer.config import LoraSettings
+from services.trainer.weight_publisher import Snapshot
+from tests.support.trainer.learners import started_learner
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_engine_computes_the_probe_of_a_publication(
+    model_path: Path, tmp_path: Path, dtype: str, lora_rank: int
+) -> None:
+    """In both types, merged or with adapters; with other log-probs the weights are refused and
+    those before stay."""
+    lora = LoraSettings(rank=lora_rank)
+    actor = started_learner(model_path, tmp_path, publish_dtype=dtype, lora=lora)
+    snapshot: Snapshot = actor.receive(TakeSnapshot(step=1))
+    assert snapshot.probe is not None
+    probe = Probe(ids=tuple(snapshot.probe.ids), logprobs=tuple(snapshot.probe.logprobs))
+    engine = Policy.build(str(model_path), dtype="float32", device="cpu")
+    tensors = {one.name: one for one in snapshot.tensors}
+    adopt(engine, engine.stage(tensors, version=1), probe)
+    assert engine.version == 1
+    wrong = replace(probe, logprobs=tuple(one - 1 for one in probe.logprobs))
+    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by (1|0\.99\d*) "):
+        adopt(engine, engine.stage(tensors, version=2), wrong)
+    assert engine.version == 1
