@@ -380,9 +380,15 @@ class PrefillResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    STORED_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_S_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
+    """Tokens of the prompt that were not computed: from the worker's prefix cache or a KV store."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
+    stored_tokens: _builtins.int
+    """Those of `cached_tokens` that were read from the KV store, and the part of `prefill_s` it took."""
+    stored_s: _builtins.float
     @_builtins.property
     def first(self) -> _common_pb2.SampledTokens:
         """The first sampled token."""
@@ -394,10 +400,12 @@ class PrefillResponse(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        stored_tokens: _builtins.int = ...,
+        stored_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first", b"first", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first", b"first", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "stored_s", b"stored_s", "stored_tokens", b"stored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,15 @@ class KvSettings:
     """Memory for the prefix cache, MiB."""
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens of one block of the prefix cache."""
+    store_dir: str = ""
+    """Directory on a shared file system where the workers of a model keep keys and values for each
+    other; "" for none. Only the workers' user may write it."""
+    store_mib: Annotated[int, Meta(ge=1)] = 10_240
+    """Bound of store_dir over all workers, MiB; the least recently read blocks are evicted."""
+    store_host_mib: Annotated[int, Meta(ge=0)] = 0
+    """Memory of this worker in front of store_dir, MiB."""
+    store_block_tokens: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """Tokens of one file in store_dir; workers with another number share nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

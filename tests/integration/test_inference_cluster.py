@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -18,6 +19,7 @@ from tests.contract.engines import is_greedy, prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of
 from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 LONG = 450
 
@@ -110,6 +112,27 @@ async def test_next_turn_reuses_its_cached_history(inference: InferenceCluster) 
     second = await inference.sample(ids + first.ids + prompt_ids(4, seed=3))
     assert second.cached_tokens == 80
     assert second.ids == greedy_of(reference("qwen3"), ids + first.ids + prompt_ids(4, seed=3), 16)
+
+
+async def test_prefix_outlives_the_worker_that_computed_it(
+    inference: InferenceCluster, tmp_path: Path
+) -> None:
+    """kill -9 of prefill: another one finds the whole blocks of prompt and answer in the store."""
+    await serving(inference)
+    await inference.workers("prefill", 0)
+    version = str(inference.publisher.version)
+    store = ("--kv.store-dir", str(tmp_path / "kv"), "--kv.store-block-tokens", "16")
+    ids = prompt_ids(70, seed=5)
+    found: list[int] = []
+    for _ in range(2):
+        prefill = inference.start("prefill", *store)
+        await inference.registered("prefill", prefill, weight_version=version)
+        sample = await inference.sample(ids)
+        assert sample.ids == greedy_of(reference("qwen3"), ids, 16)
+        found.append(sample.cached_tokens)
+        await until(lambda: len(list((tmp_path / "kv").rglob("[0-9a-f]*/*/*"))) == 4)
+        inference.kill(prefill)
+    assert found == [0, 64]
 
 
 async def test_killed_decode_worker_is_replaced_in_mid_answer(

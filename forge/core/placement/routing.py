@@ -1,7 +1,7 @@
 """Routing: the cost of a prompt on each worker, in seconds, and the cheapest worker.
 
     cost(worker) = queue_delay + prefill_time(tokens cached nowhere)
-                 + min(migration_time, prefill_time)(tokens cached only on another worker)
+                 + min(migration_time, prefill_time)(tokens cached only elsewhere)
 
 Learns rates from the workers' reports. Owns no state of the cluster: the router passes the cached
 tokens and the queue of each worker.
@@ -25,7 +25,7 @@ class Candidate:
     """Tokens of this prompt in the worker's cache."""
     prefill_s_per_token: float
     migration_s_per_token: float = math.inf
-    """Transfer of one token's keys and values from another worker; infinite if impossible."""
+    """Transfer of one token's keys and values from elsewhere; infinite if impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +56,20 @@ def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: 
 
 
 def choose(
-    candidates: Iterable[Candidate], *, prompt_tokens: int, guard: LoadGuard | None = None
+    candidates: Iterable[Candidate],
+    *,
+    prompt_tokens: int,
+    stored_tokens: int = 0,
+    guard: LoadGuard | None = None,
 ) -> Candidate | None:
     """Return the cheapest worker within the load guard; of equals the idlest, then the first name.
 
-    None without a candidate.
+    `stored_tokens` of the prompt are in a store that workers share. None without a candidate.
     """
     workers = list(candidates)
     if not workers:
         return None
-    anywhere = max(worker.cached_tokens for worker in workers)
+    anywhere = max(stored_tokens, *(worker.cached_tokens for worker in workers))
     if guard is not None:
         idlest_s = min(worker.queue_delay_s for worker in workers)
         workers = [w for w in workers if guard.admits(w.queue_delay_s, idlest_s=idlest_s)]

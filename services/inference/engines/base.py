@@ -108,9 +108,13 @@ class Prefilled:
     first: Tokens
     """Exactly one token."""
     cached_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
+    """Tokens of the prompt that came from the prefix cache or the KV store."""
     queue_s: float
     prefill_s: float
+    stored_tokens: int = 0
+    """Those of `cached_tokens` that came from the KV store."""
+    stored_s: float = 0.0
+    """The part of `prefill_s` in which they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +191,20 @@ FetchKv = Callable[[int], Awaitable[KvSpan]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvStoreOptions:
+    """Where workers share keys and values, and how much."""
+
+    directory: str
+    """On a file system that all workers of the model see."""
+    max_bytes: int
+    """Of the directory, over all workers."""
+    host_bytes: int = 0
+    """Memory of this worker in front of the directory."""
+    block_tokens: int = 64
+    """Tokens of one file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Model, device and limits of one engine, from the settings of the worker."""
 
@@ -207,6 +225,8 @@ class EngineOptions:
     """Most tokens of one prefill pass."""
     max_running: int = 128
     """Most requests that sample at the same time."""
+    kv_store: KvStoreOptions | None = None
+    """None: keys and values stay in this worker."""
     request_timeout_s: float
     """Deadline of one message to the engine."""
 
@@ -241,6 +261,10 @@ class Engine(Protocol):
 
 class PrefillEngine(Engine, Protocol):
     """Contract of the prefill role."""
+
+    @property
+    def stored_tokens(self) -> int:
+        """Capacity of the KV store that it shares with others; 0: none."""
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """Wait for memory, read the prompt, sample its first token, hold the prompt for `hold_s`.

@@ -85,6 +85,8 @@ class Prefilled:
     ids: bytes
     cached_tokens: int
     prefill_s: float
+    stored_tokens: int = 0
+    stored_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +271,8 @@ class RouterActor(Actor):
     def _prefilled(self, done: Prefilled) -> None:
         worker = self._release(done.placement)
         computed = len(done.ids) // TOKEN_BYTES - done.cached_tokens
-        worker.rate.observe(seconds=done.prefill_s, units=computed)
+        worker.rate.observe(seconds=done.prefill_s - done.stored_s, units=computed)
+        self._fleet.store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
 
@@ -277,6 +280,7 @@ class RouterActor(Actor):
         worker = self._release(done.placement)
         worker.rate.observe(seconds=done.decode_s, units=1)
         worker.cached.insert(done.ids)
+        self._fleet.store.observe(done.ids)
 
     def _failed(self, placement: Placement, *, dead: bool) -> None:
         self._release(placement)

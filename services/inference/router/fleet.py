@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from forge.core.errors import Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
@@ -19,7 +20,45 @@ SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""
 _TRANSFER_S_PER_TOKEN = 20e-6
 """Transfer of one token's keys and values from prefill to decode; it only has to weigh locality."""
+_STORE_S_PER_TOKEN = 5e-6
+"""Guess of the time to read one token from a KV store, until reads have shown it."""
+_STORE_BLOCK_TOKENS = 64
+_STORE_INDEX_TOKENS = 4 << 20
+"""Most tokens whose prefixes a router remembers as stored."""
 _GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
+
+
+class Store:
+    """The KV store that prefill workers share: what is in it, and how fast it is read."""
+
+    def __init__(self) -> None:
+        self._capacity_tokens = 0
+        self._index = _store_index(0)
+        self._rate = LearnedRate(_STORE_S_PER_TOKEN, memory_units=20_000.0)
+
+    def hold(self, tokens: int) -> None:
+        """Follow a store of this capacity; it keeps what it has."""
+        if tokens != self._capacity_tokens:
+            self._capacity_tokens = tokens
+            self._index = _store_index(tokens)
+
+    def observe(self, ids: bytes, *, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Note a prefix that a worker has written, and a read of `tokens` of it."""
+        self._index.insert(ids)
+        self._rate.observe(seconds=seconds, units=tokens)
+
+    def clear(self) -> None:
+        """Forget all prefixes: they are of earlier weights."""
+        self._index.clear()
+
+    def tokens(self, ids: bytes) -> int:
+        """Return the stored tokens of a prompt."""
+        return self._index.peek(ids)
+
+    @property
+    def s_per_token(self) -> float:
+        """Seconds to read one token; infinite without a store."""
+        return self._rate.seconds if self._index.capacity_blocks else inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +81,10 @@ class Worker:
     computed_tokens: int = 0
     cached_tokens: int = 0
     suspect_until_s: float = 0.0
+    stored_tokens: int = 0
+    """Capacity of the KV store that it shares; 0: none."""
 
-    def candidate(self, ids: bytes) -> Candidate:
+    def candidate(self, ids: bytes, *, store: Store) -> Candidate:
         """Return the routing cost of `ids` on this worker."""
         cached = self.cached.peek(ids)
         if self.role == "prefill":
@@ -52,6 +93,7 @@ class Worker:
                 queue_delay_s=self.pending_tokens * self.rate.seconds,
                 cached_tokens=cached,
                 prefill_s_per_token=self.rate.seconds,
+                migration_s_per_token=store.s_per_token if self.stored_tokens else inf,
             )
         # Every request slows the others by its share; beyond the capacity it waits.
         return Candidate(
@@ -68,6 +110,7 @@ class Fleet:
 
     workers: dict[str, Worker] = field(default_factory=dict)
     """By instance id, unique over both roles."""
+    store: Store = field(default_factory=Store)
 
     def update(self, announced: Iterable[Instance]) -> list[Worker]:
         """Apply a view of discovery; return the removed workers."""
@@ -89,6 +132,8 @@ class Fleet:
                 # The worker emptied its cache at the swap.
                 known.version = version
                 known.cached.clear()
+                self.store.clear()
+        self.store.hold(max((worker.stored_tokens for worker in self.of("prefill")), default=0))
         return gone
 
     def of(self, role: str) -> list[Worker]:
@@ -104,8 +149,9 @@ class Fleet:
         """Return the cheapest worker of a role for a prompt. Raises Unavailable without one."""
         workers = {worker.instance_id: worker for worker in self._sound(role, now_s)}
         chosen = choose(
-            (worker.candidate(ids) for worker in workers.values()),
+            (worker.candidate(ids, store=self.store) for worker in workers.values()),
             prompt_tokens=len(ids) // TOKEN_BYTES,
+            stored_tokens=self.store.tokens(ids) if role == "prefill" else 0,
             guard=_GUARD,
         )
         if chosen is None:
@@ -127,6 +173,11 @@ class Fleet:
             worker.cached.clear()
 
 
+def _store_index(tokens: int) -> PrefixCache:
+    most = min(tokens, _STORE_INDEX_TOKENS)
+    return PrefixCache(block_tokens=_STORE_BLOCK_TOKENS, capacity_tokens=most)
+
+
 def _new_worker(one: Instance, version: int) -> Worker:
     initial_s, memory = (1e-4, 20_000.0) if one.kind == "prefill" else (1.0, 200.0)
     return Worker(
@@ -140,4 +191,5 @@ def _new_worker(one: Instance, version: int) -> Worker:
             capacity_tokens=int(one.metadata.get("cache_tokens", 0)),
         ),
         rate=LearnedRate(initial_s, memory_units=memory),
+        stored_tokens=int(one.metadata.get("stored_tokens", 0)),
     )

@@ -219,6 +219,8 @@ class Run:
                     ids=request.prompt_ids,
                     cached_tokens=read.cached_tokens,
                     prefill_s=read.prefill_s,
+                    stored_tokens=read.stored_tokens,
+                    stored_s=read.stored_s,
                 )
             )
         if self._cached_tokens is None:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from forge.runtime import weights
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.config import InferenceConfig
-from services.inference.engines.base import Engine, EngineOptions
+from services.inference.config import InferenceConfig, KvSettings
+from services.inference.engines.base import Engine, EngineOptions, KvStoreOptions
 from services.inference.engines.registry import get_engine
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
@@ -48,12 +48,14 @@ async def _start_engine(context: ServiceContext) -> Engine:
         kv_bytes=config.kv.mib * _MIB,
         pass_tokens=config.pass_tokens,
         max_running=config.max_running,
+        kv_store=_kv_store(config.kv),
         request_timeout_s=config.request_timeout_s,
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)
     if config.role == "prefill":
         prefill = await provider.start_prefill(context.actors, options)
         context.metadata["cache_tokens"] = str(prefill.cache_tokens)
+        context.metadata["stored_tokens"] = str(getattr(prefill, "stored_tokens", 0))
         context.server.add_service(
             rpc.add_PrefillServiceServicer_to_server,
             PrefillServicer(prefill),
@@ -69,3 +71,14 @@ async def _start_engine(context: ServiceContext) -> Engine:
         full_name="forge.v1.DecodeService",
     )
     return decode
+
+
+def _kv_store(kv: KvSettings) -> KvStoreOptions | None:
+    if not kv.store_dir:
+        return None
+    return KvStoreOptions(
+        directory=kv.store_dir,
+        max_bytes=kv.store_mib * _MIB,
+        host_bytes=kv.store_host_mib * _MIB,
+        block_tokens=kv.store_block_tokens,
+    )

@@ -45,6 +45,8 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             cached_tokens=read.cached_tokens,
             queue_s=read.queue_s,
             prefill_s=read.prefill_s,
+            stored_tokens=read.stored_tokens,
+            stored_s=read.stored_s,
         )
 
     async def FetchKv(

@@ -32,6 +32,7 @@ from services.inference.engines.embedded.messages import Abort, Deliver, Join, R
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
+from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.embedded.tensor_bytes import from_bytes
 from services.inference.engines.grammar_masks import Matcher
 
@@ -101,6 +102,7 @@ class DecodeActor(ThreadActor):
         cache: KvCache,
         slabs: Slabs[_Sequence],
         trunks: Trunks | None,
+        stored: StoredKv | None = None,
         *,
         max_running: int,
         max_waiting: int,
@@ -110,6 +112,7 @@ class DecodeActor(ThreadActor):
         self._cache = cache
         self._running = slabs
         self._trunks = trunks
+        self._stored = stored
         self._waiting: deque[_Sequence] = deque()
         self._reserved: dict[str, _Reservation] = {}
         self._max_running = max_running
@@ -130,9 +133,11 @@ class DecodeActor(ThreadActor):
                 self._join(message)
             case Abort(request_id=request_id):
                 self._abort(request_id)
-            case Swap(weights=weights, probe=probe):
-                adopt(self._policy, weights, probe)
+            case Swap():
+                adopt(self._policy, message.weights, message.probe)
                 self._cache.clear()
+                if self._stored is not None:
+                    self._stored.serve(message.kv_identity)
         return None
 
     def work(self) -> bool:
@@ -332,6 +337,10 @@ class DecodeActor(ThreadActor):
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
             kv = sequence.slab.kv(sequence)
             self._cache.store(known, kv, from_token=sequence.base)
+            if self._stored is not None:
+                # Prefill has stored the whole blocks of the prompt.
+                whole = sequence.prompt.tokens
+                self._stored.write(known, kv, after_token=whole, kv_from=sequence.base)
         self._running.remove(sequence)
         if self._trunks is not None:
             self._trunks.leave(sequence)

@@ -39,7 +39,9 @@ from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
+from services.inference.engines.embedded.stored_kv import StoredKv, architecture
 from services.inference.engines.grammar_masks import Grammars
+from services.inference.engines.kv_store.store import KvStore
 
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
@@ -82,6 +84,16 @@ def _trunks(options: EngineOptions, policy: Policy, cache: KvCache) -> Trunks | 
     )
 
 
+def _kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
+    if options.kv_store is None:
+        return None
+    return KvStore(options.kv_store, token_bytes=policy.kv_shape.token_bytes)
+
+
+def _stored(store: KvStore | None, policy: Policy) -> StoredKv | None:
+    return None if store is None else StoredKv(store, policy.kv_shape)
+
+
 class _Work:
     """Counts unfinished requests."""
 
@@ -101,11 +113,14 @@ class _Work:
 class _Embedded:
     """Shared by both roles: limits, weights and the count of requests."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
+    def __init__(
+        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+    ) -> None:
         self.limits: ModelLimits = policy.limits
         self._policy = policy
         self._actor = actor
         self._options = options
+        self._store = store
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = _Work()
         context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes
@@ -127,9 +142,17 @@ class _Embedded:
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
         """See `Engine`."""
-        staged = await asyncio.to_thread(self._policy.stage, tensors, version=version)
-        swap = Swap(weights=staged, probe=probe)
+        swap = await asyncio.to_thread(self._stage, tensors, version, probe)
         await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
+
+    def _stage(
+        self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None
+    ) -> Swap:
+        staged = self._policy.stage(tensors, version=version)
+        if self._store is None:
+            return Swap(weights=staged, probe=probe)
+        model = architecture(self._options.model_path, self._policy.kv_shape)
+        return Swap(weights=staged, probe=probe, kv_identity=staged.digest(model))
 
     async def idle(self) -> None:
         """See `Engine`."""
@@ -139,13 +162,17 @@ class _Embedded:
         """See `Engine`."""
         self._grammars.close()
         await self._actor.stop()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
 
 
 class EmbeddedPrefill(_Embedded):
     """Reads prompts; holds their keys and values until a decode worker has fetched them."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
-        super().__init__(policy, actor, options)
+    def __init__(
+        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+    ) -> None:
+        super().__init__(policy, actor, options, store)
         self._held = HeldPrompts(
             capacity_bytes=options.kv_bytes,
             token_bytes=policy.kv_shape.token_bytes,
@@ -156,18 +183,26 @@ class EmbeddedPrefill(_Embedded):
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
         """Build the model and start the actor."""
         policy = await asyncio.to_thread(_build_policy, options)
+        store = _kv_store(options, policy)
 
         def actor() -> PrefillActor:
             return PrefillActor(
                 policy,
                 _prefix_cache(options, policy),
+                _stored(store, policy),
                 block_tokens=options.block_tokens,
                 pass_tokens=options.pass_tokens,
                 threads=options.threads,
             )
 
         ref = await actors.spawn(actor, name="prefill", restart=_NEVER_RESTART)
-        return cls(policy, ref, options)
+        return cls(policy, ref, options, store)
+
+    @property
+    def stored_tokens(self) -> int:
+        """See `PrefillEngine`."""
+        store = self._options.kv_store
+        return 0 if store is None else store.max_bytes // self._policy.kv_shape.token_bytes
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """See `PrefillEngine`."""
@@ -221,8 +256,10 @@ class EmbeddedPrefill(_Embedded):
 class EmbeddedDecode(_Embedded):
     """Samples; fetches the keys and values that its prefix cache lacks."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
-        super().__init__(policy, actor, options)
+    def __init__(
+        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+    ) -> None:
+        super().__init__(policy, actor, options, store)
         self.capacity = options.max_running
         self._fetching: dict[bytes, asyncio.Event] = {}
 
@@ -230,6 +267,7 @@ class EmbeddedDecode(_Embedded):
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedDecode:
         """Build the model and start the actor."""
         policy = await asyncio.to_thread(_build_policy, options)
+        store = _kv_store(options, policy)
 
         def actor() -> DecodeActor:
             cache = _prefix_cache(options, policy)
@@ -238,13 +276,14 @@ class EmbeddedDecode(_Embedded):
                 cache,
                 _slabs(options, policy),
                 _trunks(options, policy, cache),
+                _stored(store, policy),
                 max_running=options.max_running,
                 max_waiting=_MAX_WAITING,
                 threads=options.threads,
             )
 
         ref = await actors.spawn(actor, name="decode", restart=_NEVER_RESTART)
-        return cls(policy, ref, options)
+        return cls(policy, ref, options, store)
 
     def status(self) -> EngineStatus:
         """Count requests beyond `capacity` as queued."""

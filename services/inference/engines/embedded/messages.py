@@ -20,6 +20,8 @@ class Swap:
 
     weights: StagedWeights
     probe: Probe | None = None
+    kv_identity: bytes = b""
+    """Name of the model with these weights in a KV store; empty without a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -38,6 +39,15 @@ class StagedWeights:
     tensors: tuple[torch.Tensor, ...]
     rounded: bool
     """Whether they were published or are served in 16 bits."""
+
+    def digest(self, architecture: bytes) -> bytes:
+        """16 bytes that name these weights in this architecture, whatever their version is."""
+        found = xxhash.xxh3_128(architecture)
+        for tensor in self.tensors:
+            found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+            found.update(flat.numpy().data)
+        return found.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

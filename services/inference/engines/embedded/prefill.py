@@ -27,6 +27,7 @@ from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
+from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.grammar_masks import Matcher
 
 _MASK_ELEMENTS = 1 << 24
@@ -65,6 +66,9 @@ class _Reading:
     done: int
     """Tokens whose keys and values are in `kv`."""
     cached: int
+    stored: int = 0
+    """Those of the cached tokens that the KV store had."""
+    stored_s: float = 0.0
     source: _Reading | None = None
     """An earlier prompt of the batch that shares its first `shared` tokens."""
     shared: int = 0
@@ -85,10 +89,18 @@ class PrefillActor(ThreadActor):
     batch_wait_s: ClassVar[float] = 0.002
 
     def __init__(
-        self, policy: Policy, cache: KvCache, *, block_tokens: int, pass_tokens: int, threads: int
+        self,
+        policy: Policy,
+        cache: KvCache,
+        stored: StoredKv | None = None,
+        *,
+        block_tokens: int,
+        pass_tokens: int,
+        threads: int,
     ) -> None:
         self._policy = policy
         self._cache = cache
+        self._stored = stored
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
         self._threads = threads
@@ -117,6 +129,8 @@ class PrefillActor(ThreadActor):
         except ForgeError as error:
             return error
         self._cache.clear()
+        if self._stored is not None:
+            self._stored.serve(swap.kv_identity)
         return None
 
     @torch.inference_mode()
@@ -149,9 +163,13 @@ class PrefillActor(ThreadActor):
         for prompt in prompts:
             distinct.setdefault(prompt.ids, prompt)
         readings = self._plan(list(distinct.values()))
+        began_s = time.monotonic()
+        to_compute = sum(reading.prompt.tokens - reading.done for reading in readings)
         pending = list(readings)
         while pending:
             pending = self._pass(pending)
+        if self._stored is not None:
+            self._stored.observe_compute(seconds=time.monotonic() - began_s, tokens=to_compute)
         by_ids = {reading.prompt.ids: reading for reading in readings}
         return [by_ids[prompt.ids] for prompt in prompts]
 
@@ -170,12 +188,16 @@ class PrefillActor(ThreadActor):
         its_own = reading.prompt is message.prompt
         if its_own:
             self._cache.store(reading.prompt.ids, reading.kv)
+            if self._stored is not None:
+                self._stored.write(reading.prompt.ids, reading.kv, after_token=reading.start)
         return HeldPrompt(
             prefilled=Prefilled(
                 first=tokens_of([(drawn, version)], message.prompt.sampling),
                 cached_tokens=reading.start if its_own else reading.prompt.tokens,
                 queue_s=began_s - message.asked_s,
                 prefill_s=prefill_s,
+                stored_tokens=reading.stored if its_own else 0,
+                stored_s=reading.stored_s if its_own else 0.0,
             ),
             kv=reading.kv,
             version=version,
@@ -202,8 +224,9 @@ class PrefillActor(ThreadActor):
                 cached=match.tokens,
             )
             self._cache.read(match, reading.kv)
+            self._read_stored(reading, limit)
             earlier = batch_index.match(prompt.ids, limit_tokens=limit)
-            if earlier.tokens > match.tokens:
+            if earlier.tokens > reading.cached:
                 reading.source = owners[earlier.slots[-1]]
                 reading.shared = earlier.tokens
                 reading.done = earlier.tokens
@@ -211,6 +234,16 @@ class PrefillActor(ThreadActor):
                 owners[placed.slot] = reading
             readings.append(reading)
         return readings
+
+    def _read_stored(self, reading: _Reading, limit_tokens: int) -> None:
+        if self._stored is None:
+            return
+        began_s, cached = time.monotonic(), reading.cached
+        present = self._stored.read(
+            reading.prompt.ids, reading.kv, from_token=cached, limit_tokens=limit_tokens
+        )
+        reading.done = reading.cached = present
+        reading.stored, reading.stored_s = present - cached, time.monotonic() - began_s
 
     def _pass(self, pending: Sequence[_Reading]) -> list[_Reading]:
         """Compute as many tokens as fit, in order; return the unfinished readings.

@@ -125,6 +125,21 @@ async def test_load_outweighs_a_cached_prefix() -> None:
     assert min(counts) >= 8
 
 
+@pytest.mark.parametrize(("stored_tokens", "chosen"), [("0", "p0"), ("100000", "p1")])
+async def test_stored_prefix_is_near_to_every_worker(stored_tokens: str, chosen: str) -> None:
+    """The worker that computed it is busy for less time than computing it again would take, and
+    for more than reading it takes."""
+    options = {"cache_tokens": "8000", "stored_tokens": stored_tokens}
+    workers = [announced(name, "prefill", **options) for name in ("p0", "p1")]
+    router = await harness(*workers, DECODE)
+    prompt = ids(*range(3200))
+    assert await router.prefill(prompt) == "p0"
+    busy = await router.actor.receive(PlacePrefill(ids=prompt + ids(*range(5000, 5800))))
+    assert busy.worker.instance_id == "p0"
+    placed = await router.actor.receive(PlacePrefill(ids=prompt + ids(1)))
+    assert placed.worker.instance_id == chosen
+
+
 async def test_failed_worker_is_avoided_for_a_while() -> None:
     """The other one is chosen; without another none is, until time has passed."""
     router = await harness(announced("d0", "decode"), announced("d1", "decode"))

@@ -1,0 +1,63 @@
+"""Keys and values of the embedded engine in a KV store: tensors to blocks and back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.tensor_bytes import NAMES, from_bytes, to_bytes
+from services.inference.engines.kv_store.store import KvStore
+
+_LAYOUT = "embedded 1"
+"""Changes with the meaning of a block's bytes."""
+
+
+def architecture(model_path: str, shape: KvShape) -> bytes:
+    """Name what determines keys and values besides the weights."""
+    config = (Path(model_path) / "config.json").read_bytes()
+    layout = f"{_LAYOUT} {NAMES[shape.dtype]} {shape.layers} {shape.heads} {shape.head_size} "
+    return layout.encode() + hashlib.sha256(config).digest()
+
+
+class StoredKv:
+    """The store, for sequences of one model: [layers, 2, heads, tokens, head_size]."""
+
+    def __init__(self, store: KvStore, shape: KvShape) -> None:
+        self._store = store
+        self._dtype = NAMES[shape.dtype]
+        self._block_shape = (
+            *(shape.layers, 2, shape.heads),
+            *(store.block_tokens, shape.head_size),
+        )
+
+    def serve(self, identity: bytes) -> None:
+        """See `KvStore.serve`."""
+        self._store.serve(identity)
+
+    def read(self, ids: bytes, kv: torch.Tensor, *, from_token: int, limit_tokens: int) -> int:
+        """Fill `kv` with the stored blocks from the one with `from_token` on; return the tokens
+        present. `kv` begins with the first token."""
+
+        def place(start: int, content: memoryview) -> None:
+            block = from_bytes(content, dtype=self._dtype, shape=self._block_shape)
+            kv[:, :, :, start : start + self._store.block_tokens] = block.to(kv.device)
+
+        return self._store.read(ids, from_token=from_token, limit_tokens=limit_tokens, place=place)
+
+    def write(self, ids: bytes, kv: torch.Tensor, *, after_token: int, kv_from: int = 0) -> None:
+        """Store the whole blocks that end after `after_token`; `kv` begins at `kv_from`, and the
+        blocks before it are left out."""
+        size = self._store.block_tokens
+        complete_from = -(-kv_from // size) * size
+
+        def encode(start: int, end: int) -> bytes:
+            return to_bytes(kv[:, :, :, start - kv_from : end - kv_from])
+
+        self._store.write(ids, after_token=max(after_token, complete_from), encode=encode)
+
+    def observe_compute(self, *, seconds: float, tokens: int) -> None:
+        """See `KvStore.observe_compute`."""
+        self._store.observe_compute(seconds=seconds, tokens=tokens)

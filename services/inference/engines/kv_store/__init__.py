@@ -1,0 +1,1 @@
+"""Keys and values that the workers of a model share through a directory."""

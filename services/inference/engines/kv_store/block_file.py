@@ -1,0 +1,68 @@
+"""One block of keys and values as a file: a header that names it, its length and its checksum.
+
+A reader believes nothing that it has not checked: files come from other hosts, other releases and
+from disks that were full.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+MAGIC = b"forgekv1"
+_HEADER = struct.Struct("<8s16s16sQ16s")
+"""Magic, identity of model and weights, chain hash, length of the content, its checksum."""
+
+Defect = Literal["foreign", "truncated", "corrupt"]
+
+
+class BadBlock(Exception):
+    """A file that is not the block of its name."""
+
+    def __init__(self, defect: Defect) -> None:
+        super().__init__(defect)
+        self.defect: Defect = defect
+
+
+def write_block(path: Path, content: bytes, *, identity: bytes, chain: bytes) -> None:
+    """Write a file that readers see whole or not at all. Raises OSError.
+
+    It is not synced: a block that a power failure tears is found by its checksum.
+    """
+    checksum = xxhash.xxh3_128_digest(content)
+    header = _HEADER.pack(MAGIC, identity, chain, len(content), checksum)
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(header)
+            file.write(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_block(path: Path, *, identity: bytes, chain: bytes) -> memoryview | None:
+    """Return the content, None without a file. Raises BadBlock, and OSError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = bytearray(size)
+            read = file.readinto(data)
+    except FileNotFoundError:
+        return None
+    if read != size or size < _HEADER.size:
+        raise BadBlock("truncated")
+    magic, found_identity, found_chain, length, checksum = _HEADER.unpack_from(data)
+    if (magic, found_identity, found_chain) != (MAGIC, identity, chain):
+        raise BadBlock("foreign")
+    content = memoryview(data)[_HEADER.size :]
+    if len(content) != length:
+        raise BadBlock("truncated")
+    if xxhash.xxh3_128_digest(content) != checksum:
+        raise BadBlock("corrupt")
+    return content
