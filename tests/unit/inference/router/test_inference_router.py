@@ -129,8 +129,10 @@ async def test_load_outweighs_a_cached_prefix() -> None:
 async def test_stored_prefix_is_near_to_every_worker(stored_tokens: str, chosen: str) -> None:
     """The worker that computed it is busy for less time than computing it again would take, and
     for more than reading it takes."""
-    options = {"cache_tokens": "8000", "stored_tokens": stored_tokens}
-    workers = [announced(name, "prefill", **options) for name in ("p0", "p1")]
+    workers = [
+        announced(name, "prefill", cache_tokens="8000", stored_tokens=stored_tokens)
+        for name in ("p0", "p1")
+    ]
     router = await harness(*workers, DECODE)
     prompt = ids(*range(3200))
     assert await router.prefill(prompt) == "p0"
