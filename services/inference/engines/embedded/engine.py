@@ -145,9 +145,7 @@ class _Embedded:
         swap = await asyncio.to_thread(self._stage, tensors, version, probe)
         await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
 
-    def _stage(
-        self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None
-    ) -> Swap:
+    def _stage(self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None) -> Swap:
         staged = self._policy.stage(tensors, version=version)
         if self._store is None:
             return Swap(weights=staged, probe=probe)
