@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from forge.core.errors import Unavailable
+from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
@@ -32,7 +32,7 @@ from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.router import request as request_module
-from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
+from services.inference.router.actor import MIN_ADMITTED, FleetChanged, Report, RouterActor
 from services.inference.router.request import Run
 
 CONFIG = InferenceConfig(
@@ -62,12 +62,22 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
         self.refusals = 0
         """Decodes that are yet to be refused, before anything was fetched."""
         self.held: set[str] = set()
+        self.freezes = ""
+        """The RPC that gives no answer, the first time: Prefill, FetchKv or Decode."""
+        self.frozen = asyncio.Event()
+
+    async def _freeze(self, rpc_name: str) -> None:
+        if self.freezes == rpc_name:
+            self.freezes = ""
+            self.frozen.set()
+            await asyncio.Event().wait()
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         if self.takes_s:
             self.now_s += self.takes_s.pop(0)
             of_ours = ((ERROR_KEY, "Unavailable"),)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gave way", of_ours)
+        await self._freeze("Prefill")
         self.held.add(request.request_id)
         return pb.PrefillResponse(first=tokens(0, top=request.sampling.top_logprobs))
 
@@ -82,9 +92,12 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
             self.refusals -= 1
             of_ours = ((ERROR_KEY, "ResourceExhausted"),)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many wait", of_ours)
+        await self._freeze("FetchKv")
         self.held.discard(request.request_id)
         most, top = request.sampling.max_tokens, request.sampling.top_logprobs
         for start in range(1, most, self.portion):
+            if start > 1:
+                await self._freeze("Decode")
             end = min(most, start + self.portion)
             yield pb.DecodeResponse(
                 tokens=tokens(*range(start, end), top=top),
@@ -110,6 +123,17 @@ class Routed:
 
     router: ActorRef
     channels: Channels
+    discoveries: Sequence[Any]
+    silent: set[str]
+    """Addresses that answer no ping."""
+
+    def lose(self, kind: str) -> None:
+        """Replaces the instance of a kind by another one at the same address, as after a lost
+        lease."""
+        (discovery,) = (one for one in self.discoveries if one.kind == kind)
+        (lost,) = discovery.instances
+        discovery.instances = [replace(lost, instance_id=f"new-{kind}")]
+        self.router.tell(FleetChanged())
 
     def run(self, *, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
         request = pb.SampleRequest(
@@ -158,11 +182,17 @@ async def routed(worker: Worker) -> AsyncIterator[Routed]:
         )
         for kind in ("prefill", "decode")
     ]
+    silent: set[str] = set()
+
+    async def ping(address: str) -> None:
+        if address in silent:
+            raise DeadlineExceeded("no answer")
+
     router: ActorRef = await actors.spawn(
-        lambda: RouterActor(cast(Any, discoveries), queue_limit=4), name="router"
+        lambda: RouterActor(cast(Any, discoveries), queue_limit=4, ping=ping), name="router"
     )
 
-    yield Routed(router, channels)
+    yield Routed(router, channels, discoveries, silent)
     await actors.stop()
     for channel in channels.made.values():
         await channel.close()
@@ -235,3 +265,40 @@ async def test_cancelled_caller_frees_every_resource() -> None:
             await asyncio.wait(leaving)
             assert await one.running() == [0, 0]
         assert await sample() == 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("rpc_name", "lost"), [("Prefill", "prefill"), ("FetchKv", "prefill"), ("Decode", "decode")]
+)
+async def test_lost_worker_ends_its_calls_at_once(rpc_name: str, lost: str) -> None:
+    """A worker whose lease ended and that answers no ping: its calls move, also the decode that
+    fetches from it, though its connection stays open and silent."""
+    worker = Worker()
+    async with routed(worker) as one:
+        worker.freezes = rpc_name
+        running = asyncio.create_task(_ids_of(one.run(most=200)))
+        await worker.frozen.wait()
+        one.silent.add(worker.address)
+        one.lose(lost)
+        async with asyncio.timeout(30):
+            # A moved answer begins anew at 0 in this worker.
+            assert len(await running) == 200
+        assert await one.running() == [0, 0]
+
+
+async def test_drained_worker_keeps_its_calls() -> None:
+    """It left discovery too, but answers: its requests end there."""
+    worker = Worker()
+    worker.portion = 1
+    async with routed(worker) as one:
+        answer = one.run(most=100, stream=True).responses()
+        first = await anext(answer)
+        one.lose("decode")
+        rest = [said async for said in answer]
+    ids = array("i", b"".join(said.tokens.ids for said in [first, *rest]))
+    assert list(ids) == list(range(100))
+
+
+async def _ids_of(run: Run) -> list[int]:
+    said = [response async for response in run.responses()]
+    return list(array("i", b"".join(response.tokens.ids for response in said)))

@@ -2,6 +2,7 @@
 
 fleet.py    load and caches of the workers; pure
 actor.py    the actor that owns the fleet: admission, placement, suspects
+open_calls.py  calls in flight on a worker, and their end when it is lost
 request.py  one request, from admission to its last token, with its retries
 sample_stream.py  many requests on one stream
 service.py  InferenceService

@@ -23,11 +23,13 @@ from typing import Any
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from services.inference.router.fleet import Fleet, Worker
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
+from services.inference.router.open_calls import Ping, answers, pause
 
 OVERCOMMIT = 1.25
 """Requests admitted per decode slot, since some are in prefill or between workers."""
@@ -176,10 +178,14 @@ class RouterActor(Actor):
         discoveries: Iterable[Discovery],
         *,
         queue_limit: int,
+        ping: Ping,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._discoveries = tuple(discoveries)
         self._queue_limit = queue_limit
+        self._ping = ping
+        self._watches: set[asyncio.Task[None]] = set()
+        """One of each worker that left discovery with requests."""
         self._clock = clock
         self._fleet = Fleet()
         self._waiting: deque[Admission] = deque()
@@ -192,6 +198,7 @@ class RouterActor(Actor):
 
     async def stopped(self) -> None:
         """Fail the waiting admissions."""
+        await cancel_and_wait(*self._watches)
         # An error: a cancellation would look like the caller's own.
         for admission in self._waiting:
             if not admission.granted.done():
@@ -305,7 +312,19 @@ class RouterActor(Actor):
             return
         for worker in gone:
             log.info("worker_gone", worker=worker.instance_id, role=worker.role)
+            watch = asyncio.create_task(self._watch(worker))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
         self._grant()
+
+    async def _watch(self, worker: Worker) -> None:
+        """Ping a worker that left discovery while it has requests; without an answer end them."""
+        while worker.running or worker.calls:
+            if not await answers(self._ping, worker.address):
+                log.warning("worker_lost", worker=worker.instance_id, calls=len(worker.calls))
+                worker.calls.lose()
+                return
+            await pause()
 
     def _report(self) -> pb.GetInferenceStatusResponse:
         workers = [*self._fleet.of("prefill"), *self._fleet.of("decode")]

@@ -15,6 +15,7 @@ from forge.core.placement.prefix_cache import PrefixCache
 from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
+from services.inference.router.open_calls import OpenCalls
 
 SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""
@@ -83,6 +84,7 @@ class Worker:
     suspect_until_s: float = 0.0
     stored_tokens: int = 0
     """Capacity of the KV store that it shares; 0: none."""
+    calls: OpenCalls = field(default_factory=OpenCalls)
 
     def candidate(self, ids: bytes, *, store: Store) -> Candidate:
         """Return the routing cost of `ids` on this worker."""

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc.aio
@@ -48,6 +48,8 @@ from services.inference.router.actor import (
     Prefilled,
     Sampled,
 )
+from services.inference.router.fleet import Worker
+from services.inference.router.open_calls import WorkerLost
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
@@ -170,7 +172,8 @@ class Run:
             hold_s=self._config.router.hold_s,
             session_id=self._session_id,
         )
-        address, read = await self._prefill(request)
+        source, read = await self._prefill(request)
+        address = source.address
         self._take(read.first)
         self._finish = self._finish_of(read.first)
         yield
@@ -186,7 +189,8 @@ class Run:
                 prefill_address=address,
                 first=read.first,
                 session_id=self._session_id,
-            )
+            ),
+            source,
         )
         fetched = False
         try:
@@ -206,13 +210,15 @@ class Run:
         with suppress(grpc.aio.AioRpcError):
             await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
 
-    async def _prefill(self, request: pb.PrefillRequest) -> tuple[str, pb.PrefillResponse]:
-        """Prefill on the cheapest worker; return its address and response."""
+    async def _prefill(self, request: pb.PrefillRequest) -> tuple[Worker, pb.PrefillResponse]:
+        """Prefill on the cheapest worker; return it and its response."""
         placement = Placement()
         with self._settling(placement) as settle:
             await self._ask(PlacePrefill(ids=request.prompt_ids, placement=placement))
-            address = placement.worker.address
-            read = await self._prefill_stub(address).Prefill(request, timeout=self._left_s())
+            worker = placement.worker
+            call = self._prefill_stub(worker.address).Prefill(request, timeout=self._left_s())
+            with worker.calls.during(call):
+                read = await call
             settle(
                 Prefilled(
                     placement=placement,
@@ -227,9 +233,12 @@ class Run:
             self._cached_tokens = read.cached_tokens
         self._timings.queue_s += read.queue_s
         self._timings.prefill_s += read.prefill_s
-        return address, read
+        return worker, read
 
-    async def _decode(self, request: pb.DecodeRequest) -> AsyncGenerator[None, None]:
+    async def _decode(
+        self, request: pb.DecodeRequest, source: Worker
+    ) -> AsyncGenerator[None, None]:
+        """Decode on the cheapest worker; `source` has the keys and values."""
         placement = Placement()
         with self._settling(placement) as settle:
             await self._ask(PlaceDecode(ids=request.prompt_ids, placement=placement))
@@ -237,22 +246,28 @@ class Run:
             stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
             call = stub.Decode(request, timeout=self._left_s())
             try:
-                async for response in call:
-                    self._take(response.tokens)
-                    if response.finish_reason:
-                        self._finish = codec.read_finish(response.finish_reason)
-                        self._timings.queue_s += response.queue_s
-                        self._timings.decode_s += response.decode_s
-                        ids = self._prompt.ids + self._sampled
-                        done = Decoded(placement=placement, ids=ids, decode_s=response.decode_s)
-                        settle(done)
-                    yield
+                with worker.calls.during(call), ExitStack() as fetch:
+                    fetch.enter_context(source.calls.during(call))
+                    async for response in call:
+                        fetch.close()
+                        self._take(response.tokens)
+                        if response.finish_reason:
+                            self._end(response)
+                            ids = self._prompt.ids + self._sampled
+                            took_s = response.decode_s
+                            settle(Decoded(placement=placement, ids=ids, decode_s=took_s))
+                        yield
             finally:
                 # When the caller leaves, decoding stops within a step.
                 call.cancel()
             if self._finish is None:
                 settle(Failed(placement=placement, dead=False))
                 raise Unavailable(f"{worker.instance_id} ended its stream without a finish reason")
+
+    def _end(self, response: pb.DecodeResponse) -> None:
+        self._finish = codec.read_finish(response.finish_reason)
+        self._timings.queue_s += response.queue_s
+        self._timings.decode_s += response.decode_s
 
     @contextmanager
     def _settling(
@@ -268,6 +283,10 @@ class Run:
 
         try:
             yield settle
+        except WorkerLost:
+            if not settled and placement.worker.calls.lost:
+                settle(Failed(placement=placement, dead=True))
+            raise
         except grpc.aio.AioRpcError as error:
             # A worker that answers with a ForgeError is alive.
             answered = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())

@@ -9,10 +9,12 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Discovery
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.rpc.clock import read_clock
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import FleetChanged, RouterActor
+from services.inference.router.open_calls import PING_S
 from services.inference.router.service import InferenceServicer
 
 SCOPES = {"GetInferenceStatus": "viewer"}
@@ -22,9 +24,15 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     """Spawn the actor, add the servicer and watch discovery; return the drain."""
     config: InferenceConfig = context.config
     limits = read_limits(config.model_path, context_tokens=config.context_tokens)
+
+    async def ping(address: str) -> None:
+        # The clock: every server has one, without a token.
+        await read_clock(context.channels.get(address), name=address, timeout_s=PING_S)
+
     discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
     router = await context.actors.spawn(
-        lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit), name="router"
+        lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit, ping=ping),
+        name="router",
     )
     servicer = InferenceServicer(router, context.channels, limits, config)
     context.server.add_service(

@@ -64,6 +64,10 @@ class Clock:
         return self.now_s
 
 
+async def present(address: str) -> None:
+    """Every worker answers."""
+
+
 class Harness:
     """A RouterActor over a discovery that the test writes."""
 
@@ -72,7 +76,9 @@ class Harness:
         self._prefill = SimpleNamespace(kind="prefill", instances=())
         self._decode = SimpleNamespace(kind="decode", instances=())
         discoveries: list[Any] = [self._prefill, self._decode]
-        self.actor = RouterActor(discoveries, queue_limit=queue_limit, clock=self.clock)
+        self.actor = RouterActor(
+            discoveries, queue_limit=queue_limit, ping=present, clock=self.clock
+        )
         self._show(workers)
 
     def _show(self, workers: Sequence[Instance]) -> None:
