@@ -20,6 +20,10 @@ class RouterSettings:
     """Most requests that wait; the router refuses more."""
     worker_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """Longest time that a request waits while no worker serves."""
+    version_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    """Longest wait of an answer for a worker with the weights of its newest token, or newer, since
+    the first worker had them; then a worker with older weights continues it. Keep it below
+    worker_wait_s."""
     hold_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     """Time for which prefill holds a prompt until decode fetches it."""
     stream_interval_s: Annotated[float, Meta(ge=0, le=5)] = 0.05

@@ -1,6 +1,7 @@
 """The router: places each request on a prefill and a decode worker, again if a worker dies.
 
 fleet.py    load and caches of the workers; pure
+versions.py  which workers may continue an answer, by their weights; pure
 actor.py    the actor that owns the fleet: admission, placement, suspects
 open_calls.py  calls in flight on a worker, and their end when it is lost
 request.py  one request, from admission to its last token, with its retries

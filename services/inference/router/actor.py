@@ -30,6 +30,7 @@ from forge.v1 import inference_pb2 as pb
 from services.inference.router.fleet import Fleet, Worker
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 from services.inference.router.open_calls import Ping, answers, pause
+from services.inference.router.versions import Versions
 
 OVERCOMMIT = 1.25
 """Requests admitted per decode slot, since some are in prefill or between workers."""
@@ -73,9 +74,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePrefill:
-    """Ask: place a prefill. Unavailable without an available worker."""
+    """Ask: place a prefill. Unavailable without an available worker, TooOld while all have older
+    weights than `floor`."""
 
     ids: bytes
+    floor: int = 0
+    """Newest version of the weights of the answer's tokens."""
     placement: Placement = field(default_factory=Placement)
 
 
@@ -93,9 +97,10 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceDecode:
-    """Ask: place a decode. Unavailable without an available worker."""
+    """Ask: place a decode. As PlacePrefill."""
 
     ids: bytes
+    floor: int = 0
     placement: Placement = field(default_factory=Placement)
 
 
@@ -179,6 +184,7 @@ class RouterActor(Actor):
         *,
         queue_limit: int,
         ping: Ping,
+        version_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._discoveries = tuple(discoveries)
@@ -187,7 +193,7 @@ class RouterActor(Actor):
         self._watches: set[asyncio.Task[None]] = set()
         """One of each worker that left discovery with requests."""
         self._clock = clock
-        self._fleet = Fleet()
+        self._fleet = Fleet(versions=Versions(wait_s=version_wait_s))
         self._waiting: deque[Admission] = deque()
         self._admitted: set[Admission] = set()
         self._throughput = _Throughput()
@@ -209,13 +215,13 @@ class RouterActor(Actor):
         match message:
             case Admit(admission=admission):
                 return self._admit(admission)
-            case PlacePrefill(ids=ids, placement=placement):
+            case PlacePrefill():
                 # Without a decode worker a prefill would only hold memory.
                 if not self._fleet.serves("decode", now_s=self._clock()):
                     raise Unavailable("no decode instance is available")
-                return self._place("prefill", ids, placement)
-            case PlaceDecode(ids=ids, placement=placement):
-                return self._place("decode", ids, placement)
+                return self._place("prefill", message)
+            case PlaceDecode():
+                return self._place("decode", message)
             case Prefilled():
                 self._prefilled(message)
             case Decoded():
@@ -263,8 +269,9 @@ class RouterActor(Actor):
                 admission.granted.set_result(None)
         QUEUED_REQUESTS.set(len(self._waiting))
 
-    def _place(self, role: str, ids: bytes, placement: Placement) -> Placement:
-        worker = self._fleet.place(role, ids, now_s=self._clock())
+    def _place(self, role: str, wanted: PlacePrefill | PlaceDecode) -> Placement:
+        ids, placement = wanted.ids, wanted.placement
+        worker = self._fleet.place(role, ids, now_s=self._clock(), floor=wanted.floor)
         prompt_tokens = len(ids) // TOKEN_BYTES
         uncached = max(1, prompt_tokens - worker.cached.match(ids).tokens)
         worker.running += 1
@@ -306,7 +313,7 @@ class RouterActor(Actor):
     def _refresh(self) -> None:
         announced = chain.from_iterable(each.instances for each in self._discoveries)
         try:
-            gone = self._fleet.update(announced)
+            gone = self._fleet.update(announced, now_s=self._clock())
         except (ValueError, ForgeError) as error:
             log.error("worker_metadata_unreadable", error=str(error))
             return

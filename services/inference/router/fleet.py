@@ -15,7 +15,9 @@ from forge.core.placement.prefix_cache import PrefixCache
 from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
+from services.inference.router.metrics import OLDER_WEIGHTS
 from services.inference.router.open_calls import OpenCalls
+from services.inference.router.versions import Versions, at_most
 
 SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""
@@ -113,8 +115,9 @@ class Fleet:
     workers: dict[str, Worker] = field(default_factory=dict)
     """By instance id, unique over both roles."""
     store: Store = field(default_factory=Store)
+    versions: Versions = field(default_factory=lambda: Versions(wait_s=0.0))
 
-    def update(self, announced: Iterable[Instance]) -> list[Worker]:
+    def update(self, announced: Iterable[Instance], *, now_s: float) -> list[Worker]:
         """Apply a view of discovery; return the removed workers."""
         present = {one.instance_id: one for one in announced}
         gone = [
@@ -127,6 +130,7 @@ class Fleet:
             del self.workers[worker.instance_id]
         for one in present.values():
             version = int(one.metadata.get("weight_version", 0))
+            self.versions.seen(version, now_s=now_s)
             known = self.workers.get(one.instance_id)
             if known is None:
                 self.workers[one.instance_id] = _new_worker(one, version)
@@ -147,9 +151,17 @@ class Fleet:
         """Requests that all decode workers sample at the same time."""
         return sum(worker.capacity for worker in self.of("decode"))
 
-    def place(self, role: str, ids: bytes, *, now_s: float) -> Worker:
-        """Return the cheapest worker of a role for a prompt. Raises Unavailable without one."""
-        workers = {worker.instance_id: worker for worker in self._sound(role, now_s)}
+    def place(self, role: str, ids: bytes, *, now_s: float, floor: int = 0) -> Worker:
+        """Return the cheapest worker of a role for a prompt. Raises Unavailable without one.
+
+        `floor` is the newest version of the answer's tokens; see `versions`. Raises TooOld.
+        """
+        fitting, older = self.versions.fitting(self._sound(role, now_s), floor=floor, now_s=now_s)
+        if role == "prefill":
+            # Its first token would be newer than any decode worker.
+            newest = max((worker.version for worker in self._sound("decode", now_s)), default=floor)
+            fitting = at_most(fitting, newest)
+        workers = {worker.instance_id: worker for worker in fitting}
         chosen = choose(
             (worker.candidate(ids, store=self.store) for worker in workers.values()),
             prompt_tokens=len(ids) // TOKEN_BYTES,
@@ -158,6 +170,7 @@ class Fleet:
         )
         if chosen is None:
             raise Unavailable(f"no {role} instance is available")
+        OLDER_WEIGHTS.inc(older)
         return workers[chosen.worker]
 
     def serves(self, role: str, *, now_s: float) -> bool:

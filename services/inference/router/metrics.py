@@ -8,6 +8,11 @@ SAMPLED_TOKENS = counter("forge_inference_sampled_tokens_total", "Tokens sampled
 MOVED_REQUESTS = counter(
     "forge_inference_requests_moved_total", "Attempts that failed on a worker; the request moved."
 )
+OLDER_WEIGHTS = counter(
+    "forge_inference_older_weights_total",
+    "Placements of answers on workers with older weights than those of an earlier token, after "
+    "router.version_wait_s.",
+)
 QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
 STREAM_CALLS = counter(
     "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]

@@ -23,7 +23,7 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.core.token_columns import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
@@ -50,6 +50,7 @@ from services.inference.router.actor import (
 )
 from services.inference.router.fleet import Worker
 from services.inference.router.open_calls import WorkerLost
+from services.inference.router.versions import TooOld
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
@@ -83,6 +84,8 @@ class Run:
         self._deadline_s = time.monotonic() + config.request_timeout_s
         self._sampled = b""
         """All tokens so far, sent to the caller or not."""
+        self._version = 0
+        """Newest version of the weights of these tokens."""
         self._unsent: list[SampledTokens] = []
         self._finish: Finish | None = None
         self._timings = TurnTimings()
@@ -214,7 +217,9 @@ class Run:
         """Prefill on the cheapest worker; return it and its response."""
         placement = Placement()
         with self._settling(placement) as settle:
-            await self._ask(PlacePrefill(ids=request.prompt_ids, placement=placement))
+            await self._place(
+                PlacePrefill(ids=request.prompt_ids, floor=self._version, placement=placement)
+            )
             worker = placement.worker
             call = self._prefill_stub(worker.address).Prefill(request, timeout=self._left_s())
             with worker.calls.during(call):
@@ -241,7 +246,10 @@ class Run:
         """Decode on the cheapest worker; `source` has the keys and values."""
         placement = Placement()
         with self._settling(placement) as settle:
-            await self._ask(PlaceDecode(ids=request.prompt_ids, placement=placement))
+            # While it waits, prefill holds the keys and values.
+            await self._place(
+                PlaceDecode(ids=request.prompt_ids, floor=self._version, placement=placement)
+            )
             worker = placement.worker
             stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
             call = stub.Decode(request, timeout=self._left_s())
@@ -303,6 +311,7 @@ class Run:
 
     def _take(self, tokens: SampledTokens) -> None:
         self._sampled += tokens.ids
+        self._version = max(self._version, *int32_array(tokens.weight_versions), 0)
         self._unsent.append(tokens)
         self._tell(Sampled(tokens=len(tokens.ids) // TOKEN_BYTES))
 
@@ -322,6 +331,17 @@ class Run:
 
     def _prefill_stub(self, address: str) -> rpc.PrefillServiceAsyncStub:
         return rpc.PrefillServiceStub(self._channels.get(address))
+
+    async def _place(self, message: PlacePrefill | PlaceDecode) -> None:
+        """Place the request; wait while all workers have older weights than its tokens."""
+        while True:
+            try:
+                await self._ask(message)
+                return
+            except TooOld:
+                if self._left_s() <= 0:
+                    raise
+                await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _ask(self, message: Admit | PlacePrefill | PlaceDecode) -> Any:
         return await self._router.ask(message, timeout_s=_ASK_TIMEOUT_S)

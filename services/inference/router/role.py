@@ -31,7 +31,12 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
 
     discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
     router = await context.actors.spawn(
-        lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit, ping=ping),
+        lambda: RouterActor(
+            discoveries,
+            queue_limit=config.router.queue_limit,
+            version_wait_s=config.router.version_wait_s,
+            ping=ping,
+        ),
         name="router",
     )
     servicer = InferenceServicer(router, context.channels, limits, config)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from forge.core.errors import ResourceExhausted, Unavailable
 from forge.runtime.coordination import Instance
@@ -26,6 +27,7 @@ from services.inference.router.actor import (
     Sampled,
 )
 from services.inference.router.fleet import SUSPECT_S, Fleet
+from services.inference.router.versions import TooOld
 
 
 def ids(*tokens: int) -> bytes:
@@ -77,7 +79,7 @@ class Harness:
         self._decode = SimpleNamespace(kind="decode", instances=())
         discoveries: list[Any] = [self._prefill, self._decode]
         self.actor = RouterActor(
-            discoveries, queue_limit=queue_limit, ping=present, clock=self.clock
+            discoveries, queue_limit=queue_limit, ping=present, clock=self.clock, version_wait_s=10
         )
         self._show(workers)
 
@@ -265,10 +267,10 @@ async def test_router_report_counts_versions_load_and_tokens() -> None:
 def test_new_weights_clear_the_routers_view_of_a_cache() -> None:
     """The worker cleared its cache at the swap."""
     fleet = Fleet()
-    fleet.update([announced("p0", "prefill", version=1)])
+    fleet.update([announced("p0", "prefill", version=1)], now_s=0)
     worker = fleet.workers["p0"]
     worker.cached.insert(PROMPT)
-    fleet.update([announced("p0", "prefill", version=2)])
+    fleet.update([announced("p0", "prefill", version=2)], now_s=0)
     assert fleet.workers["p0"] is worker
     assert worker.cached.tokens == 0
 
@@ -276,9 +278,43 @@ def test_new_weights_clear_the_routers_view_of_a_cache() -> None:
 def test_leaving_worker_is_reported_once() -> None:
     """An unchanged fleet reports nothing."""
     fleet = Fleet()
-    fleet.update([announced("p0", "prefill"), announced("d0", "decode")])
-    gone = fleet.update([announced("d0", "decode")])
+    fleet.update([announced("p0", "prefill"), announced("d0", "decode")], now_s=0)
+    gone = fleet.update([announced("d0", "decode")], now_s=0)
     assert [worker.instance_id for worker in gone] == ["p0"]
-    assert fleet.update([announced("d0", "decode")]) == []
+    assert fleet.update([announced("d0", "decode")], now_s=0) == []
     with pytest.raises(Unavailable, match="prefill"):
         fleet.place("prefill", PROMPT, now_s=0)
+
+
+async def test_answer_does_not_move_to_older_weights() -> None:
+    """Of two workers it takes the newer one, at any load. Without one it waits, until the version
+    has been in service for the limit; then an older worker continues it, and is counted."""
+    old, new = announced("d0", "decode", version=1), announced("d1", "decode", version=2)
+    router = await harness(old, new)
+    for _ in range(30):
+        placed = await router.actor.receive(PlaceDecode(ids=PROMPT, floor=2))
+        assert placed.worker.instance_id == "d1"
+    await router.change(old)
+    with pytest.raises(TooOld, match="weights 2"):
+        await router.actor.receive(PlaceDecode(ids=PROMPT, floor=2))
+    router.clock.now_s += 10
+    before = REGISTRY.get_sample_value("forge_inference_older_weights_total") or 0.0
+    placed = await router.actor.receive(PlaceDecode(ids=PROMPT, floor=2))
+    assert placed.worker.instance_id == "d0"
+    assert REGISTRY.get_sample_value("forge_inference_older_weights_total") == before + 1
+    # No worker has announced version 3 yet, but its token shows it.
+    with pytest.raises(TooOld):
+        await router.actor.receive(PlaceDecode(ids=PROMPT, floor=3))
+
+
+async def test_new_answer_begins_no_newer_than_decode() -> None:
+    """Else its second token would wait for a decode worker, or be older than the first."""
+    prefills = [announced("p0", "prefill", version=1), announced("p1", "prefill", version=2)]
+    router = await harness(*prefills, announced("d0", "decode", version=1))
+    for _ in range(8):
+        assert await router.prefill(PROMPT) == "p0"
+    await router.change(*prefills, announced("d0", "decode", version=2))
+    placed = [await router.actor.receive(PlacePrefill(ids=OTHER)) for _ in range(8)]
+    assert "p1" in {one.worker.instance_id for one in placed}
+    await router.change(prefills[1], announced("d0", "decode", version=1))
+    assert await router.prefill(PROMPT) == "p1"

@@ -1,0 +1,63 @@
+"""Which workers may continue an answer, by their versions of the weights. Pure.
+
+The versions of an answer's tokens do not fall while a worker that is new enough is near: an answer
+with tokens of version v waits for a worker with v or newer, at most `wait_s` from the moment the
+first worker had v. Then an older worker continues it, so that a worker without the newest weights
+does not stop a fleet; each token has its true version in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from forge.core.errors import Unavailable
+
+_KEPT = 16
+
+
+class Versioned(Protocol):
+    """A worker."""
+
+    version: int
+
+
+Worker = TypeVar("Worker", bound=Versioned)
+
+
+class TooOld(Unavailable):
+    """All workers have older weights than the answer; newer ones are expected: ask again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Versions:
+    """The versions in service, each with the time of its first worker."""
+
+    wait_s: float
+    _since_s: dict[int, float] = field(default_factory=dict)
+
+    def seen(self, version: int, *, now_s: float) -> None:
+        """Observe a version in service, in discovery or on a token."""
+        if version not in self._since_s:
+            self._since_s[version] = now_s
+            for old in sorted(self._since_s)[:-_KEPT]:
+                del self._since_s[old]
+
+    def fitting(
+        self, workers: Sequence[Worker], *, floor: int, now_s: float
+    ) -> tuple[Sequence[Worker], bool]:
+        """Return the workers that may continue an answer with tokens of version `floor`, and
+        whether they are older. Raises TooOld while a newer one may still come."""
+        new = [worker for worker in workers if worker.version >= floor]
+        if new or not workers:
+            return new, False
+        self.seen(floor, now_s=now_s)
+        if now_s - self._since_s.get(floor, 0.0) < self.wait_s:
+            raise TooOld(f"no worker with weights {floor} or newer is available yet")
+        return workers, True
+
+
+def at_most(workers: Sequence[Worker], version: int) -> Sequence[Worker]:
+    """Return the workers with `version` or older; all, if none is."""
+    return [worker for worker in workers if worker.version <= version] or workers
