@@ -368,7 +368,10 @@ class SetGroupStatesRequest(_message.Message):
 
     CHANGES_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     fence: _builtins.int
+    term: _builtins.int
+    """Number of the writer's term, stored with the fence; 0: unchanged."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetGroupStatesRequest.Change]: ...
     def __init__(
@@ -376,10 +379,11 @@ class SetGroupStatesRequest(_message.Message):
         *,
         changes: _abc.Iterable[Global___SetGroupStatesRequest.Change] | None = ...,
         fence: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "fence", b"fence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "fence", b"fence", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -683,8 +687,15 @@ class LookUpGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     ANSWERED_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     answered: _builtins.int
     """Number of ids that this response covers."""
+    fence: _builtins.int
+    """The newest fence and the newest number of a term that a scheduler has written with. A new leader
+    takes higher ones: an etcd that was restored from an older snapshot does not know them.
+    """
+    term: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupRecord]:
         """`task` has only the id if the group has a `task_digest`."""
@@ -697,10 +708,12 @@ class LookUpGroupsResponse(_message.Message):
         groups: _abc.Iterable[_common_pb2.GroupRecord] | None = ...,
         commits: _abc.Iterable[Global___LookUpGroupsResponse.Commit] | None = ...,
         answered: _builtins.int = ...,
+        fence: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "commits", b"commits", "groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "commits", b"commits", "fence", b"fence", "groups", b"groups", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,7 +50,7 @@ from services.pool.data.moving import discard_copy, import_group, mark_moved, st
 from services.pool.data.orphans import OrphanPage, mark, orphans_after
 from services.pool.data.record_repair import repair_from_replica
 from services.pool.data.seal_trajectory import append_rewards, seal
-from services.pool.data.store_groups import put_groups, set_group_states
+from services.pool.data.store_groups import fence_of, put_groups, set_group_states, term_of
 from services.pool.data.store_turns import store_turns
 from services.pool.storage.change_trackers import (
     ChangeListener,
@@ -272,7 +272,13 @@ class PoolStore:
 
     def look_up(self, request: pool_pb2.LookUpGroupsRequest) -> pool_pb2.LookUpGroupsResponse:
         """Groups by task id and commits by batch id, as many as fit in one message."""
-        return self.read(partial(reads.look_up, request=request, limit_bytes=PAGE_BYTES))
+
+        def look(records: Records) -> pool_pb2.LookUpGroupsResponse:
+            found = reads.look_up(records, request, limit_bytes=PAGE_BYTES)
+            found.fence, found.term = fence_of(records), term_of(records)
+            return found
+
+        return self.read(look)
 
     def changed_since(self, mark: str) -> Since:
         """The groups that changed after a mark; a read after this call shows the changes."""

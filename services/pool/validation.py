@@ -238,4 +238,6 @@ def set_group_states(
         states[check_task_id(change.task_id)] = common_pb2.GroupRecord(
             state=change.state, batch_id=change.batch_id, step=change.step, reason=change.reason
         )
-    return SetGroupStates(states=states, fence=request.fence, now_unix_s=now_unix_s)
+    return SetGroupStates(
+        states=states, fence=request.fence, term=request.term, now_unix_s=now_unix_s
+    )

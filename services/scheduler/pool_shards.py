@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import (
@@ -42,6 +43,14 @@ Change = pool_pb2.SetGroupStatesRequest.Change
 def shard_of(instance: Instance) -> str:
     """The pool shard that an instance serves."""
     return instance.metadata.get("shard", instance.instance_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floors:
+    """The newest fence and term that leaders have written with."""
+
+    fence: int
+    term: int
 
 
 class ShardScans:
@@ -137,9 +146,19 @@ class PoolShards(ShardScans):
         self._relocated: dict[str, str] = {}
         """By task: the shard to which its pending group moved in this term."""
 
-    async def raise_fence(self, shard: str) -> None:
-        """Make the shard refuse writes of every earlier leader from now on."""
-        await self._set_states(shard, ())
+    async def floors(self, names: Iterable[str]) -> Floors:
+        """What shards know of earlier leaders. Raises Unavailable."""
+        request = pool_pb2.LookUpGroupsRequest()
+        answers = await gathered(self._call(shard, "LookUpGroups", request) for shard in names)
+        return Floors(
+            fence=max((answer.fence for answer in answers), default=0),
+            term=max((answer.term for answer in answers), default=0),
+        )
+
+    async def raise_fence(self, shard: str, *, term: int) -> None:
+        """Make the shard refuse writes of every earlier leader from now on, and store the number of
+        the term."""
+        await self._set_states(shard, (), term=term)
 
     async def put_groups(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
         """Store new groups, in order. Raises Unavailable."""
@@ -278,9 +297,11 @@ class PoolShards(ShardScans):
             return first + await self._summaries(shard, trajectory_ids[middle:])
         return list(answer.summaries)
 
-    async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
+    async def _set_states(self, shard: str, changes: Sequence[Change], *, term: int = 0) -> None:
         self._check_leadership()
-        request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=self._leadership.fence)
+        request = pool_pb2.SetGroupStatesRequest(
+            changes=changes, fence=self._leadership.fence, term=term
+        )
         await self._call(shard, "SetGroupStates", request)
 
     async def _call(

@@ -20,6 +20,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -91,6 +92,8 @@ class Lineage:
         self._leadership: Leadership | None = None
         self.began_fence = 0
         """Fence of the record that this process wrote last."""
+        self._known_fence = 0
+        """Of the newest checkpoint here, at the start."""
         self.name = ""
         """Id of the lineage, from `begin` on."""
 
@@ -163,10 +166,17 @@ class Lineage:
         In a shared directory a former trainer may have finished one of a later step after the
         record's trainer had begun, which has not continued from it: it is set aside.
         """
+        checkpoints = store.newest_first()
+        newest = next(checkpoints, None)
+        if newest is not None:
+            assert self._leadership is not None, "campaign comes first"
+            # etcd was restored from an older snapshot if it is below.
+            self._known_fence = newest.fence or 0
+            await self._leadership.raise_above(self._known_fence)
         record, _ = await self._read()
         if record is None:
             return
-        for checkpoint in store.newest_first():
+        for checkpoint in () if newest is None else chain((newest,), checkpoints):
             if not _is_former(checkpoint, record):
                 self._refuse_other(record, checkpoint)
                 return
@@ -227,7 +237,14 @@ class Lineage:
         )
 
     async def _campaign(self) -> Leadership:
-        return await self._coordinator.campaign(ELECTION, self._trainer, ttl_s=self._ttl_s)
+        while True:
+            won = await self._coordinator.campaign(ELECTION, self._trainer, ttl_s=self._ttl_s)
+            try:
+                await won.raise_above(max(self.began_fence, self._known_fence))
+            except Unavailable:
+                await won.resign()
+            else:
+                return won
 
     async def _other_leads(self) -> None:
         async with aclosing(self._coordinator.follow(f"leader/{ELECTION}")) as holders:

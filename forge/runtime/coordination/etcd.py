@@ -202,6 +202,19 @@ class Etcd:
         )
         return int(response.header.revision) if response.succeeded else None
 
+    async def put_while(self, key: str, value: bytes, *, unchanged: str, revision: int) -> bool:
+        """Store a value if another key still has this revision; False if not. Raises
+        Unavailable."""
+        path = self._prefix + key
+        holds = KVService.txn_compare_version(self._prefix + unchanged, 0)
+        holds.target = holds.MOD
+        holds.mod_revision = revision
+        put = KVService.txn_op_put(path, value)
+        response = await self._call(
+            lambda: self._kv.txn(compare=[holds], success=[put], timeout=TIMEOUT_S), path
+        )
+        return bool(response.succeeded)
+
     async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
         """Grant a lease; return its id."""
         ttl = math.ceil(ttl_s)

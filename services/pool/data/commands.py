@@ -81,6 +81,7 @@ class SetGroupStates:
     states: dict[str, common_pb2.GroupRecord] = field(default_factory=dict)
     """GroupRecords with only state, batch, step and reason, by task id."""
     fence: int
+    term: int = 0
     now_unix_s: float
     past_damage: bool = False
     """Replaces damaged states: no replica has them intact."""

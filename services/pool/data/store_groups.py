@@ -21,7 +21,8 @@ from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Table
 
 _FENCE_KEY = b"fence"
-_FENCE = struct.Struct(">Q")
+_TERM_KEY = b"term"
+_NUMBER = struct.Struct(">Q")
 
 
 def put_groups(records: Records, command: PutGroups) -> None:
@@ -54,6 +55,7 @@ def set_group_states(records: Records, command: SetGroupStates) -> None:
         put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
     moves.store()
     raise_fence(records, command.fence)
+    _raise(records, _TERM_KEY, command.term)
 
 
 def _is_new_state(
@@ -91,8 +93,12 @@ def _is_new_state(
 
 def fence_of(records: Records) -> int:
     """The highest fence seen; 0 before the first."""
-    stored = records.get(Table.META, _FENCE_KEY)
-    return 0 if stored is None else int(_FENCE.unpack(stored)[0])
+    return _number(records, _FENCE_KEY)
+
+
+def term_of(records: Records) -> int:
+    """The highest number of a scheduler's term seen; 0 before the first."""
+    return _number(records, _TERM_KEY)
 
 
 def check_fence(records: Records, fence: int) -> None:
@@ -104,5 +110,14 @@ def check_fence(records: Records, fence: int) -> None:
 
 def raise_fence(records: Records, fence: int) -> None:
     """Refuses earlier leaders from now on."""
-    if fence > fence_of(records):
-        records.put(Table.META, _FENCE_KEY, _FENCE.pack(fence))
+    _raise(records, _FENCE_KEY, fence)
+
+
+def _number(records: Records, key: bytes) -> int:
+    stored = records.get(Table.META, key)
+    return 0 if stored is None else int(_NUMBER.unpack(stored)[0])
+
+
+def _raise(records: Records, key: bytes, number: int) -> None:
+    if number > _number(records, key):
+        records.put(Table.META, key, _NUMBER.pack(number))

@@ -75,6 +75,10 @@ class Election:
             eligible, members = await self._standing()
             if eligible:
                 members = members or await self._first_set()
+                terms = (await self._read(replica_state)).terms
+                known = max((term for term, _ in terms), default=0)
+                # Below it, if etcd was restored from an older snapshot.
+                await leadership.raise_above(max(known, members.fence))
                 return leadership, replace(members, fence=leadership.fence)
         except BaseException:
             await leadership.resign()

@@ -170,7 +170,9 @@ class Leader:
             # Its commits may be acknowledged, and older records here would overwrite them.
             raise FailedPrecondition(
                 f"replica {follower.replica_id} knows of leadership {follower.newest_term} of pool "
-                f"shard {self._store.shard}, later than {self.leadership.fence} of this instance"
+                f"shard {self._store.shard}, later than {self.leadership.fence} of this instance: "
+                "etcd was restored from an older snapshot, and that replica may have more; see "
+                "docs/runbooks/backup_restore.md"
             )
         if self._link is not None:
             if self._link.replica_id == follower.replica_id:

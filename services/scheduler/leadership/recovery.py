@@ -1,8 +1,9 @@
 """Recovery: a new leader rebuilds the queue from the pool's records.
 
-    1. read the term record from etcd, increment the term, write it (`term_record`)
-    2. wait for every pool shard that may hold a group, at most `shard_wait_s`; complete the last
-       move of groups between two shards
+    1. read the term record from etcd (`term_record`)
+    2. wait for every pool shard that may hold a group, at most `shard_wait_s`; take a fence and a
+       number of the term above all that these shards know, write the record; complete the last move
+       of groups between two shards
     3. raise the fence of each shard: from then on it refuses an earlier leader's writes
     4. scan each shard: the changes since the standby's last scan (`leadership.standby`), or the
        pending groups and the newest settled ones; add these in queue order, then the counters of
@@ -20,11 +21,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 
 from forge.runtime.concurrency.tasks import first_done
+from forge.runtime.coordination import Leadership
 from forge.runtime.telemetry import log
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
-from services.scheduler.pool_shards import PoolShards, gathered
+from services.scheduler.pool_shards import Floors, PoolShards, gathered
+from services.scheduler.term_record import TermRecord
 
 _REMIND_S = 10.0
 ANY = "any"
@@ -62,14 +66,36 @@ async def wait_for_shards(
     return live, gone
 
 
+async def above_floors(record: TermRecord, floors: Floors, leadership: Leadership) -> TermRecord:
+    """The record that the next term continues. Raises Unavailable without leadership.
+
+    A shard that knows a later leader than etcd shows that etcd was restored from an older snapshot.
+    Then fence and number of the term rise above that leader's, and its batches are void, because a
+    rewind may be unknown. No stored head counts.
+    """
+    is_older = floors.fence >= leadership.fence or floors.term > record.term
+    if not floors.fence or not is_older:
+        return record
+    term = max(record.term, floors.term)
+    log.warning(
+        "etcd_is_older_than_pool",
+        etcd_term=record.term,
+        etcd_fence=leadership.fence,
+        pool_term=floors.term,
+        pool_fence=floors.fence,
+    )
+    await leadership.raise_above(floors.fence)
+    return replace(record, term=term, void_before=(term + 1, 0), head=0, claims=True)
+
+
 async def register_shards(
-    shards: PoolShards, names: Iterable[str], copies: ShardCopies
+    shards: PoolShards, names: Iterable[str], copies: ShardCopies, *, term: int
 ) -> RegisteredGroups:
     """Raise the fence of each shard, refresh its copy, and take the groups from `copies`."""
 
     async def register(shard: str) -> None:
         # The fence first: after the scan, no other scheduler may write.
-        await shards.raise_fence(shard)
+        await shards.raise_fence(shard, term=term)
         returned = await copies.refresh(shard, count=True)
         log.info(
             "pool_shard_registered",

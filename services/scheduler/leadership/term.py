@@ -35,8 +35,8 @@ from services.scheduler.actors.shard_removals import ShardRemovals
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_moves import GroupMoves
+from services.scheduler.leadership import recovery
 from services.scheduler.leadership.erasure_follower import ErasureFollower
-from services.scheduler.leadership.recovery import register_shards, wait_for_shards
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import PoolShards
@@ -117,7 +117,7 @@ class Term:
         """Rebuild the queue and start the actors. Raises ForgeError."""
         started_s = time.monotonic()
         last = await TermRecord.read(self._coordinator)
-        live, gone = await wait_for_shards(
+        live, gone = await recovery.wait_for_shards(
             self._shards,
             last.shards,
             forget_gone=self._forget_gone,
@@ -126,7 +126,8 @@ class Term:
             patience_s=math.inf if last.head is None else self._config.shard_wait_s,
             awaiting=self._await,
         )
-        last = last.without(gone)
+        floors = await self._shards.floors(live)
+        last = await recovery.above_floors(last.without(gone), floors, self._leadership)
         record = replace(last, term=last.term + 1, shards=last.shards | live, claims=True)
         await record.write(self._coordinator)
         self._number, self._move = record.term, record.move
@@ -229,7 +230,9 @@ class Term:
         # time. During the rebuild it would stop the process for longer than the lease lasts.
         gc.disable()
         try:
-            registry = await register_shards(self._shards, registered, self._copies)
+            registry = await recovery.register_shards(
+                self._shards, registered, self._copies, term=self._number
+            )
             self._marks |= registry.marks
             now_s = self._clock()
             head = registry.head()
@@ -321,7 +324,10 @@ class Term:
         """Register shards that joined during the term. Raises ForgeError."""
         # The record first: the next term does not read a shard that the record does not name.
         await self._record().add_shards(joined)
-        registry = await register_shards(self._shards, joined, self._copies)
+        await self._rise_above(joined)
+        registry = await recovery.register_shards(
+            self._shards, joined, self._copies, term=self._number
+        )
         self._marks |= registry.marks
         next_index, next_eval_index = registry.next_index(), registry.next_eval_index()
         holds_all = bool(registry.unbounded)
@@ -336,6 +342,14 @@ class Term:
         members = self._members
         members.registered |= joined
         members.unread -= joined
+
+    async def _rise_above(self, joined: frozenset[str]) -> None:
+        """They may know a later leader than etcd. Raises Unavailable."""
+        floors = await self._shards.floors(joined)
+        if floors.term > self._number:
+            log.error("term_is_older_than_pool", term=self._number, pool_term=floors.term)
+            self._failed.set()
+        await self._leadership.raise_above(floors.fence)
 
     async def _restore(self, leader: LeaderContext, part: RestoreGroups) -> None:
         await _until_taken(leader.queue, replace(part, number=self._restored))

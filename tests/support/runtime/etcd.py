@@ -179,11 +179,13 @@ class EtcdServer:
         assert self._process is None
         shutil.rmtree(self._folder / "data")
 
-    def save(self, snapshot: Path, *, user: str) -> None:
-        """Write a snapshot as a user with a password; with TLS only."""
-        assert self._tls is not None
-        files = ["--cacert", self._tls.ca, "--cert", self._tls.cert, "--key", self._tls.key]
-        at = [f"--endpoints=https://{self.endpoint}", f"--user={user}"]
+    def save(self, snapshot: Path, *, user: str = "") -> None:
+        """Write a snapshot, with TLS as a user with a password."""
+        files: list[str | Path] = []
+        at = [f"--endpoints={self.endpoint}"]
+        if self._tls is not None:
+            files = ["--cacert", self._tls.ca, "--cert", self._tls.cert, "--key", self._tls.key]
+            at = [f"--endpoints=https://{self.endpoint}", f"--user={user}"]
         run = [str(ETCD_BINARY.with_name("etcdctl")), *at, *files]
         subprocess.run([*run, "snapshot", "save", str(snapshot)], check=True, capture_output=True)
 

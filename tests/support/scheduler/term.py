@@ -23,7 +23,7 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
-from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.pool_shards import Change, Floors, PoolShards
 from services.scheduler.shard_membership import ShardMembership
 from services.scheduler.state.messages import Connect
 from services.scheduler.state.term_state import TermState
@@ -74,7 +74,10 @@ class FakeShards(PoolShards):
         asked = [each for ids in trajectory_ids.values() for each in ids]
         return {each: self.stored[each] for each in asked if each in self.stored}
 
-    async def raise_fence(self, shard: str) -> None:
+    async def floors(self, names: Iterable[str]) -> Floors:
+        return Floors(fence=0, term=0)
+
+    async def raise_fence(self, shard: str, *, term: int) -> None:
         await self._answer(shard)
 
     async def scan(

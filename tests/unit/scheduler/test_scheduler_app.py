@@ -18,6 +18,7 @@ from services.scheduler import app
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership import term
+from services.scheduler.pool_shards import Floors
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import TERM_KEY
 from tests.support.runtime.waiting import until
@@ -138,7 +139,10 @@ async def test_failed_start_of_a_term_keeps_the_copies(
         begin = pool_pb2.ScanGroupsResponse.Begin(mark="known", changes_only=bool(since))
         yield pool_pb2.ScanGroupsResponse(begin=begin)
 
-    async def raise_fence(_: Shards, shard: str) -> None:
+    async def floors(_: Shards, names: object) -> Floors:
+        return Floors(fence=0, term=0)
+
+    async def raise_fence(_: Shards, shard: str, *, term: int) -> None:
         if shard == "s1" and not failed:
             failed.append(shard)
             raise Unavailable("gone")
@@ -146,6 +150,7 @@ async def test_failed_start_of_a_term_keeps_the_copies(
     failed: list[str] = []
     monkeypatch.setattr(Shards, "scan", scan)
     monkeypatch.setattr(Shards, "raise_fence", raise_fence)
+    monkeypatch.setattr(Shards, "floors", floors)
     for _ in range(2):
         coordinator.elections.put_nowait(Election())
     await until(lambda: context.metadata["leader"] == "true")

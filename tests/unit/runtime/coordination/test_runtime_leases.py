@@ -17,8 +17,10 @@ from forge.runtime.coordination.directory import (
     Directory,
     Instance,
 )
+from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.coordination.leader_election import Leadership
 from forge.runtime.coordination.leases import Lease
+from tests.support.runtime.unused import unused
 
 
 @dataclass
@@ -113,7 +115,7 @@ async def test_leadership_with_a_failed_renewal_is_lost() -> None:
             raise ValueError("a defect")
 
     lease = await granted(Broken(clock=FakeTime()), ttl_s=0.04)
-    leadership = Leadership(lease, name="scheduler", fence=1)
+    leadership = Leadership(unused(Etcd), lease, name="scheduler", fence=1, revision=1)
     async with asyncio.timeout(30):
         await leadership.lost()
     assert not leadership.alive

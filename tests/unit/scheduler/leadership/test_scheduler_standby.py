@@ -171,7 +171,7 @@ async def test_pool_of_an_earlier_version_is_named() -> None:
 class FencedScans(StoreScans):
     """Shards whose last leader writes until its fence is stale."""
 
-    async def raise_fence(self, shard: str) -> None:
+    async def raise_fence(self, shard: str, *, term: int) -> None:
         set_states(self.stores[shard], change("c", TRAINED, batch_id="x", step=1), fence=1)
         set_states(self.stores[shard], fence=2)
 
@@ -181,7 +181,7 @@ async def test_last_write_of_the_earlier_leader_is_read(scans: StoreScans) -> No
     fenced = FencedScans({"s0": scans.stores["s0"]})
     copies = ShardCopies(fenced, most_settled=99)
     await copies.refresh("s0")
-    found = (await register_shards(fenced, ["s0"], copies)).groups
+    found = (await register_shards(fenced, ["s0"], copies, term=0)).groups
     assert names(found) == ["a", "b", "c"]
     assert found[2].group.batch_id == "x"
     assert fenced.sent == [3, 1]
