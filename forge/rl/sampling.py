@@ -32,8 +32,8 @@ class SampledBatch:
     logprobs: torch.Tensor
     """float32 natural log, shape [B]; 0 for greedy rows. Not finite where the logits are not."""
     kept_logprobs: torch.Tensor | None = None
-    """float32, shape [B]: natural log of the share of probability that top-k and top-p kept; 0 for
-    rows without a cut and greedy rows. None when no row has a cut."""
+    """float32, shape [B]: natural log of the share of probability that the cuts kept; 0 for rows
+    without a cut and greedy rows. None when no row has a cut."""
     all_logprobs: torch.Tensor | None = None
     """float32, shape [B, V]: the whole distribution, if requested; for greedy rows that at
     temperature 1, with their other cuts."""
@@ -55,13 +55,14 @@ def sample(
     top_p_B: torch.Tensor,
     top_k_B: torch.Tensor,
     uniform_B: torch.Tensor,
+    min_p_B: torch.Tensor | None = None,
     keep_all: bool = False,
 ) -> SampledBatch:
     """One token per row, by inverting the cumulative distribution at `uniform_B`.
 
-    Order of the cuts: temperature, then top-k (0 keeps all), then top-p on what is left,
-    renormalized, as in transformers. Temperature 0 takes the likeliest token. Ties at a cut are
-    kept. `keep_all` returns the whole distribution, too.
+    Order of the cuts: temperature, min-p, top-k (0 keeps all), then top-p on what is left,
+    renormalized. Temperature 0 takes the likeliest token. Ties at a cut are kept. `keep_all`
+    returns the whole distribution, too.
     """
     logits_BV = logits_BV.float()
     greedy_B = temperature_B <= 0
@@ -72,6 +73,8 @@ def sample(
     if bool((temperature_B != 1).any()):
         logits_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     whole_BV = logits_BV
+    if min_p_B is not None:
+        logits_BV = _cut_min_p(logits_BV, min_p_B)
     logits_BV = _cut_top_k(logits_BV, top_k_B)
     logits_BV = _cut_top_p(logits_BV, top_p_B)
     logprobs_BV = logits_BV.log_softmax(-1)
@@ -99,6 +102,14 @@ def _mix(state: np.ndarray) -> np.ndarray:
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     mixed: np.ndarray = state ^ (state >> np.uint64(31))
     return mixed
+
+
+def _cut_min_p(logits_BV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
+    if not bool((min_p_B > 0).any()):
+        return logits_BV
+    # log 0 keeps all.
+    floor_B = logits_BV.amax(-1) + min_p_B.float().log()
+    return logits_BV.masked_fill(logits_BV < floor_B[:, None], -torch.inf)
 
 
 def _cut_top_k(logits_BV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:

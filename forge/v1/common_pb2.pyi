@@ -339,10 +339,10 @@ class SampledTokens(_message.Message):
     weight_versions: _builtins.bytes
     """int32 version of the weights that sampled each token."""
     allowed_logprobs: _builtins.bytes
-    """float32 natural log of the total probability of the tokens that grammar, min_tokens, top_k and
-    top_p allowed, in the full distribution at the same temperature: 0 if they excluded no likely
-    token. Empty without a grammar, min_tokens and a cut (top_k 0, top_p 1). `logprobs` plus this is the log-prob of the token
-    in the full distribution; docs/training.md has its use.
+    """float32: `logprobs` plus this is the log-prob of the token in the model's own distribution at the
+    same temperature; docs/training.md has its use. Without penalties and logit_bias it is the natural log
+    of the total probability of the tokens that grammar, min_tokens, min_p, top_k and top_p allowed: 0 if
+    they excluded no likely token. Empty without any of these.
     """
     top_ids: _builtins.bytes
     """Only with SamplingParams.top_logprobs, n: for each token, the int32 ids of the n likeliest at
@@ -419,6 +419,26 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 class SamplingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -428,6 +448,12 @@ class SamplingParams(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 samples greedily. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
@@ -444,6 +470,21 @@ class SamplingParams(_message.Message):
     """Stop tokens have probability 0 before this number of sampled tokens; at most max_tokens.
     INVALID_ARGUMENT at the position where a grammar allows only stop tokens.
     """
+    min_p: _builtins.float
+    """Leave out tokens less likely than this share of the likeliest one's probability, in [0, 1]."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of each token that the answer has, and from it once for each time that
+    the answer has it; from -2 to 2.
+    """
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    """Divides positive logits of the tokens of prompt and answer, and multiplies negative ones; above 0
+    and at most 10. Unset means 1.
+    """
+    answered_tokens: _builtins.int
+    """Tokens at the end of the prompt that belong to the answer, for the penalties. Routers set it when a
+    request moves to another worker.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampling one of these ends the turn; it is kept as the last sampled token."""
@@ -452,6 +493,12 @@ class SamplingParams(_message.Message):
     def grammar(self) -> Global___Grammar:
         """Constrains the sampled tokens; needs stop_token_ids. Applied before temperature, top_k and
         top_p. INVALID_ARGUMENT when it does not compile or is too large.
+        """
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these ids, from -100 to 100; at most 4096 ids. Applied after the penalties
+        and before the grammar.
         """
 
     def __init__(
@@ -466,17 +513,27 @@ class SamplingParams(_message.Message):
         grammar: Global___Grammar | None = ...,
         top_logprobs: _builtins.int = ...,
         min_tokens: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        answered_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "answered_tokens", b"answered_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -736,6 +793,11 @@ class Turn(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     OFFERS_TOOLS_FIELD_NUMBER: _builtins.int
     SYSTEM_DIGEST_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counted from 0 in the order in which the calls ended, without gaps."""
@@ -781,6 +843,13 @@ class Turn(_message.Message):
     """The request offered tools. False in records older than this field."""
     system_digest: _builtins.bytes
     """8 bytes of SHA-256 of the system prompt; empty: none, or a record older than this field."""
+    min_p: _builtins.float
+    """As in SamplingParams, as they were used; 0 without one."""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    logit_bias: _builtins.bool
+    """Whether there was a logit_bias."""
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -813,10 +882,15 @@ class Turn(_message.Message):
         train: _builtins.bool | None = ...,
         offers_tools: _builtins.bool = ...,
         system_digest: _builtins.bytes = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        logit_bias: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "offers_tools", b"offers_tools", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "messages_json", b"messages_json", "min_p", b"min_p", "offers_tools", b"offers_tools", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__asked_temperature: _TypeAlias = _typing.Literal["asked_temperature"]  # noqa: Y015
     _WhichOneofArgType__asked_temperature: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature"]  # noqa: Y015

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from forge.core.errors import InvalidArgument
 from forge.core.named_tensor import NamedTensor
@@ -39,6 +40,7 @@ from services.inference.engines.base import (
     Likeliest,
     ModelLimits,
     Prompt,
+    Reweighting,
     Sampling,
     Tokens,
 )
@@ -50,6 +52,8 @@ _FINISH = {
 }
 _KV = "kv"
 _MAX_SPAN_BYTES = 1 << 40
+MAX_BIASES = 4096
+MAX_REPETITION_PENALTY = 10.0
 MAX_TOP_LOGPROBS = 20
 """As in OpenAI's protocol."""
 _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
@@ -67,6 +71,17 @@ def read_prompt(
             f"sampling.grammar.matched_tokens = {sampling.grammar.matched_tokens}: "
             f"the prompt has {tokens} tokens"
         )
+    if request.sampling.answered_tokens > tokens:
+        raise InvalidArgument(
+            f"sampling.answered_tokens = {request.sampling.answered_tokens}: "
+            f"the prompt has {tokens} tokens"
+        )
+    for token in request.sampling.logit_bias:
+        if not 0 <= token < limits.vocabulary:
+            raise InvalidArgument(
+                f"sampling.logit_bias has token {token}; the vocabulary is 0 to "
+                f"{limits.vocabulary - 1}"
+            )
     return Prompt(request_id=request.request_id, ids=request.prompt_ids, sampling=sampling)
 
 
@@ -121,7 +136,41 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         grammar=_read_grammar(params) if params.HasField("grammar") else None,
         top_logprobs=params.top_logprobs,
         min_tokens=params.min_tokens,
+        min_p=_within("min_p", params.min_p, 0.0, 1.0),
+        reweighting=_read_reweighting(params),
     )
+
+
+def _read_reweighting(params: SamplingParams) -> Reweighting | None:
+    """Return None for neutral values. Raises InvalidArgument."""
+    repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+    if not 0 < repetition <= MAX_REPETITION_PENALTY:
+        raise InvalidArgument(
+            f"sampling.repetition_penalty = {repetition}: must be above 0 and at most "
+            f"{MAX_REPETITION_PENALTY:g}"
+        )
+    if len(params.logit_bias) > MAX_BIASES:
+        raise InvalidArgument(
+            f"sampling.logit_bias has {len(params.logit_bias)} ids; at most {MAX_BIASES}"
+        )
+    for token, bias in params.logit_bias.items():
+        _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
+    found = Reweighting(
+        presence=_within("presence_penalty", params.presence_penalty, -2.0, 2.0),
+        frequency=_within("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
+        repetition=repetition,
+        bias=tuple(sorted(params.logit_bias.items())),
+    )
+    if found == Reweighting():
+        return None
+    return replace(found, answered_tokens=params.answered_tokens)
+
+
+def _within(name: str, value: float, low: float, high: float) -> float:
+    # In this form NaN is refused, too.
+    if not low <= value <= high:
+        raise InvalidArgument(f"sampling.{name} = {value}: must be from {low:g} to {high:g}")
+    return value
 
 
 def _read_grammar(params: SamplingParams) -> Grammar:
@@ -145,12 +194,14 @@ def sampling_of_rest(
     params: SamplingParams, *, seed: int, max_tokens: int, sampled_tokens: int
 ) -> SamplingParams:
     """Return the parameters with which a worker continues an answer after `sampled_tokens`; a
-    grammar continues after its matched tokens."""
+    grammar continues after its matched tokens, penalties count all of the answer."""
     rest = SamplingParams()
     rest.CopyFrom(params)
     rest.seed, rest.max_tokens = seed, max_tokens
     # The context may have less room than the request asks for.
     rest.min_tokens = min(max(0, params.min_tokens - sampled_tokens), max_tokens)
+    if _read_reweighting(params) is not None:
+        rest.answered_tokens += sampled_tokens
     if rest.HasField("grammar"):
         rest.grammar.matched_tokens += sampled_tokens
     return rest

@@ -14,7 +14,7 @@ from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.inference.codec import write_tokens
-from services.inference.engines.base import Grammar, Sampling, Tokens
+from services.inference.engines.base import Grammar, Reweighting, Sampling, Tokens
 from services.trainer.data.samples import CreditRules, build_samples
 from tests.contract import engines
 from tests.contract.engines import (
@@ -34,6 +34,9 @@ CUTS = [
     replace(SAMPLED, top_p=0.5),
     replace(SAMPLED, top_k=4),
     replace(SAMPLED, top_k=9, top_p=0.7, temperature=0.6),
+    replace(SAMPLED, min_p=0.3),
+    replace(SAMPLED, reweighting=Reweighting(presence=2.0, frequency=1.5, repetition=1.3)),
+    replace(SAMPLED, top_k=9, temperature=0.6, reweighting=Reweighting(bias=((3, 9.0), (5, -4.0)))),
 ]
 
 
@@ -47,7 +50,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield started
 
 
-def behavior_logprobs(ids: list[int], answer: Answer, *, top_p: float, top_k: int) -> list[float]:
+def behavior_logprobs(ids: list[int], answer: Answer, sampling: Sampling) -> list[float]:
     """As the trainer compares with them, of a turn that was recorded with these settings."""
     tokens = Tokens(
         ids=tuple(answer.ids),
@@ -55,14 +58,20 @@ def behavior_logprobs(ids: list[int], answer: Answer, *, top_p: float, top_k: in
         versions=tuple(answer.versions),
         allowed=tuple(answer.allowed),
     )
+    change = sampling.reweighting or Reweighting()
     turn = pb.Turn(
         parent_turn=-1,
         prompt_ids=int32_bytes(ids),
         sampled=write_tokens(tokens),
         finish_reason=pb.FINISH_REASON_LENGTH,
         temperature=1.0,
-        top_p=top_p,
-        top_k=top_k,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=change.presence,
+        frequency_penalty=change.frequency,
+        repetition_penalty=change.repetition if change.repetition != 1 else 0,
+        logit_bias=bool(change.bias),
     )
     reward = pb.RewardEvent(event_id="r", kind=pb.REWARD_KIND_OUTCOME, value=1, turn_index=-1)
     rollouts = [
@@ -80,16 +89,19 @@ def whole_logprobs(ids: list[int], answer: Answer, temperature: float) -> list[f
     return list(logprobs_TV.gather(1, torch.tensor(answer.ids)[:, None])[:, 0].tolist())
 
 
-@pytest.mark.parametrize("sampling", CUTS, ids=["top_p", "top_k", "both"])
+NAMES = ["top_p", "top_k", "both", "min_p", "penalties", "bias and top_k"]
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=NAMES)
 async def test_unchanged_weights_give_a_ratio_of_1(pair: Pair, sampling: Sampling) -> None:
     """Training compares with the log-prob of the whole distribution, which belongs to the trained
-    policy: a cut does not change the policy."""
+    policy: a cut or a penalty does not change the policy."""
     ids = prompt_ids(20)
     answer = await pair.sample(ids, sampling)
-    found = behavior_logprobs(ids, answer, top_p=sampling.top_p, top_k=sampling.top_k)
+    found = behavior_logprobs(ids, answer, sampling)
     assert found == pytest.approx(whole_logprobs(ids, answer, sampling.temperature), abs=1e-4)
-    # The cut left out something, or this would hold without it.
-    assert min(answer.allowed) < -0.1
+    # The distribution is another one, or this would hold without the record.
+    assert max(map(abs, answer.allowed)) > 0.1
 
 
 async def test_each_request_of_a_batch_has_its_own_kept_share(pair: Pair) -> None:
@@ -111,5 +123,44 @@ async def test_kept_share_covers_grammar_and_cut(pair: Pair) -> None:
     digit = Grammar(kind="regex", text="[0-9]{4}")
     held = replace(SAMPLED, grammar=digit, stop_ids=frozenset({END}), top_k=3)
     answer = await pair.sample(ids, held)
-    found = behavior_logprobs(ids, answer, top_p=1.0, top_k=3)
+    found = behavior_logprobs(ids, answer, held)
     assert found == pytest.approx(whole_logprobs(ids, answer, 1.0), abs=1e-4)
+
+
+def greedy_with(ids: list[int], change: Reweighting, tokens: int) -> list[int]:
+    """The greedy answer under a reweighting, token by token as it is defined."""
+    model, answer = reference("qwen3"), list[int]()
+    for _ in range(tokens):
+        logits = model(torch.tensor([ids + answer])).logits[0, -1]
+        for token in set(ids + answer):
+            by = change.repetition
+            logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+        for token in set(answer):
+            logits[token] -= change.presence + change.frequency * answer.count(token)
+        for token, bias in change.bias:
+            logits[token] += bias
+        answer.append(int(logits.argmax()))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Reweighting(presence=1.5),
+        Reweighting(frequency=0.7),
+        Reweighting(repetition=1.4),
+        Reweighting(bias=((7, 30.0),), frequency=2.0),
+    ],
+    ids=["presence", "frequency", "repetition", "bias and frequency"],
+)
+async def test_penalties_and_biases_have_their_definition(pair: Pair, change: Reweighting) -> None:
+    """Presence and frequency count the answer, repetition the prompt, too; also where the request
+    has moved to another worker, whose prompt has the beginning of the answer."""
+    ids = prompt_ids(20)
+    expected = greedy_with(ids, change, 16)
+    whole = await pair.sample(ids, replace(GREEDY, reweighting=change))
+    assert whole.ids == expected
+    assert expected != greedy_with(ids, Reweighting(), 16)
+    rest = replace(change, answered_tokens=6)
+    moved = await pair.sample(ids + expected[:6], replace(GREEDY, reweighting=rest, max_tokens=10))
+    assert moved.ids == expected[6:]

@@ -117,11 +117,12 @@ async def test_errors_and_models_have_googles_form(stack: GatewayStack, gateway:
         error = (await got.json())["error"]
         assert (got.status, error["code"], error["status"]) == (status, status, name)
         assert error["message"]
-    config = {"frequencyPenalty": 0.5, "max_output_tokens": 5, "zeal": 1}
+    config = {"frequencyPenalty": 0.5, "mediaResolution": "LOW", "max_output_tokens": 5, "zeal": 1}
     got = await post(gateway, token, "policy:generateContent", generation_config=config, **hi)
-    told = "generationConfig.frequencyPenalty, generationConfig.unknown"
+    told = "generationConfig.mediaResolution, generationConfig.unknown"
     assert got.headers["x-forge-ignored"] == told
     assert stack.sampled("gemini-errors:0:0")[0]["max_tokens"] == 5
+    assert stack.sampled("gemini-errors:0:0")[0]["frequency_penalty"] == 0.5
     async with aiohttp.ClientSession() as http:
         async with http.get(f"{base}?key={token}") as listed:
             models = (await listed.json())["models"]

@@ -213,26 +213,32 @@ async def test_template_variables_come_from_token_and_request(
 
 
 async def test_parameters_without_effect_are_named_and_others_reach_the_engine(
-    stack: GatewayStack, gateway: Instance
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:
-    """A penalty and an unknown field are named in a header, also of a stream; the answer has the
-    requested model name; and the engine gets length and stop tokens."""
+    """A field without effect and an unknown one are named in a header, also of a stream; the answer
+    has the requested model name; and the engine gets length, stop tokens and penalties."""
     token = stack.token("told:0:0")
     client = stack.openai(gateway, token)
     end = (await post(gateway, token, "/tokenize", prompt="!"))["tokens"][0]
-    ask: dict[str, Any] = {"messages": [user("SAY[[yes!no]]")], "frequency_penalty": 0.5}
-    extra = {"zeal": 1, "min_tokens": 3, "stop_token_ids": [end]}
+    ask: dict[str, Any] = {"messages": [user("SAY[[yes!no]]")], "verbosity": "low"}
+    extra = {"zeal": 1, "min_tokens": 3, "stop_token_ids": [end], "min_p": 0.1}
+    penalties: dict[str, Any] = {"frequency_penalty": 0.5, "logit_bias": {"7": -100}}
     raw = await client.chat.completions.with_raw_response.create(
-        model="model", extra_body=extra, user="me", **ask
+        model="model", extra_body=extra, user="me", **penalties, **ask
     )
-    assert raw.headers["x-forge-ignored"] == "frequency_penalty, zeal"
+    assert raw.headers["x-forge-ignored"] == "verbosity, zeal"
     assert raw.parse().model == "model"
     async with client.chat.completions.with_streaming_response.create(
         model="policy", stream=True, **ask
     ) as response:
-        assert response.headers["x-forge-ignored"] == "frequency_penalty"
+        assert response.headers["x-forge-ignored"] == "verbosity"
         assert b'"model":"policy"' in await response.read()
     assert [model.id for model in (await client.models.list()).data] == ["policy", "model"]
     sampled = stack.sampled("told:0:0")[0]
     assert sampled["min_tokens"] == 3
     assert end in sampled["stop_token_ids"]
+    assert sampled["frequency_penalty"] == 0.5
+    assert sampled["logit_bias"] == {"7": -100.0}
+    turn = (await recorded(stack, own_coordinator, "told:0:0")).turns[0]
+    assert (turn.frequency_penalty, turn.logit_bias) == (0.5, True)
+    assert turn.min_p == pytest.approx(0.1)

@@ -6,7 +6,11 @@ import hashlib
 
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Place, Prompt
-from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.conversation.turn_request import (
+    TurnRequest,
+    reshaping_values,
+    sampling_values,
+)
 
 DIGEST_BYTES = 8
 """Of a system prompt: equal prompts of one trajectory have equal digests."""
@@ -28,6 +32,8 @@ def record_request(turn: common_pb2.Turn, request: TurnRequest, prompt: Prompt) 
     for name, value in sampling_values(request.asked or request.sampling).items():
         if value != used[name]:
             setattr(turn, f"asked_{name}", value)
+    for name, value in reshaping_values(request.sampling).items():
+        setattr(turn, name, bool(value) if name == "logit_bias" else value)
 
 
 def _system_digest(place: Place) -> bytes:

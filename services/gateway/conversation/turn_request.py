@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Final
 
 from forge.core.conversation.messages import Message
 from forge.v1 import common_pb2
@@ -60,3 +61,24 @@ def sampling_values(sampling: common_pb2.SamplingParams) -> dict[str, float]:
         "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
         "top_k": sampling.top_k,
     }
+
+
+RESHAPING: Final = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""Parameters that change the distribution in other ways."""
+
+
+def reshaping_values(sampling: common_pb2.SamplingParams) -> dict[str, float]:
+    """Returns those that are set; of `logit_bias` its number of tokens."""
+    values = {
+        name: len(sampling.logit_bias) if name == "logit_bias" else getattr(sampling, name)
+        for name in RESHAPING
+    }
+    if values["repetition_penalty"] == 1:
+        values["repetition_penalty"] = 0
+    return {name: value for name, value in values.items() if value}

@@ -11,7 +11,12 @@ from dataclasses import replace
 
 from forge.v1.common_pb2 import SamplingParams
 from services.gateway.config import SamplingBounds
-from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.conversation.turn_request import (
+    RESHAPING,
+    TurnRequest,
+    reshaping_values,
+    sampling_values,
+)
 from services.gateway.metrics import SAMPLING_CHANGES
 
 SAMPLING_HEADER = "X-Forge-Sampling"
@@ -27,7 +32,7 @@ def with_policy(request: TurnRequest, policy: str, bounds: SamplingBounds) -> Tu
         return request
     asked, used = request.sampling, SamplingParams()
     used.CopyFrom(asked)
-    for field in ("temperature", "top_p", "top_k", "seed"):
+    for field in ("temperature", "top_p", "top_k", "seed", *RESHAPING):
         used.ClearField(field)
     if policy == "bound":
         _bound(used, asked, bounds)
@@ -55,5 +60,8 @@ def _changes(asked: SamplingParams, used: SamplingParams) -> Iterator[tuple[str,
     ):
         if before != after:
             yield name, f"{name}={after:g} (asked {before:g})"
+    for name, value in reshaping_values(asked).items():
+        shown = f"{value} tokens" if name == "logit_bias" else f"{value:g}"
+        yield name, f"{name}=none (asked {shown})"
     if asked.HasField("seed"):
         yield "seed", f"seed=random (asked {asked.seed})"

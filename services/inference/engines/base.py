@@ -31,6 +31,22 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reweighting:
+    """Changes of the logits by the tokens so far and by token, before a grammar and all cuts."""
+
+    presence: float = 0.0
+    """Subtracted for each token that the answer has."""
+    frequency: float = 0.0
+    """Subtracted for each time that the answer has a token."""
+    repetition: float = 1.0
+    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their logits."""
+    answered_tokens: int = 0
+    """Tokens at the end of the prompt that belong to the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling parameters, checked."""
 
@@ -50,13 +66,17 @@ class Sampling:
     """Number of the likeliest tokens to return with each sampled one."""
     min_tokens: int = 0
     """Tokens to sample before a stop token is allowed."""
+    min_p: float = 0.0
+    """Tokens below this share of the likeliest one's probability are left out."""
+    reweighting: Reweighting | None = None
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether a grammar, `min_tokens`, top_k or top_p removes tokens; then `Tokens.allowed` is
-        filled."""
+    def reshapes(self) -> bool:
+        """Whether the distribution may differ from the model's at this temperature; then
+        `Tokens.allowed` is filled."""
         held = self.grammar is not None or self.min_tokens > 0
-        return held or self.top_k > 0 or self.top_p < 1
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return held or cuts or self.reweighting is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +108,9 @@ class Tokens:
     versions: tuple[int, ...] = ()
     """Version of the weights that sampled each."""
     allowed: tuple[float, ...] = ()
-    """Log of the probability mass left by grammar, min_tokens, top_k and top_p; empty without
-    any."""
+    """Log of each token's probability in the model's own distribution over that in the sampled one;
+    without a reweighting this is the log of the probability mass that grammar, min_tokens and cuts
+    have left. Empty without any of them."""
     top: tuple[Likeliest, ...] = ()
     """With `top_logprobs`: that many for each token, at most the vocabulary; else empty."""
 

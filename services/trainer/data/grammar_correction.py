@@ -1,9 +1,9 @@
-"""Corrects turns sampled under a grammar, top_k or top_p for a loss without these masks.
+"""Corrects turns sampled in another distribution than the policy's, for a loss in the policy's own.
 
-Owns two columns: log-probs and advantages. Under a mask a token is drawn from mu = pi_old / Z on
-the allowed tokens, where Z is their share of pi_old. The trained policy has no mask, so the
-behavior log-prob is that of pi_old, log mu + log Z, and the token's advantage is multiplied by Z.
-Derivation: docs/training.md, "Grammars, top_k and top_p".
+Owns two columns: log-probs and advantages. A token is drawn from mu: pi_old under a grammar or cut,
+or with penalties. The trained policy has none of them, so the behavior log-prob is that of pi_old,
+and the token's advantage is multiplied by pi_old / mu, at most 1. Under a mask this is the share Z
+of pi_old that it left. Derivation: docs/training.md, "Grammars, cuts and penalties".
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from forge.core.token_columns import TOKEN_BYTES, float32_array, float32_bytes
 from forge.v1.common_pb2 import SampledTokens, Turn
 
 Cut = Literal["none", "corrected", "share_missing", "unknown"]
-"""Effect of top_k and top_p on a turn: none; a cut with a recorded share (corrected); a cut whose
-share the engine did not report; or unknown, in turns recorded before these settings."""
+"""Effect of cuts and penalties on a turn: none; recorded with a share (corrected); one whose share
+the engine did not report; or unknown, in turns recorded before these settings."""
 
 
 def cut_of(turn: Turn) -> Cut:
-    """The effect of top_k and top_p on the turn's distribution."""
+    """The effect of cuts, penalties and logit_bias on the turn's distribution."""
     if not turn.HasField("top_p"):
         return "unknown"
-    if turn.top_p == 1 and turn.top_k == 0:
+    penalties = turn.presence_penalty or turn.frequency_penalty or turn.repetition_penalty
+    reshaped = turn.min_p > 0 or penalties != 0 or turn.logit_bias
+    if turn.top_p == 1 and turn.top_k == 0 and not reshaped:
         return "none"
     has_shares = len(turn.sampled.allowed_logprobs) == len(turn.sampled.logprobs)
     return "corrected" if has_shares else "share_missing"
@@ -45,7 +47,7 @@ def logprobs_without_mask(sampled: SampledTokens) -> bytes:
 
 
 def weighted_advantages(sampled: SampledTokens, advantage: float) -> bytes:
-    """float32 advantage of every token: the turn's advantage times the allowed share."""
+    """float32 advantage of every token: the turn's advantage times pi_old / mu, at most 1."""
     if not sampled.allowed_logprobs:
         return float32_bytes([advantage]) * (len(sampled.logprobs) // TOKEN_BYTES)
     shares = float32_array(sampled.allowed_logprobs)

@@ -159,6 +159,8 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
             "max_tokens": request.sampling.max_tokens,
             "min_tokens": request.sampling.min_tokens,
             "stop_token_ids": list(request.sampling.stop_token_ids),
+            "frequency_penalty": request.sampling.frequency_penalty,
+            "logit_bias": dict(request.sampling.logit_bias),
         }
         with Path(self._requests_file).open("a") as file:
             file.write(json.dumps(line) + "\n")

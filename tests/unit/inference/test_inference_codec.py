@@ -48,6 +48,13 @@ def ids(*tokens: int) -> bytes:
         (ids(1), {"grammar": Grammar()}, ("sampling.grammar", "json_schema, regex or lark")),
         (ids(1), {"grammar": Grammar(regex="a")}, ("sampling.grammar", "stop_token_ids")),
         (ids(1), {"min_tokens": 5}, ("min_tokens = 5", "max_tokens = 4")),
+        (ids(1), {"min_p": 1.5}, ("sampling.min_p = 1.5", "from 0 to 1")),
+        (ids(1), {"presence_penalty": -3}, ("sampling.presence_penalty = -3",)),
+        (ids(1), {"frequency_penalty": float("nan")}, ("sampling.frequency_penalty = nan",)),
+        (ids(1), {"repetition_penalty": 0}, ("repetition_penalty = 0", "above 0 and at most 10")),
+        (ids(1), {"logit_bias": {10: 1.0}}, ("logit_bias has token 10", "0 to 9")),
+        (ids(1), {"logit_bias": {1: 200.0}}, ("sampling.logit_bias[1] = 200", "-100 to 100")),
+        (ids(1), {"answered_tokens": 2}, ("answered_tokens = 2", "1 tokens")),
         (
             ids(1),
             {"grammar": Grammar(regex="a", matched_tokens=2), "stop_token_ids": [3]},
@@ -99,6 +106,11 @@ def test_sampling_parameters_reach_the_worker() -> None:
         seed=2**64 - 1,
         top_logprobs=20,
         min_tokens=6,
+        min_p=0.25,
+        presence_penalty=2.0,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100.0, 3: 1.5},
     )
     sampling = codec.read_sampling(params, seed=0)
     rest = codec.sampling_of_rest(params, seed=sampling.seed, max_tokens=9, sampled_tokens=0)

@@ -65,6 +65,30 @@ def test_cuts_keep_the_tokens_of_their_definition(top_k: int, top_p: float) -> N
     assert drawn.logprobs.isfinite().all()
 
 
+def test_min_p_keeps_tokens_near_the_likeliest() -> None:
+    """Those with at least this share of its probability, in a row with the cut alone; the share of
+    probability that was kept is returned."""
+    torch.manual_seed(3)
+    logits = torch.randn(700) * 2
+    probs = logits.softmax(-1)
+    kept = probs >= 0.2 * probs.max()
+    drawn = sample(
+        logits.expand(2000, -1),
+        temperature_B=torch.ones(2000),
+        top_p_B=torch.ones(2000),
+        top_k_B=torch.zeros(2000, dtype=torch.long),
+        uniform_B=uniforms(range(2000), [0] * 2000),
+        min_p_B=torch.tensor([0.2, 0.0]).repeat(1000),
+    )
+    assert kept[drawn.ids[::2]].all()
+    assert not kept[drawn.ids[1::2]].all()
+    assert drawn.kept_logprobs is not None
+    assert torch.allclose(drawn.kept_logprobs[::2], probs[kept].sum().log(), atol=1e-5)
+    assert (drawn.kept_logprobs[1::2] == 0).all()
+    expected = (probs / probs[kept].sum()).log()
+    assert torch.allclose(drawn.logprobs[::2], expected[drawn.ids[::2]], atol=1e-5)
+
+
 def test_rows_keep_their_own_settings() -> None:
     """Greedy, cut and free rows of one batch do not affect each other."""
     torch.manual_seed(2)

@@ -28,6 +28,7 @@ from services.gateway.http.request_body import (
     top_logprobs_of,
     within,
 )
+from services.gateway.http.reshaping import Reshaping
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 
@@ -42,7 +43,7 @@ FIELDS = Fields(
     },
 )
 """Fields that are not used."""
-_TOLD = ("presencePenalty", "frequencyPenalty", "mediaResolution", "enableEnhancedCivicAnswers")
+_TOLD = ("mediaResolution", "enableEnhancedCivicAnswers")
 _REFUSED = ("speechConfig", "audioTimestamp", "imageConfig", "routingConfig", "modelConfig")
 _NULL = partial(msgspec.Raw, b"null")
 
@@ -95,6 +96,8 @@ class GenerationConfig(msgspec.Struct, rename="camel"):
     logprobs: int | None = None
     response_modalities: list[str] | None = None
     thinking_config: ThinkingConfig | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class GenerateContentRequest(msgspec.Struct, rename="camel"):
@@ -159,6 +162,9 @@ def sampling_of(config: GenerationConfig) -> common_pb2.SamplingParams:
         top_k=None if config.top_k is None else int(within("topK", config.top_k, -1, 2**31 - 1)),
         max_tokens_name="maxOutputTokens",
     )
+    Reshaping(
+        presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty
+    ).write_reshaping(sampling)
     if config.seed is not None:
         sampling.seed = config.seed % 2**64
     if config.logprobs and not config.response_logprobs:

@@ -218,6 +218,7 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
         min_tokens=request.min_tokens,
         stop_token_ids=request.stop_token_ids,
     )
+    request.write_reshaping(sampling)
     if request.seed is not None:
         sampling.seed = request.seed % 2**64
     if request.top_logprobs and not request.logprobs:

@@ -11,13 +11,6 @@ _BOOKKEEPING = frozenset(
     | {"prompt_cache_retention", "prediction", "priority", "request_id", "cache_salt"}
     | {"guided_decoding_backend"}
 )
-_TOLD = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": (),
-}
 _REFUSED = {
     "use_beam_search": (_ENGINE, ()),
     "length_penalty": (_ENGINE, (1,)),
@@ -42,7 +35,7 @@ _REFUSED = {
 
 CHAT = Fields(
     harmless=_BOOKKEEPING,
-    told=_TOLD | {"verbosity": ()},
+    told={"verbosity": ()},
     refused=_REFUSED
     | {
         "add_special_tokens": ("the chat template writes all special tokens", ()),
@@ -59,7 +52,6 @@ CHAT = Fields(
 
 COMPLETIONS = Fields(
     harmless=_BOOKKEEPING,
-    told=_TOLD,
     refused=_REFUSED
     | {
         "best_of": ("use n, and choose", (1,)),
@@ -72,7 +64,13 @@ COMPLETIONS = Fields(
 
 RESPONSES = Fields(
     harmless=_BOOKKEEPING - {"metadata", "store", "prompt_cache_key"} | {"stream_options"},
-    told=_TOLD,
+    told={
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "min_p": (0,),
+        "logit_bias": (),
+    },
     refused=_REFUSED,
 )
 """Of responses."""

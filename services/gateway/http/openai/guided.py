@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from forge.core.errors import InvalidArgument
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES
 from forge.v1 import common_pb2
+from services.gateway.http.reshaping import Reshaping
 from services.gateway.structured_output.response_format import answer_grammar
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
@@ -31,8 +32,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Guided(msgspec.Struct):
-    """The fields of a request."""
+class Guided(Reshaping):
+    """The fields of a request that constrain its answer, by a grammar or token by token."""
 
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None

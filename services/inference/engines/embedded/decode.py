@@ -272,7 +272,8 @@ class DecodeActor(ThreadActor):
         positions = [sequence.base + sequence.tokens for sequence in sequences]
         prompts = [sequence.prompt for sequence in sequences]
         matchers = [sequence.matcher for sequence in sequences]
-        drawn = draw(logits_NV, prompts, positions=positions, matchers=matchers)
+        answers = [sequence.sampled for sequence in sequences]
+        drawn = draw(logits_NV, prompts, positions=positions, matchers=matchers, answers=answers)
         now_s = time.monotonic()
         for row, sequence in enumerate(sequences):
             if row in drawn.failed:

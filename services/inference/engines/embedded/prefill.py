@@ -146,6 +146,7 @@ class PrefillActor(ThreadActor):
             [message.prompt for message in batch],
             positions=[message.prompt.tokens for message in batch],
             matchers=[message.matcher for message in batch],
+            answers=[()] * len(batch),
         )
         prefill_s = time.monotonic() - began_s
         return [

@@ -1,7 +1,7 @@
-"""From logits to tokens: grammars first, then each request's own parameters and random stream.
+"""From logits to tokens: reweightings, then grammars, then each request's cuts and random stream.
 
-Owns the application of masks, and the probability mass left by masks and cuts. Not here: the masks
-(`services.inference.engines.grammar_masks`), the draw (`forge.rl.sampling`).
+Owns the application of penalties, biases and masks, and the probability of each token without them.
+Not here: the masks (`services.inference.engines.grammar_masks`), the draw (`forge.rl.sampling`).
 
 Shape suffixes: R rows, M rows with a grammar, V vocabulary.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from forge.core.errors import ForgeError
+from forge.core.token_columns import int32_array
 from forge.rl.sampling import sample, uniforms
 from services.inference.engines.base import Likeliest, Prompt, Sampling, Tokens
 from services.inference.engines.grammar_masks import Matcher, mask_words
@@ -28,7 +29,7 @@ class DrawnToken(NamedTuple):
     logprob: float
     """Log-prob in the sampled distribution."""
     allowed: float
-    """Log of the probability mass left by grammar, top-k and top-p; 0 without any."""
+    """See `Tokens.allowed`; 0 without any."""
     top: Likeliest
     """Empty without `top_logprobs`."""
 
@@ -39,7 +40,7 @@ def tokens_of(drawn: Sequence[tuple[DrawnToken, int]], sampling: Sampling) -> To
         ids=tuple(token.token for token, _ in drawn),
         logprobs=tuple(token.logprob for token, _ in drawn),
         versions=tuple(version for _, version in drawn),
-        allowed=tuple(token.allowed for token, _ in drawn) if sampling.leaves_out else (),
+        allowed=tuple(token.allowed for token, _ in drawn) if sampling.reshapes else (),
         top=tuple(token.top for token, _ in drawn if token.top),
     )
 
@@ -51,7 +52,7 @@ class Drawn:
     ids: list[int]
     logprobs: list[float]
     allowed: Mapping[int, float]
-    """Of rows with a grammar or a cut, and perhaps of others."""
+    """Of rows with a reweighting, a grammar or a cut, and perhaps of others."""
     top: Mapping[int, Likeliest]
     """Of rows with `top_logprobs`."""
     failed: Mapping[int, ForgeError]
@@ -70,11 +71,16 @@ def draw(
     *,
     positions: Sequence[int],
     matchers: Sequence[Matcher | None],
+    answers: Sequence[Sequence[int]],
 ) -> Drawn:
-    """Sample one token per row; masks `logits_RV` in place for rows with a grammar."""
+    """Sample one token per row, after `answers`, the tokens sampled behind the prompts.
+
+    Changes `logits_RV` in place for rows with a reweighting or a grammar.
+    """
     device = logits_RV.device
     settings = [prompt.sampling for prompt in prompts]
-    allowed: Mapping[int, float] = {}
+    allowed: dict[int, float] = {}
+    plain = _reweight(logits_RV, prompts, answers)
     failed: Mapping[int, ForgeError] = {}
     if any(matchers):
         allowed, failed = _mask(logits_RV, matchers, [s.temperature for s in settings])
@@ -84,19 +90,53 @@ def draw(
         top_p_B=torch.tensor([s.top_p for s in settings], device=device),
         top_k_B=torch.tensor([s.top_k for s in settings], device=device),
         uniform_B=uniforms([s.seed for s in settings], positions).to(device),
+        min_p_B=torch.tensor([s.min_p for s in settings], device=device),
         keep_all=any(s.top_logprobs for s in settings),
     )
     if drawn.kept_logprobs is not None:
         # The cuts apply after the grammar: shares multiply.
         kept = drawn.kept_logprobs.tolist()
         allowed = {row: share + allowed.get(row, 0.0) for row, share in enumerate(kept)}
+    ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
+    for row, logits_V in plain.items():
+        # A greedy row has no distribution.
+        if heat := settings[row].temperature:
+            allowed[row] = float((logits_V / heat).log_softmax(-1)[ids[row]]) - logprobs[row]
     return Drawn(
-        ids=drawn.ids.tolist(),
-        logprobs=drawn.logprobs.tolist(),
+        ids=ids,
+        logprobs=logprobs,
         allowed=allowed,
         top=_likeliest(drawn.all_logprobs, [s.top_logprobs for s in settings]),
         failed=failed,
     )
+
+
+def _reweight(
+    logits_RV: torch.Tensor, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
+) -> dict[int, torch.Tensor]:
+    """Apply the reweightings in place; return the float32 logits of these rows before it."""
+    plain: dict[int, torch.Tensor] = {}
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        change = prompt.sampling.reweighting
+        if change is None:
+            continue
+        logits_V = logits_RV[row].to(torch.float32, copy=True)
+        plain[row] = logits_V
+        known = torch.tensor([*int32_array(prompt.ids), *answer], device=logits_V.device)
+        answered = known[prompt.tokens - change.answered_tokens :]
+        counts_V = torch.bincount(answered, minlength=len(logits_V))
+        if change.repetition != 1:
+            seen = torch.unique(known)
+            seen_S = logits_V[seen]
+            scaled_S = torch.where(
+                seen_S > 0, seen_S / change.repetition, seen_S * change.repetition
+            )
+            logits_V = logits_V.index_copy(0, seen, scaled_S)
+        logits_V = logits_V - change.presence * (counts_V > 0) - change.frequency * counts_V
+        for token, bias in change.bias:
+            logits_V[token] += bias
+        logits_RV[row] = logits_V
+    return plain
 
 
 def _likeliest(logprobs_RV: torch.Tensor | None, counts: Sequence[int]) -> dict[int, Likeliest]:

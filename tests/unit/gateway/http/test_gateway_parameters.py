@@ -52,7 +52,6 @@ def test_the_header_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"frequency_penalty": 0.5, "logit_bias": {"5": 1}}, "frequency_penalty, logit_bias"),
         ({"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}}, None),
         ({"verbosity": "low"}, "verbosity"),
     ],

@@ -9,7 +9,11 @@ import pytest
 from forge.v1.common_pb2 import SamplingParams
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.conversation.turn_request import (
+    TurnRequest,
+    reshaping_values,
+    sampling_values,
+)
 from services.gateway.turns.sampling_policy import SAMPLING_HEADER, with_policy
 
 GREEDY: Any = {"temperature": 0.0, "top_p": 0.5, "top_k": 5, "seed": 42}
@@ -44,6 +48,20 @@ def test_bound_keeps_what_can_be_trained(asked: Any, used: tuple[float, float, i
     request = policed("bound", **asked)
     assert tuple(sampling_values(request.sampling).values()) == used
     assert not request.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize("policy", ["bound", "override"])
+def test_policies_drop_penalties(policy: str) -> None:
+    """With min_p and logit_bias; the header names them, but not neutral values."""
+    request = policed(
+        policy, min_p=0.25, presence_penalty=1.5, repetition_penalty=1.0, logit_bias={3: 1.0}
+    )
+    assert sampling_values(request.sampling) == sampling_values(SamplingParams())
+    assert reshaping_values(request.sampling) == {}
+    assert request.headers[SAMPLING_HEADER] == (
+        "min_p=none (asked 0.25), presence_penalty=none (asked 1.5), "
+        "logit_bias=none (asked 1 tokens)"
+    )
 
 
 @pytest.mark.parametrize("policy", ["", "agent"])

@@ -227,8 +227,16 @@ def test_rows_without_a_grammar_are_unaffected(grammars: Grammars) -> None:
     free, held = prompt_of(None, temperature=0.7), prompt_of(grammar, temperature=0.7)
     prompts = [free, held, replace(held, sampling=replace(held.sampling, temperature=0.0)), free]
     matchers = [None, matcher_of(grammars, grammar), matcher_of(grammars, grammar), None]
-    drawn = draw(logits_RV.clone(), prompts, positions=[5, 6, 7, 8], matchers=matchers)
-    alone = draw(logits_RV[[0, 3]], [free, free], positions=[5, 8], matchers=[None, None])
+    drawn = draw(
+        logits_RV.clone(),
+        prompts,
+        positions=[5, 6, 7, 8],
+        matchers=matchers,
+        answers=[()] * len(prompts),
+    )
+    alone = draw(
+        logits_RV[[0, 3]], [free, free], positions=[5, 8], matchers=[None, None], answers=[(), ()]
+    )
     assert [drawn.ids[0], drawn.ids[3]] == alone.ids
     assert [drawn.logprobs[0], drawn.logprobs[3]] == alone.logprobs
     assert set(drawn.allowed) == {1, 2}
@@ -289,7 +297,13 @@ def test_grammar_beyond_its_limits_fails_only_its_row(
     prompts = [prompt_of(hostile), prompt_of(None)]
     rng = random.Random(0)
     for _ in range(1000):
-        drawn = draw(torch.zeros(2, VOCABULARY), prompts, positions=[1, 1], matchers=matchers)
+        drawn = draw(
+            torch.zeros(2, VOCABULARY),
+            prompts,
+            positions=[1, 1],
+            matchers=matchers,
+            answers=[()] * len(prompts),
+        )
         assert 0 <= drawn.ids[1] < VOCABULARY
         if drawn.failed:
             assert isinstance(drawn.failed[0], InvalidArgument)
