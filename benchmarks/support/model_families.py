@@ -51,6 +51,10 @@ class Family:
     small: dict[str, Any] = field(default_factory=dict)
     """Set on the shrunken configuration of the language model."""
 
+    def config(self) -> Any:
+        """Its configuration, in full size. Raises whatever transformers does."""
+        return CONFIG_MAPPING[self.model_type](**self.settings)
+
 
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -200,7 +204,7 @@ def build(family: Family) -> Any:
 
     Raises whatever transformers does.
     """
-    config = small_config(CONFIG_MAPPING[family.model_type](**family.settings))
+    config = small_config(family.config())
     for name, value in family.small.items():
         setattr(text_config(config), name, value)
     torch.manual_seed(SEED)

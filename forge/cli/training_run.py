@@ -76,6 +76,9 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
         write_evaluation_tasks(options, own, state.seed, preset)
         plan = plan_of(options, directory, state, preset)
         plan = replace(plan, settings=settings_of(options, own, state, preset))
+        if not plan.model_path and Path(state.model).is_dir():
+            # The services check whether they can train and serve it.
+            plan = replace(plan, model_path=str(Path(state.model).resolve()))
         await preflight(plan, preset, model=state.model, campaign=campaign)
 
 

@@ -1,6 +1,7 @@
 """Run one inference instance: `python -m services.inference --help`."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from forge.runtime.process.startup import run
 from services.inference.config import InferenceConfig
@@ -20,6 +21,16 @@ def host_checks(config: InferenceConfig) -> Iterator[Callable[[], object]]:
 
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: engine_entry(config.engine)
+    if config.role != "router" and (Path(config.model_path) / "config.json").is_file():
+        yield lambda: _check_engine(config)
+
+
+def _check_engine(config: InferenceConfig) -> None:
+    """Ask the engine whether it can serve the model."""
+    from services.inference.engines.registry import get_engine
+
+    if (check := getattr(get_engine(config.engine), "check", None)) is not None:
+        check(config.model_path, context_tokens=config.context_tokens)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
 
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: require_model("reference_path", config.reference_path)
+    if (Path(config.model_path) / "config.json").is_file():
+        yield lambda: _check_family(config.model_path)
     yield lambda: require_writable("checkpoint.dir", config.checkpoint.dir)
     yield lambda: require_writable("metrics_file", config.metrics_file)
     yield lambda: require_writable("tensorboard_dir", config.tensorboard_dir)
@@ -35,6 +37,12 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     for extra, needed in needs.items():
         if needed:
             yield partial(require_extra, extra)
+
+
+def _check_family(model_path: str) -> None:
+    from services.trainer.model.full_weights import check_family
+
+    check_family(model_path)
 
 
 def _read_tasks(file: str) -> None:

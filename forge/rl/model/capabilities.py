@@ -105,7 +105,8 @@ def forget_lengths(model: Any) -> None:
             original = getattr(module, f"{prefix}original_inv_freq", None)
             current = getattr(module, f"{prefix}inv_freq", None)
             if original is not None and current is not None:
-                setattr(module, f"{prefix}inv_freq", original.to(current.device))
+                # A copy: transformers changes the frequencies in place.
+                setattr(module, f"{prefix}inv_freq", original.to(current.device, copy=True))
                 setattr(module, name, getattr(module, "original_max_seq_len", 0))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample, plan_trees
@@ -45,6 +46,21 @@ def check_policy(policy: TreePolicy) -> None:
     """
     known = policy.unmerged
     policy.settle(examine(policy), known=known)
+
+
+def check_config(config: Any) -> None:
+    """As `check_policy`, with a configuration of transformers and without its weights: checks a
+    small model of this family. One that cannot be made small is not refused here."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            model = AutoModelForCausalLM.from_config(small_config(config), dtype=torch.float32)
+            randomize(model)
+        make_double(model.eval())
+        policy = TreePolicy(model)
+    except Exception:
+        return
+    check_policy(policy)
 
 
 def examine(policy: TreePolicy) -> Way:
@@ -234,13 +250,18 @@ def small_copy(model: Any, attention: str) -> Any:
         torch.manual_seed(SEED)
         copy = type(model)(config)
         randomize(copy)
-    if hasattr(copy.config, "_experts_implementation"):
-        copy.set_experts_implementation("eager")  # grouped kernels take no fp64
-    copy.to(torch.float64)
-    for name, buffer in copy.named_buffers():
+    make_double(copy)
+    return copy.train(model.training)
+
+
+def make_double(model: Any) -> None:
+    """Convert a model to fp64."""
+    if hasattr(model.config, "_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped kernels take no fp64
+    model.to(torch.float64)
+    for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):  # some releases of transformers multiply it by fp32 positions
             buffer.data = buffer.to(torch.float32)
-    return copy.train(model.training)
 
 
 @torch.no_grad()

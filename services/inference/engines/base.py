@@ -321,6 +321,9 @@ class DecodeEngine(Engine, Protocol):
 class EngineProvider(Protocol):
     """Starts an engine for one role: a module, or an object, that an entry point names.
 
+    It may have a function `check(model_path, *, context_tokens)` besides, which raises ConfigError
+    for a model that it cannot serve; `--check` and `forge run --model` call it.
+
     An actor of `actors` that fails for good ends the worker with exit code 1.
     """
 

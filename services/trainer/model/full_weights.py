@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
+from forge.rl.model.probe import check_config
 from forge.rl.model.shapes import difference
 
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
@@ -82,6 +83,14 @@ def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
     return model.eval().to(device)
+
+
+def check_family(model_path: str) -> None:
+    """Raises `ConfigError`, in one line, for a model that cannot be trained; reads no weights."""
+    try:
+        check_config(AutoConfig.from_pretrained(model_path))
+    except (InvalidArgument, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model_path = {model_path!r}: {error}") from error
 
 
 def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.decode import DecodeActor
+from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
@@ -49,6 +50,7 @@ _MAX_WAITING = 1024
 
 
 def _build_policy(options: EngineOptions) -> Policy:
+    check(options.model_path, context_tokens=options.context_tokens)
     return Policy.build(
         options.model_path,
         dtype=options.dtype,
@@ -356,6 +358,6 @@ class EmbeddedDecode(_Embedded):
         return await self._actor.ask(message, timeout_s=self._options.request_timeout_s)
 
 
-# Makes this module an `EngineProvider`.
+# Makes this module an `EngineProvider`; `check` is its optional part.
 start_prefill = EmbeddedPrefill.start
 start_decode = EmbeddedDecode.start

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -86,11 +87,9 @@ class Policy:
         `context_tokens` 0 takes the config's. Raises InvalidArgument for a path without a causal LM
         that this engine supports.
         """
-        if not (Path(model_path) / "config.json").is_file():
-            raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
         attention.register()
+        config = read_config(model_path)
         try:
-            config = AutoConfig.from_pretrained(model_path)
             kind = DTYPES[dtype] if dtype != "auto" else _fast_type(config.dtype, device)
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
@@ -99,10 +98,11 @@ class Policy:
             model.tie_weights()
         except (ValueError, KeyError, OSError) as error:
             raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
-        longest = getattr(config, "max_position_embeddings", None) or context_tokens or 2048
+        text = config.get_text_config(decoder=True)
+        longest = getattr(text, "max_position_embeddings", None) or context_tokens or 2048
         limits = ModelLimits(
             context_tokens=min(context_tokens or longest, longest),
-            vocabulary=config.vocab_size,
+            vocabulary=text.vocab_size,
         )
         return cls(model.to(device).eval().requires_grad_(False), limits=limits)
 
@@ -182,6 +182,17 @@ class Policy:
         return replaced
 
 
+def read_config(model_path: str) -> Any:
+    """Return the configuration of transformers in `model_path`/config.json. Raises
+    InvalidArgument."""
+    if not (Path(model_path) / "config.json").is_file():
+        raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
+    try:
+        return AutoConfig.from_pretrained(model_path)
+    except (ValueError, KeyError, OSError) as error:
+        raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
+
+
 class _Recorder:
     """A KvPass that records shapes."""
 
@@ -192,7 +203,7 @@ class _Recorder:
     def attend(self, heads: Heads) -> torch.Tensor:
         self.windowed |= heads.window is not None
         self.seen[heads.layer] = (*heads.k_NHD.shape[1:], heads.v_NHD.shape[2])
-        return torch.zeros_like(heads.q_NQD)
+        return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
 
 
 def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:

@@ -13,6 +13,7 @@ from services.inference.engines.base import UnfitWeights
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 DTYPES = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

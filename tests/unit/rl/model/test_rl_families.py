@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from benchmarks.support.model_families import (
     Finding,
     deep_samples,
     errors_of,
+    short_samples,
 )
 from benchmarks.support.model_families import build as build_family
 from forge.core.errors import InvalidArgument
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.capabilities import Way
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.probe import check_policy, kinds_of_modules, small_copy
+from forge.rl.model.probe import check_policy, kinds_of_modules, own_logprobs, small_copy
 from forge.rl.tree.separate_samples import separated
 from forge.rl.tree.states import TreeStates
 from tests.support.rl.forests import KINDS, forest
@@ -133,6 +135,19 @@ def test_separated_samples_equal_the_merged_ones(kind: str) -> None:
         assert torch.allclose(merged.logprobs(batch)[0], found_T, atol=1e-6)
 
 
+def test_long_rotary_embedding_forgets_longer_sequences() -> None:
+    """A short sequence has the short factors again after a long one."""
+    longrope = family("phi3, longrope rotary")
+    parameters = longrope.settings["rope_parameters"]
+    always_short = parameters | {"long_factor": parameters["short_factor"]}
+    plain = replace(longrope, settings=longrope.settings | {"rope_parameters": always_short})
+    model, expected = build_family(longrope), build_family(plain)
+    short, long = short_samples(model)[0], deep_samples(model)[0]
+    own_logprobs(model, long)
+    assert torch.equal(own_logprobs(model, short), own_logprobs(expected, short))
+    assert not torch.equal(own_logprobs(model, long), own_logprobs(expected, long))
+
+
 def test_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
     """The same tree gives the same log-probs after any earlier one."""
     policy = TreePolicy(build_family(family("llama, dynamic rotary")))
@@ -161,5 +176,6 @@ def test_families_command_fails_for_a_wrongly_trained_family(
         assert command.main() == int(not exact)
     finally:
         logging.disable(logging.NOTSET)
-    assert "| llama | merged | 0.0e+00 | 1.0e-07 | 0.0e+00 | 5.0e-01 |" in page.read_text()
+    assert "| llama | merged | 0.0e+00 | 1.0e-07 | 0.0e+00 | 5.0e-01 | yes | " in page.read_text()
+    assert json.loads(numbers.read_text())["llama.served"] == 1.0
     assert json.loads(numbers.read_text())["llama.grad_err_beyond"] == 0.5

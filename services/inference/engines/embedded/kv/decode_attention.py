@@ -85,10 +85,10 @@ class SlabStep:
         for read in self._reads:
             trunk_out, trunk_lse = read.attend(layer, q_NHGD, scale=scale)
             asking = read.asking
-            own = out_NHGD[asking].float()
             # softmax over both parts, from the two parts' log-sum-exp.
             share = torch.sigmoid(trunk_lse - lse_NHG[asking])[..., None]
-            out_NHGD[asking] = torch.lerp(own, trunk_out.float(), share).to(self._dtype)
+            own = out_NHGD[asking].to(share.dtype)
+            out_NHGD[asking] = torch.lerp(own, trunk_out.to(share.dtype), share).to(self._dtype)
 
     def _bias_for(self, window: int | None) -> list[torch.Tensor]:
         if window not in self._bias:

@@ -45,13 +45,20 @@ class Trunks:
     """All trunks, in at most `capacity_bytes`."""
 
     def __init__(
-        self, shape: KvShape, cache: KvCache, *, context_tokens: int, capacity_bytes: int
+        self,
+        shape: KvShape,
+        cache: KvCache,
+        *,
+        context_tokens: int,
+        capacity_bytes: int,
+        least_tokens: int = MIN_TRUNK_TOKENS,
     ) -> None:
         self._cache = cache
         self.slabs: Slabs[Trunk] = Slabs(
             shape, context_tokens=context_tokens, capacity_bytes=capacity_bytes
         )
         self._by_key: dict[int, Trunk] = {}
+        self._least_tokens = least_tokens
 
     def seat(self, branch: Branch, running: Iterable[Branch]) -> None:
         """Give a sequence a trunk before it runs, if it shares enough with others.
@@ -62,8 +69,8 @@ class Trunks:
         if blocks is None:
             return
         shared = self._cache.shared_tokens(blocks)
-        trunk = self._deepest(blocks, at_most=shared, at_least=max(MIN_TRUNK_TOKENS, shared // 2))
-        if trunk is None and shared >= MIN_TRUNK_TOKENS:
+        trunk = self._deepest(blocks, at_most=shared, at_least=max(self._least_tokens, shared // 2))
+        if trunk is None and shared >= self._least_tokens:
             trunk = self._plant(blocks, shared)
             if trunk is not None:
                 for other in running:

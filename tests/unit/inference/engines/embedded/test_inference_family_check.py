@@ -1,0 +1,54 @@
+"""Families of models: served exactly, or refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.model_families import Family, families
+from forge.core.errors import ConfigError
+from services.inference.engines.embedded.family_check import TOLERANCE, check, examine
+
+FAMILIES: dict[str, Family] = {one.name: one for one in families()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3", "gpt2", "mixtral", "gemma3_text", "gemma3", "qwen2, windows", "opt"],
+)
+def test_served_family_is_exact(name: str) -> None:
+    """Log-probs and the likeliest tokens are those of the model's own forward."""
+    verdict = examine(FAMILIES[name].config())
+    assert verdict.refusal == ""
+    assert verdict.error is not None and verdict.error < TOLERANCE / 10
+    assert verdict.greedy_equal
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        ("falcon_h1", "differ from its own forward by"),
+        ("llama4_text", "differ from its own forward by"),
+        ("phi3, longrope rotary", "a prompt of 3 tokens beside longer ones"),
+        ("llama, dynamic rotary", "differ from its own forward by"),
+        ("minimax", "differ from its own forward by"),
+        ("lfm2, convolutions", "differ from its own forward by"),
+        ("qwen3_next", "in every layer"),
+        ("mamba", "in every layer"),
+        ("bart", "differ from its own forward by"),
+    ],
+)
+def test_family_that_would_be_served_wrongly_is_refused(name: str, difference: str) -> None:
+    """The reason names the model and the first difference."""
+    verdict = examine(FAMILIES[name].config())
+    assert difference in verdict.refusal
+    assert "\n" not in verdict.refusal
+
+
+def test_refusal_names_the_context_that_can_be_served(tmp_path: Path) -> None:
+    """A rotary embedding that changes beyond a length is exact below it."""
+    FAMILIES["phi3, longrope rotary"].config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"with context_tokens = 4096 or less it can$"):
+        check(str(tmp_path), context_tokens=0)
+    check(str(tmp_path), context_tokens=4096)
