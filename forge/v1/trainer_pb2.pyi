@@ -47,6 +47,158 @@ TRAINER_PHASE_FINISHED: TrainerPhase.ValueType  # 4
 Global___TrainerPhase: _TypeAlias = TrainerPhase  # noqa: Y015
 
 @_typing.final
+class FetchCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HaveEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    TRAINER_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    trainer: _builtins.str
+    """Name of the process that fetches. A trainer that stops waits until each one has its last
+    checkpoint.
+    """
+    @_builtins.property
+    def have(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By path: bytes from the beginning of the file."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        have: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        trainer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "step", b"step", "trainer", b"trainer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchCheckpointRequest: _TypeAlias = FetchCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class FetchCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class File(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        PATH_FIELD_NUMBER: _builtins.int
+        SIZE_BYTES_FIELD_NUMBER: _builtins.int
+        path: _builtins.str
+        """Relative to the checkpoint's directory."""
+        size_bytes: _builtins.int
+        def __init__(
+            self,
+            *,
+            path: _builtins.str = ...,
+            size_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Begin(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        LINEAGE_FIELD_NUMBER: _builtins.int
+        FILES_FIELD_NUMBER: _builtins.int
+        lineage: _builtins.str
+        @_builtins.property
+        def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchCheckpointResponse.File]: ...
+        def __init__(
+            self,
+            *,
+            lineage: _builtins.str = ...,
+            files: _abc.Iterable[Global___FetchCheckpointResponse.File] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "lineage", b"lineage"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Piece(_message.Message):
+        """At most 1 MiB of a file."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        PATH_FIELD_NUMBER: _builtins.int
+        OFFSET_FIELD_NUMBER: _builtins.int
+        DATA_FIELD_NUMBER: _builtins.int
+        CRC32_FIELD_NUMBER: _builtins.int
+        SHA256_FIELD_NUMBER: _builtins.int
+        path: _builtins.str
+        offset: _builtins.int
+        data: _builtins.bytes
+        crc32: _builtins.int
+        """CRC-32 of `data`."""
+        sha256: _builtins.bytes
+        """SHA-256 of the whole file, in its last piece; that piece may be empty."""
+        def __init__(
+            self,
+            *,
+            path: _builtins.str = ...,
+            offset: _builtins.int = ...,
+            data: _builtins.bytes = ...,
+            crc32: _builtins.int = ...,
+            sha256: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data", "offset", b"offset", "path", b"path", "sha256", b"sha256"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___FetchCheckpointResponse.Begin: ...
+    @_builtins.property
+    def piece(self) -> Global___FetchCheckpointResponse.Piece: ...
+    def __init__(
+        self,
+        *,
+        begin: Global___FetchCheckpointResponse.Begin | None = ...,
+        piece: Global___FetchCheckpointResponse.Piece | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "message", b"message", "piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "message", b"message", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "piece"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FetchCheckpointResponse: _TypeAlias = FetchCheckpointResponse  # noqa: Y015
+
+@_typing.final
 class StepMetrics(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

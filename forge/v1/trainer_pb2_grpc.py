@@ -49,6 +49,11 @@ class TrainerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.FetchCheckpoint = channel.unary_stream(
+                '/forge.v1.TrainerService/FetchCheckpoint',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -75,6 +80,16 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchCheckpoint(self, request, context):
+        """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
+        the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
+        that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
+        ones: fetch the newest. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +107,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=forge_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=forge_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'FetchCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchCheckpoint,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +195,33 @@ class TrainerService(object):
             '/forge.v1.TrainerService/SaveCheckpoint',
             forge_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             forge_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.TrainerService/FetchCheckpoint',
+            forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

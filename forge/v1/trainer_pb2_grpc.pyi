@@ -39,6 +39,12 @@ class TrainerServiceStub:
     """Streams the metrics of every step after `after_step`, then of new steps. Safe to retry."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry."""
+    FetchCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FetchCheckpointRequest, _trainer_pb2.FetchCheckpointResponse]
+    """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
+    the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
+    that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
+    ones: fetch the newest. Safe to retry.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -49,6 +55,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Streams the metrics of every step after `after_step`, then of new steps. Safe to retry."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry."""
+    FetchCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.FetchCheckpointRequest, _trainer_pb2.FetchCheckpointResponse]  # type: ignore[assignment]
+    """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
+    the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
+    that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
+    ones: fetch the newest. Safe to retry.
+    """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -74,5 +86,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry."""
+
+    @_abc_1.abstractmethod
+    def FetchCheckpoint(
+        self,
+        request: _trainer_pb2.FetchCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.FetchCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.FetchCheckpointResponse]]:
+        """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
+        the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
+        that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
+        ones: fetch the newest. Safe to retry.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
+from forge.runtime.weights import TRAINER_STANDBYS
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
@@ -33,6 +35,7 @@ from services.trainer.actors.training import (
     Training,
 )
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.speed import speed_baselines
@@ -66,6 +69,7 @@ class TrainerApp:
         self._lineage: Lineage | None = None
         self._following: asyncio.Task[None] | None = None
         self._superseded = False
+        self._source_of_checkpoints = CheckpointSource(Path(self._config.checkpoint.dir))
         self._evaluator: Evaluator | None = None
         self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
 
@@ -97,7 +101,7 @@ class TrainerApp:
         server = self._context.server
         server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-            TrainerServicer(self._record, self._training),
+            TrainerServicer(self._record, self._training, self._source_of_checkpoints),
             full_name=FULL_NAME,
             scopes=SCOPES,
             audited=AUDITED,
@@ -120,8 +124,10 @@ class TrainerApp:
         if self._batches is not None:
             self._batches.hurry()
         if self._training is not None and not self._superseded:
-            await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
+            give_up_s = time.monotonic() + self._config.drain_s
+            step, _ = await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
             self._clock.stop()
+            await self._hand_over(step, give_up_s=give_up_s)
 
     async def stop(self) -> None:
         """Stops training, closes the metric sinks and resigns."""
@@ -141,8 +147,30 @@ class TrainerApp:
             ttl_s=config.lease_ttl_s,
             model=agreed_model(config.model_path),
         )
-        await self._lineage.campaign(context.stand_by)
+        await self._campaign(self._lineage)
         return self._lineage
+
+    async def _campaign(self, lineage: Lineage) -> None:
+        """Until elected, fetches the checkpoints of the leader."""
+        context, directory = self._context, Path(self._config.checkpoint.dir)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                context.fail("checkpoint-follower", error)
+
+        follower = asyncio.create_task(CheckpointFollower(context, directory).follow())
+        follower.add_done_callback(ended)
+        try:
+            await lineage.campaign(context.stand_by)
+        finally:
+            await cancel_and_wait(follower)
+
+    async def _hand_over(self, step: int, *, give_up_s: float) -> None:
+        """Waits until standbys on other hosts have the last checkpoint."""
+        with suppress(TimeoutError, Unavailable):
+            async with asyncio.timeout(max(0.0, give_up_s - time.monotonic())):
+                standbys = len(await self._context.coordinator.values(TRAINER_STANDBYS))
+                await self._source_of_checkpoints.handed_over(step, standbys=standbys)
 
     async def _until_superseded(self, lineage: Lineage) -> None:
         """Ends the process, without a checkpoint, once another trainer leads."""

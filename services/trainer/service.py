@@ -13,6 +13,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
+from services.trainer.checkpoint_follower import CheckpointSource
 from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
@@ -24,8 +25,11 @@ AUDITED = frozenset({"SaveCheckpoint"})
 class TrainerServicer(rpc.TrainerServiceServicer):
     """Serves status, metrics and checkpoints to operators."""
 
-    def __init__(self, record: TrainingRecord, training: ActorRef) -> None:
+    def __init__(
+        self, record: TrainingRecord, training: ActorRef, source: CheckpointSource
+    ) -> None:
         self._record = record
+        self._source = source
         self._training = training
 
     async def GetTrainerStatus(
@@ -49,3 +53,11 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         timeout_s = context.time_remaining() or UNBOUNDED_S
         step, path = await self._training.ask(SaveCheckpoint(), timeout_s=timeout_s)
         return pb.SaveCheckpointResponse(step=step, path=path)
+
+    async def FetchCheckpoint(
+        self, request: pb.FetchCheckpointRequest, context: Any
+    ) -> AsyncIterator[pb.FetchCheckpointResponse]:
+        """Sends the files of a checkpoint to a standby."""
+        async with aclosing(self._source.send(request)) as responses:
+            async for response in responses:
+                yield response

@@ -109,6 +109,7 @@ MATRIX = {
     "TrainerService/GetTrainerStatus": VIEWER,
     "TrainerService/WatchSteps": VIEWER,
     "TrainerService/SaveCheckpoint": OPERATOR,
+    "TrainerService/FetchCheckpoint": SERVICE,
     "ClockService/GetClock": ALL,
     "GET /healthz": ALL,
     "POST /v1/chat/completions": SESSIONS,

@@ -129,6 +129,31 @@ async def test_second_trainer_waits_and_takes_over(hosts: TwoHosts) -> None:
     assert await hosts.weight_version() > version
 
 
+async def test_standby_on_another_host_fetches_the_checkpoints(hosts: TwoHosts) -> None:
+    """Each one, without a shared directory, and the last one before the leader ends: it continues
+    at the same step. After a kill it continues from what it has fetched."""
+    await hosts.trained_by_first()
+    hosts.second.start(**SETTINGS)
+    await until(lambda: hosts.second.logged("checkpoint_fetched") or None)
+    assert hosts.second.logged("checkpoint_fetched")[-1]["step"] == 1
+    await hosts.feed(2, 2)
+    await hosts.client.until_step(2, after=1)
+    assert hosts.first.terminate() == 0
+    await until(lambda: hosts.second.logged("rewound") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 2
+    copies = [path.name for path in sorted(hosts.second.checkpoints.glob("step-*"))]
+    assert copies == ["step-00000001", "step-00000002"]
+
+    hosts.first.start(**SETTINGS)
+    await until(lambda: hosts.first.logged("standby") or None)
+    await hosts.feed(4, 2)
+    fetched = hosts.first.logged
+    await until(lambda: [x["step"] for x in fetched("checkpoint_fetched")] == [3] or None)
+    hosts.second.kill()
+    await until(lambda: len(hosts.first.logged("rewound")) == 2 or None)
+    assert hosts.first.logged("rewound")[-1]["step"] == 3
+
+
 async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     """The lineage continues on another host that has its newest checkpoint, and not with an older
     one, nor with another tokenizer."""

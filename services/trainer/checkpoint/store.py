@@ -97,13 +97,13 @@ class CheckpointStore:
         directory after this one had restored. Raises `ResourceExhausted` when it cannot be
         written, for example to a full disk; the attempt is removed.
         """
-        path = self._directory / f"{_PREFIX}{step:08d}"
+        path = path_of(self._directory, step)
         if path.exists():
             with suppress(DataLoss):
-                found = _read(path).path
+                found = read_checkpoint(path).path
                 if found in self._known:
                     return found
-            self._set_aside(path)
+            set_aside(path)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             unfinished.mkdir()
@@ -125,16 +125,16 @@ class CheckpointStore:
             }
             (unfinished / STATE_FILE).write_text(json.dumps(state))
             for file in (*written, unfinished / STATE_FILE, unfinished):
-                _fsync(file)
+                sync(file)
             unfinished.rename(path)
             self._saved = _Saved(history=history, file=path / _HISTORY_FILE, extent=extent)
-            _fsync(self._directory)
+            sync(self._directory)
             self._point_to(path)
             self._known.add(path)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceExhausted(f"checkpoint {path}: {error.strerror or error}") from error
-        self._prune()
+        prune(self._directory)
         return path
 
     def oldest_step(self) -> int:
@@ -147,9 +147,9 @@ class CheckpointStore:
 
         Raises `ConfigError` at a checkpoint of another format.
         """
-        for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):
+        for path in reversed(checkpoints_in(self._directory)):
             try:
-                checkpoint = _read(path)
+                checkpoint = read_checkpoint(path)
                 self._known.add(path)
                 yield checkpoint
             except DataLoss as error:
@@ -157,12 +157,7 @@ class CheckpointStore:
 
     def set_aside(self, checkpoint: Checkpoint) -> None:
         """Rename a checkpoint that cannot be loaded, and keep it for inspection."""
-        self._set_aside(checkpoint.path)
-
-    def _set_aside(self, path: Path) -> None:
-        aside = path.with_name(path.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        set_aside(checkpoint.path)
 
     def _write_history(self, file: Path, history: History, step: int) -> Extent:
         """Write the entries up to `step` that the last checkpoint's file does not have."""
@@ -179,14 +174,33 @@ class CheckpointStore:
         link = self._directory / (_LATEST + _UNFINISHED)
         link.symlink_to(path.name)
         link.replace(self._directory / _LATEST)
-        _fsync(self._directory)
+        sync(self._directory)
 
-    def _prune(self) -> None:
-        for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"))[:-KEPT]:
-            # Renamed first: a half-removed directory must not look like a checkpoint.
-            doomed = path.with_name(path.name + _UNFINISHED)
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+
+def path_of(directory: Path, step: int) -> Path:
+    """The directory of a step's checkpoint."""
+    return directory / f"{_PREFIX}{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, damaged or not, the oldest first."""
+    return sorted(directory.glob(f"{_PREFIX}*[0-9]"))
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that does not count, and keep it for inspection."""
+    aside = path.with_name(path.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def prune(directory: Path) -> None:
+    """Remove all but the newest checkpoints."""
+    for path in checkpoints_in(directory)[:-KEPT]:
+        # Renamed first: a half-removed directory must not look like a checkpoint.
+        doomed = path.with_name(path.name + _UNFINISHED)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def fingerprint_of(path: Path) -> str:
@@ -196,7 +210,9 @@ def fingerprint_of(path: Path) -> str:
     return hashlib.sha256(b"".join(one.read_bytes() for one in files if one.exists())).hexdigest()
 
 
-def _read(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory. Raises `DataLoss` for a damaged one, `ConfigError` for one of
+    another format."""
     try:
         state = json.loads((path / STATE_FILE).read_text())
         if state["format"] not in (_FORMAT, _FORMAT_WITH_HISTORY):
@@ -231,7 +247,8 @@ def _history(path: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read(state["files"][_HISTORY_FILE]).splitlines()]
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file or a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
