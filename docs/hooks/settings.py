@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable
 
 from docs.hooks.page import Page, table
-from forge.runtime.settings import ServiceConfig, Setting, allowed, settings_of, toml
+from forge.runtime.settings import ServiceConfig, Setting, allowed, fields_of, settings_of, toml
+from forge.runtime.settings.named_tables import row_type
 
 CONFIGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -44,6 +45,10 @@ def page() -> Page:
         for group, settings in itertools.groupby(own, key=lambda one: one.table):
             lines += [f"### {service}: \\[{group}\\]", ""] if group else []
             lines += _rows(settings)
+        for one in own:
+            if row := row_type(one.type):
+                lines += [f"### {service}: \\[{one.key}.NAME\\]", ""]
+                lines += _rows(fields_of(row, f"{one.key}.NAME"))
     return Page(path="reference/settings.md", text="\n".join(lines))
 
 
@@ -53,8 +58,10 @@ def _unchanged(setting: Setting, shared: dict[str, Setting]) -> bool:
     return same is not None and (same.value, same.type) == (setting.value, setting.type)
 
 
+def _value(one: Setting) -> str:
+    return "" if one.value is None else f"`{toml(one.value)}`"
+
+
 def _rows(settings: Iterable[Setting]) -> list[str]:
-    rows = (
-        (f"`{one.key}`", f"`{toml(one.value)}`", allowed(one.type), one.text) for one in settings
-    )
+    rows = ((f"`{one.key}`", _value(one), allowed(one.type), one.text) for one in settings)
     return table(["key", "default", "allowed", "meaning"], rows)

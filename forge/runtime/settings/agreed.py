@@ -1,8 +1,9 @@
 """Values on which the instances of a cluster must agree, by "<scope>/<setting>".
 
-Two instances with one name must have one value. The scope is a service or a pool shard; it is empty
-for values of several services. Not here: the comparison (`forge.runtime.process.agreement`), and
-the choice of settings; each service's config names its own.
+Two instances with one name must have one value. The scope is a service, a pool shard or a serving
+group; it is empty for values of several services. Not here: the comparison
+(`forge.runtime.process.agreement`), and the choice of settings; each service's config names its
+own.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ def agreed_settings(scope: str, config: Any, *chosen: str) -> dict[str, str]:
     }
 
 
-def agreed_model(model_path: str) -> dict[str, str]:
-    """Return fingerprints of the model's architecture and tokenizer; none for a missing file."""
+def agreed_model(model_path: str, *, scope: str = "") -> dict[str, str]:
+    """Return fingerprints of the model's architecture and tokenizer; none for a missing file.
+    `scope`: the serving group of another model than the policy."""
     folder = Path(model_path)
     values = {}
     try:
         config = json.loads((folder / "config.json").read_bytes())
         names = config.get("architectures", ())
         content = json.dumps(_lasting(config), sort_keys=True).encode()
-        values["/model config.json"] = " ".join((*names, _short(content)))
+        values[f"{scope}/model config.json"] = " ".join((*names, _short(content)))
     except (OSError, ValueError, AttributeError, TypeError):
         pass
     if tokenizer := _digest(folder / "tokenizer.json"):
-        values["/model tokenizer.json"] = tokenizer
+        values[f"{scope}/model tokenizer.json"] = tokenizer
     return values
 
 

@@ -9,6 +9,7 @@ Not here: the settings (`service_config`, and the `config.py` of each service).
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -24,6 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, raise_all
+from forge.runtime.settings.named_tables import read_tables, row_type
 from forge.runtime.settings.service_config import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -75,6 +77,22 @@ def _texts(owner: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())
     return texts
+
+
+def fields_of(row: type[Any], table: str) -> list[Setting]:
+    """Return the fields of tables by name as settings; the value of a field without a default is
+    None."""
+    kinds = get_type_hints(row, include_extras=True)
+    return [
+        Setting(table, one.name, kinds[one.name], _default(one), row)
+        for one in dataclasses.fields(row)
+    ]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def settings_of(config: Any, table: str = "") -> dict[str, Setting]:
@@ -147,6 +165,8 @@ def _title(one: Setting) -> str:
 
 def toml(value: Any) -> str:
     """Return a value as TOML."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {name: getattr(value, name) for name in get_type_hints(type(value))}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml(name)} = {toml(value[name])}" for name in value) + "}"
     # 7f: the only control character that JSON allows and TOML does not.
@@ -157,6 +177,8 @@ def toml(value: Any) -> str:
 def allowed(kind: Any) -> str:
     """Return the allowed values of a type, in words."""
     origin, args = get_origin(kind), get_args(kind)
+    if row := row_type(kind):
+        return f"tables by name, each with {', '.join(get_type_hints(row))}"
     if origin is Mapping:
         return f"a table (a=1,b=2), each {allowed(args[1])}"
     if origin is Annotated:
@@ -179,11 +201,13 @@ def _read(
         one = known.get(key)
         try:
             if one:
-                tables.setdefault(one.table, {})[one.name] = _converted(value, one.type)
+                tables.setdefault(one.table, {})[one.name] = _converted(key, value, one.type)
                 continue
             problem = (
                 f"there is no setting {key} = {value!r}; {removed.get(key) or _hint(key, known)}"
             )
+        except ConfigError as error:
+            problem = str(error)
         except ValueError:
             problem = f"{key} = {value!r} is not allowed: {allowed(known[key].type)}"
         wrong.append(ConfigError(f"{source}: {problem}"))
@@ -198,8 +222,10 @@ def _hint(key: str, known: Known) -> str:
     return "see --help"
 
 
-def _converted(value: Any, kind: Any) -> Any:
+def _converted(key: str, value: Any, kind: Any) -> Any:
     """Convert a value; a text may be a list `a,b` or a table `a=1,b=2`. Raises ValueError."""
+    if row := row_type(kind):
+        return read_tables(key, value, row, allowed=allowed)
     if not isinstance(value, str):
         return msgspec.convert(value, kind)
     plain: Any = {"yes": "true", "no": "false"}.get(value.lower(), value) if kind is bool else value
