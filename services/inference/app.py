@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from forge.core.errors import ConfigError
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.serving_groups import kind_in
 from services.inference.config import InferenceConfig
 
 
 class InferenceApp:
-    """One process of one role; its kind in discovery is the role."""
+    """One process of one role; its kind in discovery is the role, with its serving group."""
 
     def __init__(self, context: ServiceContext) -> None:
         config: InferenceConfig = context.config
@@ -16,13 +17,14 @@ class InferenceApp:
             raise ConfigError(
                 "model_path is empty: set it to the folder with the model's config.json"
             )
-        self.kind = config.role
+        self._role = config.role
+        self.kind = kind_in(config.serving_group, config.role)
         self._context = context
 
     async def start(self) -> None:
         """Start the role of this process."""
         # Imported by role: a router's host has no torch.
-        if self.kind == "router":
+        if self._role == "router":
             from services.inference.router.role import start_role
         else:
             from services.inference.worker.role import start_role

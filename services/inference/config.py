@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from forge.core.errors import InvalidArgument
+from forge.runtime.serving_groups import check_group, kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 
@@ -59,7 +61,10 @@ class InferenceConfig(ServiceConfig):
     role: Literal["router", "prefill", "decode"] = "router"
     """Role of this process."""
     model_path: str = ""
-    """Folder with the model's config.json."""
+    """Folder with the model's config.json; with frozen weights, also with its safetensors."""
+    serving_group: str = ""
+    """Name of the group of routers and workers that serve another model than the policy, as the
+    gateway's table models names it; empty: the policy's."""
     context_tokens: Annotated[int, Meta(ge=0)] = 0
     """Longest context, prompt and answer; 0: the model's own limit."""
     request_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 3600.0
@@ -76,6 +81,9 @@ class InferenceConfig(ServiceConfig):
     """Torch device, e.g. cpu or cuda:0."""
     torch_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Threads of torch."""
+    weights: Literal["follow", "frozen"] = "follow"
+    """Weights to serve: follow (the newest of the policy), frozen (those in model_path; only in a
+    serving group)."""
     policy: str = "default"
     """Policy to serve; etcd has its newest weights at weights/<policy>/latest."""
     weight_silence_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
@@ -86,10 +94,21 @@ class InferenceConfig(ServiceConfig):
     """prefill: most tokens of one forward pass."""
     kv: KvSettings = field(default_factory=KvSettings)
 
+    def validate(self) -> None:
+        """Raises `InvalidArgument` for a malformed group, and frozen weights in the policy's."""
+        check_group("serving_group", self.serving_group)
+        if self.weights == "frozen" and not self.serving_group:
+            raise InvalidArgument(
+                "weights = 'frozen' needs a serving_group: the policy's workers follow its weights"
+            )
+
     def agreed(self) -> Mapping[str, str]:
-        """Routers send a request to any worker, prefill its keys and values to any decode."""
-        model = agreed_model(self.model_path)
+        """Routers send a request to any worker, prefill its keys and values to any decode. Each
+        serving group agrees by itself."""
+        group = self.serving_group
+        model = agreed_model(self.model_path, scope=group)
         if self.role == "router":
             return model
-        workers = agreed_settings("inference", self, "context_tokens", "dtype", "engine")
-        return model | workers | {"/policy": self.policy}
+        scope = kind_in(group, "inference")
+        workers = agreed_settings(scope, self, "context_tokens", "dtype", "engine", "weights")
+        return model | workers | {f"{group}/policy": self.policy}

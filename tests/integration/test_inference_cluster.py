@@ -14,6 +14,7 @@ import pytest_asyncio
 from forge.runtime.coordination import Coordinator
 from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from services.inference.worker.frozen_weights import VERSION
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of
@@ -291,3 +292,35 @@ async def test_request_without_workers_is_unavailable(inference: InferenceCluste
         async for _ in call:
             pass
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_serving_group_samples_its_own_frozen_weights(
+    inference: InferenceCluster, tmp_path: Path
+) -> None:
+    """Router and workers of a group serve the weights of their model directory, whatever the policy
+    publishes; neither group gets a request of the other. A directory without weights is refused."""
+    await serving(inference)
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    old.save_pretrained(tmp_path / "old")
+    frozen = ("--model-path", str(tmp_path / "old"), "--serving-group", "old")
+    router = inference.start("router", *frozen)
+    for role in ("prefill", "decode"):
+        name = inference.start(role, *frozen, "--weights", "frozen")
+        await inference.registered(f"{role}@old", name, weight_version="1", weights="frozen")
+    stub = inference.stub(await inference.registered("router@old", router))
+    version = await inference.publisher.publish(published(new))
+    await serving(inference)
+    ids = prompt_ids(24, seed=5)
+    policy, sample = await inference.sample(ids), Sample()
+    async for response in stub.Sample(inference.request(ids), timeout=CALL_S):
+        sample.add(response)
+    assert (policy.ids, policy.versions) == (greedy_of(new, ids, 16), [version] * 16)
+    assert (sample.ids, sample.versions) == (greedy_of(old, ids, 16), [VERSION] * 16)
+    assert policy.ids != sample.ids
+    assert len((await inference.status()).workers) == 2
+
+    config = tmp_path / "config"
+    engines.CONFIGS["qwen3"].save_pretrained(config)
+    empty = ("--serving-group", "empty", "--weights", "frozen", "--model-path", str(config))
+    assert inference.exit_code(inference.start("decode", *empty)) == 2
+    assert inference.exit_code(inference.start("decode", "--weights", "frozen")) == 2

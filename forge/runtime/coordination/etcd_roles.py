@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forge.core.errors import ConfigError
+from forge.runtime.serving_groups import MARK
 
 ROOT = "root"
 """etcd's own name for the user and the role with every permission."""
@@ -36,7 +37,12 @@ ROLES: Mapping[str, EtcdRole] = {
     "gateway": EtcdRole(writes=("services/gateway/",)),
     "inference": EtcdRole(
         reads=(*_SHARED, "weights/"),
-        writes=("services/prefill/", "services/decode/", "services/router/"),
+        writes=tuple(
+            f"services/{kind}{end}"
+            for kind in ("prefill", "decode", "router")
+            # Of the policy, and of each serving group.
+            for end in ("/", f"{MARK}*")
+        ),
     ),
     "trainer": EtcdRole(writes=("services/trainer/", "leader/trainer/", "trainer/", "weights/")),
     "runner": EtcdRole(writes=("services/runner/",)),

@@ -15,6 +15,7 @@ from forge.core.placement.prefix_cache import PrefixCache
 from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
+from forge.runtime.serving_groups import role_of
 from services.inference.router.metrics import OLDER_WEIGHTS
 from services.inference.router.open_calls import OpenCalls
 from services.inference.router.versions import Versions, at_most
@@ -194,12 +195,13 @@ def _store_index(tokens: int) -> PrefixCache:
 
 
 def _new_worker(one: Instance, version: int) -> Worker:
-    initial_s, memory = (1e-4, 20_000.0) if one.kind == "prefill" else (1.0, 200.0)
+    role = role_of(one.kind)
+    initial_s, memory = (1e-4, 20_000.0) if role == "prefill" else (1.0, 200.0)
     return Worker(
         instance_id=one.instance_id,
-        role=one.kind,
+        role=role,
         address=one.address,
-        capacity=max(1, int(one.metadata.get("capacity", 1))) if one.kind == "decode" else 0,
+        capacity=max(1, int(one.metadata.get("capacity", 1))) if role == "decode" else 0,
         version=version,
         cached=PrefixCache(
             block_tokens=max(1, int(one.metadata.get("block_tokens", 16))),

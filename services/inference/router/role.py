@@ -10,6 +10,7 @@ from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Discovery
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.clock import read_clock
+from forge.runtime.serving_groups import kind_in
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
@@ -29,7 +30,10 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         # The clock: every server has one, without a token.
         await read_clock(context.channels.get(address), name=address, timeout_s=PING_S)
 
-    discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
+    discoveries = [
+        context.coordinator.discover(kind_in(config.serving_group, role))
+        for role in ("prefill", "decode")
+    ]
     router = await context.actors.spawn(
         lambda: RouterActor(
             discoveries,

@@ -10,6 +10,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig, KvSettings
 from services.inference.engines.base import Engine, EngineOptions, KvStoreOptions
 from services.inference.engines.registry import get_engine
+from services.inference.worker.frozen_weights import load_frozen
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
 
@@ -19,9 +20,12 @@ _MIB = 1 << 20
 
 
 async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
-    """Start the engine, add its servicers and follow the weights; return the wait for the last
-    request."""
+    """Start the engine, add its servicers, load frozen weights or follow the policy's; return the
+    wait for the last request."""
     engine = await _start_engine(context)
+    if context.config.weights == "frozen":
+        await load_frozen(context, engine)
+        return engine.idle
     follower = WeightFollower(context, engine, policy=context.config.policy)
     context.server.add_service(
         rpc.add_WeightServiceServicer_to_server,

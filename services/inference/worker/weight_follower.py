@@ -20,6 +20,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.streams import flowing
+from forge.runtime.serving_groups import kind_in
 from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightManifest, digest_of, layout_of, manifest_key
 from forge.v1 import inference_pb2_grpc as rpc
@@ -49,7 +50,10 @@ class WeightFollower:
         self._context = context
         self._engine = engine
         self._key = manifest_key(policy)
-        self._peers = tuple(context.coordinator.discover(kind) for kind in ("prefill", "decode"))
+        group = context.config.serving_group
+        self._peers = tuple(
+            context.coordinator.discover(kind_in(group, role)) for role in ("prefill", "decode")
+        )
         self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
         self._silence_s: float = context.config.weight_silence_s
         self._wanted: WeightManifest | None = None

@@ -120,7 +120,9 @@ class Worker:
         self.metadata: dict[str, str] = {}
         self.channels = Channels(SECURITY)
         self.coordinator = self
-        self.config = SimpleNamespace(instance_id="self", weight_silence_s=silence_s)
+        self.config = SimpleNamespace(
+            instance_id="self", serving_group="", weight_silence_s=silence_s
+        )
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers()}
         self._manifests: asyncio.Queue[bytes] = asyncio.Queue()

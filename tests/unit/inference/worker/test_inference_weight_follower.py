@@ -36,7 +36,7 @@ class Context:
     def __init__(self) -> None:
         self.peers = {"prefill": Peers(), "decode": Peers()}
         self.asked: asyncio.Queue[str] = asyncio.Queue()
-        self.config = SimpleNamespace(instance_id="self", weight_silence_s=60.0)
+        self.config = SimpleNamespace(instance_id="self", serving_group="", weight_silence_s=60.0)
         self.metadata: dict[str, str] = {}
         self.coordinator = self.channels = self
 
