@@ -2,7 +2,7 @@
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
 defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`,
-`chat_template_kwargs`, `sampling`. The reader sets ids, tags and purpose.
+`chat_template_kwargs`, `models`, `sampling`. The reader sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "difficulty": ((int, float), "a number"),
     "domain": ((str,), "a text"),
     "group_size": ((int,), "a whole number"),
+    "models": ((list,), "an array of texts"),
     "payload": ((dict,), "an object"),
     "priority": ((int,), "a whole number"),
     "sampling": ((str,), "a text"),
@@ -73,6 +74,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
                 "chat_template_kwargs": merged(task.chat_template_kwargs_json),
             }
             | ({"sampling": names[task.sampling]} if task.sampling else {})
+            | ({"models": list(task.models)} if task.models else {})
         )
         for task in tasks
     )
@@ -96,6 +98,8 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
             raise InvalidArgument(f"{field} must be {called}, not {json.dumps(value):.80}")
         if field == "chat_template_kwargs" and isinstance(value, dict):
             task.chat_template_kwargs_json = kwargs_json(value)
+        elif field == "models" and isinstance(value, list):
+            _set_models(task, value)
         elif field != "payload":
             _set(task, field, value)
     task.payload_json = json.dumps(line["payload"])
@@ -103,6 +107,13 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
         raise InvalidArgument("has no `domain`, and no default domain is set")
     check_task_fields(task)
     return task
+
+
+def _set_models(task: common_pb2.Task, names: list[Any]) -> None:
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"models must be an array of texts, not {json.dumps(names):.80}")
+    task.ClearField("models")
+    task.models.extend(names)
 
 
 def _set(task: common_pb2.Task, field: str, value: Any) -> None:

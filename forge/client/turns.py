@@ -103,6 +103,8 @@ class ChatOptions(TypedDict, total=False):
     """Strings that end the turn when sampled."""
     context_action: str
     """Names the context management this call performs, e.g. "fold"; "" for none."""
+    model: str
+    """Name of a model beside the policy (docs/models.md); "", the default: the policy."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -112,6 +114,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | None
     stop_token_ids: Sequence[int]
     context_action: str
+    model: str
 
 
 class CloseOptions(TypedDict, total=False):
@@ -153,6 +156,7 @@ def chat_request(
     temperature: float | None = None,
     stop: Sequence[str] = (),
     context_action: str = "",
+    model: str = "",
 ) -> gateway_pb2.ChatRequest:
     """Encode a request over messages. Raises `InvalidArgument` for an invalid message."""
     return gateway_pb2.ChatRequest(
@@ -162,6 +166,7 @@ def chat_request(
         stop=stop,
         context_action=context_action,
         stream=stream,
+        model=model,
     )
 
 
@@ -187,6 +192,7 @@ def generate_request(
     temperature: float | None = None,
     stop_token_ids: Sequence[int] = (),
     context_action: str = "",
+    model: str = "",
 ) -> gateway_pb2.GenerateRequest:
     """Encodes a request over token ids."""
     return gateway_pb2.GenerateRequest(
@@ -195,6 +201,7 @@ def generate_request(
             max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
         ),
         context_action=context_action,
+        model=model,
     )
 
 

@@ -636,6 +636,7 @@ class Task(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -672,6 +673,12 @@ class Task(_message.Message):
     """
     sampling: Global___SamplingPolicy.ValueType
     """Whose sampling parameters its rollouts use."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of models beside the policy that its rollouts may call (docs/models.md). Empty: those that
+        the gateway's settings mark `open`. At most 16 of at most 128 bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -688,10 +695,11 @@ class Task(_message.Message):
         user: _builtins.str = ...,
         chat_template_kwargs_json: _builtins.str = ...,
         sampling: Global___SamplingPolicy.ValueType = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "sampling", b"sampling", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "models", b"models", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "sampling", b"sampling", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -793,6 +801,7 @@ class Turn(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     OFFERS_TOOLS_FIELD_NUMBER: _builtins.int
     SYSTEM_DIGEST_FIELD_NUMBER: _builtins.int
+    OTHER_MODEL_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
@@ -854,6 +863,13 @@ class Turn(_message.Message):
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
     def timings(self) -> Global___TurnTimings: ...
+    @_builtins.property
+    def other_model(self) -> Global___OtherModel:
+        """Set if another model than the policy answered. Such a turn is never trained, and no turn extends
+        it: it has no parent_turn, no prompt_ids and no sampled tokens. Its `messages_json` has the
+        request and the answer for viewers.
+        """
+
     def __init__(
         self,
         *,
@@ -882,15 +898,16 @@ class Turn(_message.Message):
         train: _builtins.bool | None = ...,
         offers_tools: _builtins.bool = ...,
         system_digest: _builtins.bytes = ...,
+        other_model: Global___OtherModel | None = ...,
         min_p: _builtins.float = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
         repetition_penalty: _builtins.float = ...,
         logit_bias: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "turns_before", b"turns_before"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "other_model", b"other_model", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "messages_json", b"messages_json", "min_p", b"min_p", "offers_tools", b"offers_tools", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "messages_json", b"messages_json", "min_p", b"min_p", "offers_tools", b"offers_tools", "other_model", b"other_model", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__asked_temperature: _TypeAlias = _typing.Literal["asked_temperature"]  # noqa: Y015
     _WhichOneofArgType__asked_temperature: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature"]  # noqa: Y015
@@ -922,6 +939,39 @@ class Turn(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__turns_before) -> _WhichOneofReturnType__turns_before | None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
+class OtherModel(_message.Message):
+    """A model beside the policy, and its own count of one answer (docs/models.md)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the gateway's settings."""
+    kind: _builtins.str
+    """version, engine, external or embeddings."""
+    prompt_tokens: _builtins.int
+    """0 if unknown."""
+    sampled_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OtherModel: _TypeAlias = OtherModel  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from forge.v1 import common_pb2 as forge_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/gateway.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x14\n\x12OpenSessionRequest\"\xa8\x01\n\x13OpenSessionResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\r\n\x05turns\x18\x06 \x01(\r\x12\x0f\n\x07model_s\x18\x07 \x01(\x01\x12\x12\n\nunanswered\x18\x08 \x01(\t\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.forge.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"\xcf\x01\n\x0b\x43hatRequest\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.forge.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0e\x63ontext_action\x18\x05 \x01(\t\x12\x0e\n\x06stream\x18\x06 \x01(\x08\x12!\n\x19\x63hat_template_kwargs_json\x18\x07 \x01(\t\"\xce\x01\n\x0c\x43hatResponse\x12\r\n\x05\x64\x65lta\x18\x01 \x01(\t\x12&\n\x07message\x18\x02 \x01(\x0b\x32\x15.forge.v1.ChatMessage\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x12\n\nturn_index\x18\x07 \x01(\r\"y\n\x0fGenerateRequest\x12\x12\n\nprompt_ids\x18\x01 \x01(\x0c\x12*\n\x08sampling\x18\x02 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x16\n\x0e\x63ontext_action\x18\x03 \x01(\t\x12\x0e\n\x06stream\x18\x04 \x01(\x08\"~\n\x10GenerateResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x12\n\nturn_index\x18\x03 \x01(\r\"9\n\x0f\x41nnotateRequest\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.forge.v1.RewardEvent\"\x12\n\x10\x41nnotateResponse\"\x7f\n\x13\x43loseSessionRequest\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.forge.v1.RewardEvent\x12\x16\n\x0e\x61\x62\x61ndon_reason\x18\x02 \x01(\t\x12\x11\n\tmin_turns\x18\x03 \x01(\r\x12\x15\n\rafter_agent_s\x18\x04 \x01(\x01\"=\n\x14\x43loseSessionResponse\x12\r\n\x05turns\x18\x01 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x02 \x01(\x04\x32\xec\x02\n\x0eGatewayService\x12J\n\x0bOpenSession\x12\x1c.forge.v1.OpenSessionRequest\x1a\x1d.forge.v1.OpenSessionResponse\x12\x37\n\x04\x43hat\x12\x15.forge.v1.ChatRequest\x1a\x16.forge.v1.ChatResponse0\x01\x12\x43\n\x08Generate\x12\x19.forge.v1.GenerateRequest\x1a\x1a.forge.v1.GenerateResponse0\x01\x12\x41\n\x08\x41nnotate\x12\x19.forge.v1.AnnotateRequest\x1a\x1a.forge.v1.AnnotateResponse\x12M\n\x0c\x43loseSession\x12\x1d.forge.v1.CloseSessionRequest\x1a\x1e.forge.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/gateway.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x14\n\x12OpenSessionRequest\"\xa8\x01\n\x13OpenSessionResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\r\n\x05turns\x18\x06 \x01(\r\x12\x0f\n\x07model_s\x18\x07 \x01(\x01\x12\x12\n\nunanswered\x18\x08 \x01(\t\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.forge.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"\xde\x01\n\x0b\x43hatRequest\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.forge.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0e\x63ontext_action\x18\x05 \x01(\t\x12\x0e\n\x06stream\x18\x06 \x01(\x08\x12!\n\x19\x63hat_template_kwargs_json\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\"\xce\x01\n\x0c\x43hatResponse\x12\r\n\x05\x64\x65lta\x18\x01 \x01(\t\x12&\n\x07message\x18\x02 \x01(\x0b\x32\x15.forge.v1.ChatMessage\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x12\n\nturn_index\x18\x07 \x01(\r\"\x88\x01\n\x0fGenerateRequest\x12\x12\n\nprompt_ids\x18\x01 \x01(\x0c\x12*\n\x08sampling\x18\x02 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x16\n\x0e\x63ontext_action\x18\x03 \x01(\t\x12\x0e\n\x06stream\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x05 \x01(\t\"~\n\x10GenerateResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x12\n\nturn_index\x18\x03 \x01(\r\"9\n\x0f\x41nnotateRequest\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.forge.v1.RewardEvent\"\x12\n\x10\x41nnotateResponse\"\x7f\n\x13\x43loseSessionRequest\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.forge.v1.RewardEvent\x12\x16\n\x0e\x61\x62\x61ndon_reason\x18\x02 \x01(\t\x12\x11\n\tmin_turns\x18\x03 \x01(\r\x12\x15\n\rafter_agent_s\x18\x04 \x01(\x01\"=\n\x14\x43loseSessionResponse\x12\r\n\x05turns\x18\x01 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x02 \x01(\x04\x32\xec\x02\n\x0eGatewayService\x12J\n\x0bOpenSession\x12\x1c.forge.v1.OpenSessionRequest\x1a\x1d.forge.v1.OpenSessionResponse\x12\x37\n\x04\x43hat\x12\x15.forge.v1.ChatRequest\x1a\x16.forge.v1.ChatResponse0\x01\x12\x43\n\x08Generate\x12\x19.forge.v1.GenerateRequest\x1a\x1a.forge.v1.GenerateResponse0\x01\x12\x41\n\x08\x41nnotate\x12\x19.forge.v1.AnnotateRequest\x1a\x1a.forge.v1.AnnotateResponse\x12M\n\x0c\x43loseSession\x12\x1d.forge.v1.CloseSessionRequest\x1a\x1e.forge.v1.CloseSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=314
   _globals['_CHATMESSAGE']._serialized_end=439
   _globals['_CHATREQUEST']._serialized_start=442
-  _globals['_CHATREQUEST']._serialized_end=649
-  _globals['_CHATRESPONSE']._serialized_start=652
-  _globals['_CHATRESPONSE']._serialized_end=858
-  _globals['_GENERATEREQUEST']._serialized_start=860
-  _globals['_GENERATEREQUEST']._serialized_end=981
-  _globals['_GENERATERESPONSE']._serialized_start=983
-  _globals['_GENERATERESPONSE']._serialized_end=1109
-  _globals['_ANNOTATEREQUEST']._serialized_start=1111
-  _globals['_ANNOTATEREQUEST']._serialized_end=1168
-  _globals['_ANNOTATERESPONSE']._serialized_start=1170
-  _globals['_ANNOTATERESPONSE']._serialized_end=1188
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1190
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1317
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1319
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1380
-  _globals['_GATEWAYSERVICE']._serialized_start=1383
-  _globals['_GATEWAYSERVICE']._serialized_end=1747
+  _globals['_CHATREQUEST']._serialized_end=664
+  _globals['_CHATRESPONSE']._serialized_start=667
+  _globals['_CHATRESPONSE']._serialized_end=873
+  _globals['_GENERATEREQUEST']._serialized_start=876
+  _globals['_GENERATEREQUEST']._serialized_end=1012
+  _globals['_GENERATERESPONSE']._serialized_start=1014
+  _globals['_GENERATERESPONSE']._serialized_end=1140
+  _globals['_ANNOTATEREQUEST']._serialized_start=1142
+  _globals['_ANNOTATEREQUEST']._serialized_end=1199
+  _globals['_ANNOTATERESPONSE']._serialized_start=1201
+  _globals['_ANNOTATERESPONSE']._serialized_end=1219
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1221
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1348
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1350
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1411
+  _globals['_GATEWAYSERVICE']._serialized_start=1414
+  _globals['_GATEWAYSERVICE']._serialized_end=1778
 # @@protoc_insertion_point(module_scope)

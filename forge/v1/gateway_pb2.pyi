@@ -160,6 +160,7 @@ class ChatRequest(_message.Message):
     CONTEXT_ACTION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
     """JSON array of OpenAI tool definitions; "" for none."""
     context_action: _builtins.str
@@ -171,6 +172,11 @@ class ChatRequest(_message.Message):
     chat_template_kwargs_json: _builtins.str
     """Variables of the model's chat template, as a JSON object; they replace those of the same name in
     the session's token. INVALID_ARGUMENT for a variable that the template does not have.
+    """
+    model: _builtins.str
+    """Name of the model; "": the policy. NOT_FOUND for an unknown one, PERMISSION_DENIED for one that
+    the session's task may not call. Models of kind external and embeddings are called over HTTP:
+    INVALID_ARGUMENT.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
@@ -190,10 +196,11 @@ class ChatRequest(_message.Message):
         context_action: _builtins.str = ...,
         stream: _builtins.bool = ...,
         chat_template_kwargs_json: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_kwargs_json", b"chat_template_kwargs_json", "context_action", b"context_action", "messages", b"messages", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_kwargs_json", b"chat_template_kwargs_json", "context_action", b"context_action", "messages", b"messages", "model", b"model", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,11 +256,14 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CONTEXT_ACTION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     prompt_ids: _builtins.bytes
     """int32 ids, little-endian."""
     context_action: _builtins.str
     stream: _builtins.bool
     """As in ChatRequest."""
+    model: _builtins.str
+    """As in ChatRequest; `prompt_ids` are of this model's vocabulary."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -263,10 +273,11 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         context_action: _builtins.str = ...,
         stream: _builtins.bool = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_action", b"context_action", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_action", b"context_action", "model", b"model", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

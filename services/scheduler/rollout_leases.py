@@ -40,6 +40,7 @@ def rollout_lease(
             )
         ),
         sampling=sampling_policy(grant.task, config.domain_sampling),
+        models=tuple(grant.task.models),
         expires_unix_s=time.time() + config.session_ttl_s,
     )
     grader = replace(claims, scopes=frozenset({"grader"}), token_id=new_token_id())

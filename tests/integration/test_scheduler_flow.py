@@ -94,9 +94,12 @@ async def test_empty_queue_answers_empty_when_the_wait_is_over(forge: SchedulerC
 async def test_session_token_names_the_trajectory_and_its_shard(forge: SchedulerCluster) -> None:
     """The gateway learns from the token alone what it records, and where."""
     forge.start_scheduler()
-    await forge.submit([make_task("a", domain="qa")])
+    task = make_task("a", domain="qa")
+    task.models.append("judge")
+    await forge.submit([task])
     (lease,) = await forge.lease(1)
     claims = forge.keyring.verify(lease.session_token, now_s=0.0)
+    assert claims.models == ("judge",)
     assert (claims.trajectory_id, claims.task_id) == (lease.trajectory_id, "a")
     assert (claims.domain, claims.pool_shard) == ("qa", "s0")
     assert claims.scopes == {"session"}

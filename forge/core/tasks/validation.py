@@ -6,6 +6,7 @@ Owns the rules that need no state; the rule of ids is in `forge.core.trajectory`
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 from forge.core.errors import InvalidArgument
@@ -13,6 +14,8 @@ from forge.core.tasks.template_kwargs import merged
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_USER_BYTES = 200
+MAX_MODELS = 16
+MAX_MODEL_BYTES = 128
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -28,6 +31,10 @@ class TaskFields(Protocol):
     user: str
     chat_template_kwargs_json: str
 
+    @property
+    def models(self) -> Sequence[str]:
+        """Names of models beside the policy."""
+
 
 def check_task_fields(task: TaskFields) -> None:
     """Raises `InvalidArgument` with the first wrong field and its value."""
@@ -39,9 +46,19 @@ def check_task_fields(task: TaskFields) -> None:
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
     merged(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
+    _check_models(task.models)
     if len(task.user.encode()) > MAX_USER_BYTES:
         raise InvalidArgument(f"user {task.user[:40]!r}... has more than {MAX_USER_BYTES} bytes")
     check_payload(task.payload_json)
+
+
+def _check_models(names: Sequence[str]) -> None:
+    # They are part of the session token, which agents send with each request.
+    if len(names) > MAX_MODELS:
+        raise InvalidArgument(f"models has {len(names)} names; at most {MAX_MODELS} are allowed")
+    for name in names:
+        if not 1 <= len(name.encode()) <= MAX_MODEL_BYTES:
+            raise InvalidArgument(f"models has {name[:40]!r}: 1 to {MAX_MODEL_BYTES} bytes a name")
 
 
 def check_payload(payload_json: str, *, name: str = "payload_json") -> None:

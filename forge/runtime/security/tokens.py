@@ -68,6 +68,8 @@ class Claims:
     """Variables of the chat template for the session, as a JSON object; "" for none."""
     sampling: str = ""
     """Whose sampling parameters the session uses: "agent", "override" or "bound"; "": agent."""
+    models: tuple[str, ...] = ()
+    """Models beside the policy that the session may call; empty: those that are open to all."""
     issued_unix_s: float = 0.0
     expires_unix_s: float = 0.0
     """0: never."""
@@ -160,6 +162,7 @@ class Keyring:
             "agent_rewards": claims.agent_rewards,
             "template": claims.chat_template_kwargs,
             "sampling": claims.sampling,
+            "models": list(claims.models),
             "exp": claims.expires_unix_s,
         }
         compact = {name: value for name, value in payload.items() if value}
@@ -286,6 +289,7 @@ def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> 
         agent_rewards=bool(fields.get("agent_rewards", False)),
         chat_template_kwargs=str(fields.get("template", "")),
         sampling=fields.get("sampling", ""),
+        models=tuple(fields.get("models", ())),
         issued_unix_s=float(fields.get("iat", 0.0)),
         expires_unix_s=float(fields.get("exp", 0.0)),
     )

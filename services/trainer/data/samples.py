@@ -34,6 +34,7 @@ from services.trainer.data.grammar_correction import (
     logprobs_without_mask,
     weighted_advantages,
 )
+from services.trainer.data.other_models import policy_part
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -44,10 +45,10 @@ _KINDS: Mapping[int, RewardKind] = {
 }
 
 
-LeftOut = Literal["empty", "aborted", "greedy", "share_missing"] | SideCall
+LeftOut = Literal["empty", "aborted", "greedy", "share_missing", "other_model"] | SideCall
 """Why a turn is not trained: it has no sampled token or no prompt; its agent left before the end;
 it was sampled at temperature 0, so it has no distribution; the share of allowed tokens is missing;
-it is a side call."""
+another model than the policy answered; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,8 @@ class _Rollout:
     """None when unknown."""
     reported_speed: float | None
     """Speed that the task reported; None without one."""
+    other_turns: int
+    """Turns of other models, which `trajectory` lacks."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -142,6 +145,8 @@ def build_samples(
             rollouts, credit.advantages, group.speed, strict=True
         ):
             domain = rollout.trajectory.domain
+            if rollout.other_turns:
+                turns.left_out[domain, "other_model"] += rollout.other_turns
             outcomes.setdefault(domain, []).append(_outcome(rollout))
             lengths.setdefault(domain, []).append(rollout.sampled_tokens)
             if rollout.completion_s is not None:
@@ -206,6 +211,9 @@ def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
 
 def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
     """None for an inconsistent trajectory, which must not stop the batch."""
+    completion_s = completion_of(trajectory, tokens_per_s=rules.tokens_per_s)
+    speed = reported_speed(trajectory)
+    trajectory, other_turns = policy_part(trajectory)
     try:
         tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
         rewards_T = turn_rewards(
@@ -220,8 +228,9 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
         trajectory=trajectory,
         tree=tree,
         returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
-        completion_s=completion_of(trajectory, tokens_per_s=rules.tokens_per_s),
-        reported_speed=reported_speed(trajectory),
+        completion_s=completion_s,
+        reported_speed=speed,
+        other_turns=other_turns,
     )
 
 

@@ -27,9 +27,10 @@ def test_task_line_overrides_the_options(tmp_path: Path) -> None:
 def test_sampling_policy_is_read_and_written(tmp_path: Path) -> None:
     """A task names it as the settings do."""
     file = tmp_path / "tasks.jsonl"
-    file.write_text('{"payload": {}, "sampling": "bound"}\n{"payload": {}}\n')
+    file.write_text('{"payload": {}, "sampling": "bound", "models": ["old"]}\n{"payload": {}}\n')
     tasks = read_tasks(file, DEFAULTS)
     assert [task.sampling for task in tasks] == [common_pb2.SAMPLING_POLICY_BOUND, 0]
+    assert [list(task.models) for task in tasks] == [["old"], []]
     write_tasks(file, tasks)
     assert read_tasks(file, DEFAULTS) == tasks
 
@@ -60,6 +61,13 @@ def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
         (f'{{"payload": {{}}, "difficulty": {"9" * 400}}}', "difficulty 999"),
         ('{"payload": ' + "[" * 5000, "is nested too deeply"),
         ('{"payload": {}, "sampling": "greedy"}', "sampling 'greedy' must be agent, bound or "),
+        ('{"payload": {}, "models": "old"}', 'models must be an array of texts, not "old"'),
+        ('{"payload": {}, "models": [1]}', "models must be an array of texts, not [1]"),
+        ('{"payload": {}, "models": [""]}', "models has '': 1 to 128 bytes a name"),
+        (
+            '{"payload": {}, "models": ' + json.dumps(["m"] * 17) + "}",
+            "models has 17 names; at most 16 are allowed",
+        ),
         ('{"payload": {}, "scaffold": "a b"}', "scaffold 'a b' must be 1 to 64 of "),
     ],
 )
