@@ -6,7 +6,8 @@ with the same names in both formats:
     trajectory_id, task_id, domain, state, reason, closed_unix_s
     rewards: list of event_id, name, kind, value, turn_index
     turns:   list of turn_index, parent_turn, prefix_tokens, prompt_ids, sampled_ids, logprobs,
-             weight_versions, allowed_logprobs, and the other fields of a Turn
+             weight_versions, allowed_logprobs, other_model (a name; "": the policy), and the
+             other fields of a Turn
 
 The full sequence of a turn is sequence(parent)[:prefix_tokens] + prompt_ids + sampled_ids. Memory
 holds one row group, about ROW_GROUP_BYTES, or one trajectory if that is larger. A file gets its
@@ -34,7 +35,8 @@ _FLOAT_LISTS = ("logprobs", "allowed_logprobs")
 _INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens", "top_k")
 _TIMINGS = ("queue_s", "prefill_s", "decode_s", "agent_s")
 _FLOATS = ("temperature", "top_p", "started_unix_s", *_TIMINGS)
-_STRINGS = ("finish_reason", "messages_json", "parse_error", "context_action", "agent")
+_TEXTS = ("finish_reason", "messages_json", "parse_error", "context_action", "agent")
+_STRINGS = (*_TEXTS, "other_model")
 _REWARD_STRINGS = ("event_id", "name", "kind")
 
 
@@ -204,7 +206,8 @@ def _reward(reward: common_pb2.RewardEvent) -> dict[str, Any]:
 
 
 def _scalars(turn: common_pb2.Turn) -> dict[str, Any]:
-    row = {name: getattr(turn, name) for name in (*_INTS, *_STRINGS)}
+    row = {name: getattr(turn, name) for name in (*_INTS, *_TEXTS)}
+    row["other_model"] = turn.other_model.name
     row |= {name: getattr(turn.timings if name in _TIMINGS else turn, name) for name in _FLOATS}
     row["finish_reason"] = _word(common_pb2.FinishReason, turn.finish_reason, "FINISH_REASON_")
     return row | {name: None for name in ("top_p", "top_k") if not turn.HasField(name)}

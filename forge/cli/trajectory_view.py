@@ -119,15 +119,11 @@ class TrajectoryView:
 
     def _line(self, index: int) -> str:
         turn = self._turns[index]
-        prompt = len(turn.prompt_ids) // TOKEN_BYTES
         finish = pb.FinishReason.Name(turn.finish_reason).removeprefix("FINISH_REASON_").lower()
-        parts = [
-            f"[bold]turn {index}[/bold]",
-            f"{self._contexts[index]} prompt tokens, {prompt} of them new",
-            f"{_sampled(turn)} sampled{_versions(turn)}",
-            finish,
-        ]
-        if why := self._aside.get(index):
+        parts = [f"[bold]turn {index}[/bold]", *self._tokens(index), finish]
+        if turn.HasField("other_model"):
+            parts.append("[yellow]not trained[/yellow]")
+        elif why := self._aside.get(index):
             parts.append(f"[yellow]{_UNTRAINED[why]}[/yellow]")
         if turn.HasField("asked_temperature"):
             parts.append(f"asked for temperature {turn.asked_temperature:g}")
@@ -138,6 +134,18 @@ class TrajectoryView:
         parts += [_reward(one) for one in self._trajectory.rewards if one.turn_index == index]
         return " · ".join(parts)
 
+    def _tokens(self, index: int) -> Iterator[str]:
+        turn = self._turns[index]
+        if turn.HasField("other_model"):
+            other = turn.other_model
+            yield f"answer of {escape(other.name)} ({escape(other.kind)})"
+            yield f"{other.prompt_tokens} prompt tokens"
+            yield f"{other.sampled_tokens} sampled"
+        else:
+            prompt = len(turn.prompt_ids) // TOKEN_BYTES
+            yield f"{self._contexts[index]} prompt tokens, {prompt} of them new"
+            yield f"{_sampled(turn)} sampled{_versions(turn)}"
+
     def _texts(self, index: int, full: bool) -> Iterator[Text]:
         recorded = self._turns[index].messages_json
         context: Mapping[str, Any] = json.loads(recorded) if recorded else {}
@@ -145,6 +153,10 @@ class TrajectoryView:
         for message in messages:
             if message:
                 yield _text(message, full)
+        # Of an external API: texts in its protocol.
+        for part in ("request", "response"):
+            if part in context:
+                yield _text({"role": part, "content": context[part]}, full)
 
 
 def _text(message: Mapping[str, Any], full: bool) -> Text:

@@ -76,3 +76,23 @@ def test_messages_and_rewards_stand_at_their_turn() -> None:
     top, turn = [line for line in short.splitlines() if "exact_answer" in line]
     assert "outcome exact_answer = 0.5" in top
     assert "turn 0" in turn and "process exact_answer = 1" in turn
+
+
+def test_answers_of_other_models_are_named() -> None:
+    """With their own count of tokens, as not trained; an external API's texts as they passed."""
+    judge = pb.Turn(
+        turn_index=1,
+        parent_turn=-1,
+        finish_reason=pb.FINISH_REASON_STOP,
+        other_model=pb.OtherModel(
+            name="judge", kind="external", prompt_tokens=11, sampled_tokens=3
+        ),
+        messages_json=json.dumps({"request": '{"a": 1}', "response": '{"b": 2}'}),
+    )
+    work = make_turn(index=0)
+    work.offers_tools, work.system_digest = True, b"work"
+    shown = drawn(trajectory(work, judge))
+    line = "turn 1 · answer of judge (external) · 11 prompt tokens · 3 sampled · stop · not trained"
+    assert line in shown
+    assert 'request {"a": 1}' in shown and 'response {"b": 2}' in shown
+    assert "2 branches · 2 turns · 2 sampled tokens" in shown
