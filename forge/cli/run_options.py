@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from forge.cli.presets import Settings, parse_overrides
+from forge.cli.run_models import RunModels
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
 Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
@@ -52,6 +53,13 @@ class RunOptions:
     etcd: Annotated[
         str, typer.Option(help="host:port[,host:port] of an etcd on loopback. Default: start one.")
     ] = ""
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with tables [models.NAME]: models beside the policy, which the run "
+            "serves too (docs/models.md)."
+        ),
+    ] = None
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,6 +69,10 @@ class RunOptions:
     ] = None
     settings: Settings = field(init=False)
     """The parsed `overrides`."""
+    other_models: RunModels = field(init=False)
+    """The content of `models`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", parse_overrides(self.overrides or []))
+        others = RunModels.read(self.models) if self.models else RunModels(tables={})
+        object.__setattr__(self, "other_models", others)

@@ -12,13 +12,14 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
 from forge.cli.programs import run_module
+from forge.cli.run_models import PlannedModels, ServingGroup
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import first_done
@@ -26,6 +27,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
 from forge.runtime.security.tls import is_loopback_etcd
+from forge.runtime.serving_groups import MARK, kind_in
 
 T = TypeVar("T")
 
@@ -51,6 +53,18 @@ class StackPlan:
     settings: Settings = field(default_factory=dict)
     runner: bool = True
     """Also start a runner."""
+    models: PlannedModels = field(default_factory=PlannedModels)
+    """Models beside the policy."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that must have registered before the stack is ready."""
+        served = (
+            kind_in(group.name, role)
+            for group in self.models.groups
+            for role in ("prefill", "decode", "router")
+        )
+        return (*READY_KINDS, *served)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +98,30 @@ def members(plan: StackPlan) -> list[Member]:
         member("prefill", model | {"role": "prefill"}),
         member("decode", model | {"role": "decode"}),
         member("router", model | {"role": "router"}),
-        member("gateway", model | _lasting_ports()),
+        *(served for group in plan.models.groups for served in _serving(group)),
+        member("gateway", model | _lasting_ports() | _models(plan.models)),
     ]
     if plan.runner:
         services.append(member("runner", {}))
     return services
+
+
+def _serving(group: ServingGroup) -> Iterator[Member]:
+    """Yields the processes that serve a model beside the policy."""
+    for role in ("prefill", "decode", "router"):
+        settings = {
+            "model_path": group.model_path,
+            "role": role,
+            "serving_group": group.name,
+        }
+        if role != "router":
+            settings["weights"] = "frozen"
+        name = f"{role}-{group.name}"
+        yield Member(name=name, module=PROCESSES[role], settings=settings)
+
+
+def _models(models: PlannedModels) -> dict[str, str]:
+    return {"models": models.tables} if models.tables else {}
 
 
 async def check_members(plan: StackPlan) -> list[ForgeError]:
@@ -164,7 +197,7 @@ class Stack:
         self, coordinator: Coordinator, *, timeout_s: float, on_ready: Callable[[str], None]
     ) -> None:
         """Waits until every kind has registered; calls `on_ready` for each."""
-        for kind in READY_KINDS:
+        for kind in self.plan.kinds:
             try:
                 await coordinator.discover(kind).wait(timeout_s=timeout_s)
             except Unavailable as error:
@@ -182,7 +215,7 @@ class Stack:
                 if awaited := scheduler.metadata.get("awaits_shards"):
                     which = f"pool shard {awaited}" if awaited != "any" else "any pool shard"
                     return f"the scheduler waits for {which}: start it"
-        return f"see {self.plan.directory.log_file(kind)}"
+        return f"see {self.plan.directory.log_file(kind.replace(MARK, '-'))}"
 
     async def stop(self) -> None:
         """Stops all processes, in the reverse order of the start."""

@@ -79,6 +79,8 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
         if not plan.model_path and Path(state.model).is_dir():
             # The services check whether they can train and serve it.
             plan = replace(plan, model_path=str(Path(state.model).resolve()))
+        models = options.other_models.known(plan.model_path, root=options.root)
+        plan = replace(plan, models=models)
         await preflight(plan, preset, model=state.model, campaign=campaign)
 
 
@@ -186,6 +188,14 @@ def plan_of(
     )
 
 
+async def started_plan(
+    options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
+) -> StackPlan:
+    """Returns the stack of an open run, with the weights of its other models on disk."""
+    models = await options.other_models.ensured(state.model_path, root=options.root)
+    return replace(plan_of(options, directory, state, preset), models=models)
+
+
 async def train(options: RunOptions) -> None:
     """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
@@ -194,7 +204,7 @@ async def train(options: RunOptions) -> None:
     with directory.locked():
         state = await open_run(options, directory)
         preset = preset_of(options, state)
-        plan = plan_of(options, directory, state, preset)
+        plan = await started_plan(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
             if state.phase != "before":
                 display.say(f"Resuming {directory.path}")
@@ -275,7 +285,7 @@ async def serve(options: RunOptions) -> None:
     with directory.locked():
         state = await open_run(options, directory)
         preset = preset_of(options, state)
-        plan = plan_of(options, directory, state, preset)
+        plan = await started_plan(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
             async with running(plan, display) as (stack, _, _):
                 display.say(f"All services run. See: forge status {directory.path}")

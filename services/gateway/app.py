@@ -6,26 +6,32 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.process.allocator import keep_freed_memory, settle
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.serving_groups import kind_in
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
 from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
+from services.gateway.external.api import ExternalApi
 from services.gateway.http.bodies import Bodies
 from services.gateway.http.edge import Edge
 from services.gateway.http.images import image_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads
+from services.gateway.model.other_model import OtherModel
+from services.gateway.model_table import Entry, ModelTable
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.service import AUDITED, FULL_NAME, SCOPES, GatewayServicer
 from services.gateway.sessions import SessionLimits, Sessions
 from services.gateway.tenants import Tenants
+from services.gateway.turns.record import OtherRecord
 from services.gateway.turns.run import Turns
 
 KEPT_BYTES = 32 << 20
@@ -43,6 +49,8 @@ class GatewayApp:
         # dead, and read back from the pool when it is called next.
         self._actors = ActorSystem("gateway-sessions")
         self._threads: EncodeThreads | None = None
+        self._streams: list[RouterStreams] = []
+        self._apis: list[ExternalApi] = []
 
     async def start(self) -> None:
         """Loads the model, then listens on HTTP and gRPC."""
@@ -61,24 +69,18 @@ class GatewayApp:
         pool = Pool(pools, timeout_s=config.pool_timeout_s, wait_s=config.pool_wait_s)
         self._tenants = Tenants(config.tenants, clock=time.monotonic)
         self._sessions = sessions = self._make_sessions(config, model, pool)
-        routers = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
-        self._streams = RouterStreams(routers)
-        turns = Turns(
-            model,
-            sessions,
-            self._streams,
-            sample_timeout_s=config.calls.sample_timeout_s,
-            retry_for_s=config.calls.retry_for_s,
-            bounds=config.sampling,
-        )
+        turns = self._make_turns(config, model)
+        names = (*config.model.aliases, model.name)
+        entries = [await self._entry(config, name, turns) for name in config.models]
+        models = ModelTable(turns, names, entries)
         self._context.server.add_service(
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
-            GatewayServicer(turns, sessions, pool, self._tenants),
+            GatewayServicer(turns, sessions, pool, self._tenants, models=models),
             full_name=FULL_NAME,
             scopes=SCOPES,
             audited=AUDITED,
         )
-        await self._listen(config, turns, sessions, pool)
+        await self._listen(config, turns, models, pool)
         settle()
         self._context.keep_running(self._sweep(config.sessions.idle_s), name="idle-sessions")
         log.info(
@@ -97,10 +99,63 @@ class GatewayApp:
     async def stop(self) -> None:
         """Closes servers, streams and actors."""
         await self._http.stop()
-        await self._streams.close_streams()
+        for streams in self._streams:
+            await streams.close_streams()
+        for api in self._apis:
+            await api.close()
         await self._actors.stop()
         if self._threads is not None:
             self._threads.close()
+
+    def _make_turns(
+        self, config: GatewayConfig, model: ChatModel, *, group: str = "", **other: Any
+    ) -> Turns:
+        """`group`: the serving group of another model than the policy."""
+        kind = kind_in(group, "router")
+        routers = self._context.remote(kind, inference_pb2_grpc.InferenceServiceStub)
+        self._streams.append(RouterStreams(routers))
+        return Turns(
+            model,
+            self._sessions,
+            self._streams[-1],
+            sample_timeout_s=config.calls.sample_timeout_s,
+            retry_for_s=config.calls.retry_for_s,
+            bounds=config.sampling,
+            **other,
+        )
+
+    async def _entry(self, config: GatewayConfig, name: str, policy: Turns) -> Entry:
+        settings = config.models[name]
+        served: Turns | ExternalApi
+        if settings.served_here:
+            served = await self._other_turns(config, name, policy.model)
+        else:
+            served = ExternalApi(name, settings)
+            self._apis.append(served)
+        return Entry(name=name, aliases=settings.aliases, open=settings.open, served=served)
+
+    async def _other_turns(self, config: GatewayConfig, name: str, policy: ChatModel) -> Turns:
+        settings = config.models[name]
+        model = policy
+        if settings.kind == "engine":
+            model = await asyncio.to_thread(
+                ChatModel.load,
+                settings.model_path,
+                name=name,
+                context_tokens=settings.context_tokens,
+                tool_format=settings.tool_format,
+                reasoning_format=settings.reasoning_format,
+            )
+        other = OtherModel(
+            name=name,
+            kind=settings.kind,
+            model=model,
+            recorded_bytes=settings.recorded_kib << 10,
+        )
+        assert self._threads is not None, "made with the sessions"
+        record = OtherRecord(other, self._threads)
+        group = settings.group or name
+        return self._make_turns(config, model, group=group, other=other, record=record)
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
         self._threads = threads = EncodeThreads(config.calls.encode_threads)
@@ -135,14 +190,14 @@ class GatewayApp:
         )
 
     async def _listen(
-        self, config: GatewayConfig, turns: Turns, sessions: Sessions, pool: Pool
+        self, config: GatewayConfig, turns: Turns, models: ModelTable, pool: Pool
     ) -> None:
         edge = Edge(
             turns=turns,
-            sessions=sessions,
+            sessions=self._sessions,
             pool=pool,
             security=self._context.security,
-            model_names=tuple(dict.fromkeys((*config.model.aliases, turns.model.name))),
+            models=models,
             body_timeout_s=config.connections.body_timeout_s,
             bodies=Bodies(
                 most_bytes=int(config.http.max_bodies_mib * (1 << 20)),

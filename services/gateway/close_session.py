@@ -15,7 +15,7 @@ from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
+from services.gateway.actors.messages import Closed, Describe, Reread, SessionFacts, StartClose
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.pool_client import Pool
 from services.gateway.reward_rules import admitted_reason, admitted_rewards, check_agent_end

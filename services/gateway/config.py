@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 from forge.runtime.settings import Port, ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings, agreed_template
+from services.gateway.named_models import NamedModel, check_models
 
 ImageSetting = Literal["placeholder", "refuse", "pass"]
 
@@ -145,6 +147,8 @@ class GatewayConfig(ServiceConfig):
     pool_wait_s: Annotated[float, Meta(ge=0)] = 2.0
     """Longest wait of a call for a pool shard that no instance serves. A shard that served this
     gateway within the last pool_timeout_s is awaited for that time, so that it can restart."""
+    models: Mapping[str, NamedModel] = field(default_factory=dict)
+    """Models beside the policy by name: [models.NAME]; docs/models.md has examples."""
     model: ModelSettings = field(default_factory=ModelSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
@@ -154,7 +158,8 @@ class GatewayConfig(ServiceConfig):
     sessions: SessionsSettings = field(default_factory=SessionsSettings)
 
     def validate(self) -> None:
-        """Raises `InvalidArgument` for bounds that exclude every temperature."""
+        """Raises `InvalidArgument` for bounds that exclude every temperature, and wrong models."""
+        check_models(self.models, (*filter(None, (self.model.name,)), *self.model.aliases))
         low, high = self.sampling.min_temperature, self.sampling.max_temperature
         if low > high:
             raise InvalidArgument(
@@ -162,9 +167,17 @@ class GatewayConfig(ServiceConfig):
             )
 
     def agreed(self) -> Mapping[str, str]:
-        """Agents may call any gateway: all serve one model in one way."""
-        return (
+        """Agents may call any gateway: all serve the same models in one way."""
+        values = (
             agreed_settings("gateway", self, "context_tokens", "model", "sampling")
             | agreed_template("gateway", self.model_path)
             | agreed_model(self.model_path)
         )
+        for name, model in self.models.items():
+            # Files may have another path on each host.
+            plain = replace(model, model_path="", key_file="")
+            values[f"gateway/models.{name}"] = msgspec.json.encode(plain).decode()
+            if model.served_here:
+                path = model.model_path or self.model_path
+                values |= agreed_model(path, scope=model.group or name)
+        return values

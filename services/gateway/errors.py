@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import (
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 
 
 class UnknownModel(NotFound):
-    """This gateway serves another model."""
+    """This gateway serves no model of this name."""
+
+
+class ModelNotAllowed(PermissionDenied):
+    """The task of the session may not call this model."""
+
+
+class ApiRefused(ForgeError):
+    """An external API refuses the operator's key, or answers otherwise than it should."""
+
+    http_status = 502
+
+
+class ApiRejected(InvalidArgument):
+    """An external API refuses a request of the agent; its own answer has the reason."""
+
+    def __init__(self, message: str, *, status: int, body: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+        """A JSON object; "" if the API sent none."""
 
 
 class RouterLost(Unavailable):

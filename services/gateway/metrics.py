@@ -16,6 +16,22 @@ REFUSED = counter(
     ["limit"],
 )
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
+OTHER_TURNS = counter(
+    "forge_gateway_other_model_turns_total",
+    "Recorded answers of models beside the policy, by name.",
+    ["model"],
+)
+OTHER_TOKENS = counter(
+    "forge_gateway_other_model_tokens_total",
+    "Tokens of these answers, as their engine or API counted them.",
+    ["model"],
+)
+OTHER_FAILURES = counter(
+    "forge_gateway_external_failures_total",
+    "Failed calls of external APIs, by model and reason: refused_key, rate_limit, refused, failed, "
+    "unreachable, timeout, cut, too_large, busy.",
+    ["model", "reason"],
+)
 CONTEXTS = counter(
     "forge_gateway_contexts_total",
     "Prompts by source: continued, repeated, branched, first, given.",

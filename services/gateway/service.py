@@ -33,6 +33,7 @@ from services.gateway.errors import SessionClosed
 from services.gateway.http.openai.chat_schema import tools_of
 from services.gateway.http.request_body import checked_stops, top_logprobs_of
 from services.gateway.model.chat_model import Tools
+from services.gateway.model_table import ModelTable
 from services.gateway.pool_client import Pool
 from services.gateway.reward_rules import admitted_rewards
 from services.gateway.sessions import Sessions
@@ -55,8 +56,17 @@ AUDITED = frozenset({"Annotate", "CloseSession"})
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Implements gateway.proto, which has the contract of each RPC."""
 
-    def __init__(self, turns: Turns, sessions: Sessions, pool: Pool, tenants: Tenants) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        sessions: Sessions,
+        pool: Pool,
+        tenants: Tenants,
+        *,
+        models: ModelTable,
+    ) -> None:
         self._turns = turns
+        self._models = models
         self._sessions = sessions
         self._pool = pool
         self._tenants = tenants
@@ -87,6 +97,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
         claims = self._claims_for(request)
+        turns = self._models.turns(claims, request.model)
         _read_labels(context)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
@@ -100,7 +111,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
         async with (
             self._sessions.use_session(claims) as session,
-            aclosing(self._turns.run_turn(session, turn_request)) as events,
+            aclosing(turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
                 if isinstance(event, Turn):
@@ -115,9 +126,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         claims = self._claims_for(request)
+        turns = self._models.turns(claims, request.model)
         _read_labels(context)
         turn_request = TurnRequest(
-            prompt_ids=self._prompt_ids(request.prompt_ids),
+            prompt_ids=_prompt_ids(request.prompt_ids, turns.model.vocabulary_tokens),
             sampling=_sampling(request.sampling),
             context_action=request.context_action,
             stream=request.stream,
@@ -125,7 +137,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
         async with (
             self._sessions.use_session(claims) as session,
-            aclosing(self._turns.run_turn(session, turn_request)) as events,
+            aclosing(turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
                 if isinstance(event, Turn):
@@ -173,17 +185,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         SIZE_BYTES.set(size_bytes)
         return claims
 
-    def _prompt_ids(self, ids: bytes) -> bytes:
-        if not ids or len(ids) % TOKEN_BYTES:
-            raise InvalidArgument(f"prompt_ids has {len(ids)} bytes; it must be int32 ids")
-        numbers = int32_array(ids)
-        vocabulary = self._turns.model.vocabulary_tokens
-        if min(numbers) < 0 or max(numbers) >= vocabulary:
-            raise InvalidArgument(
-                f"prompt_ids must be from 0 to {vocabulary - 1}; "
-                f"they are from {min(numbers)} to {max(numbers)}"
-            )
-        return ids
+
+def _prompt_ids(ids: bytes, vocabulary: int) -> bytes:
+    if not ids or len(ids) % TOKEN_BYTES:
+        raise InvalidArgument(f"prompt_ids has {len(ids)} bytes; it must be int32 ids")
+    numbers = int32_array(ids)
+    if min(numbers) < 0 or max(numbers) >= vocabulary:
+        raise InvalidArgument(
+            f"prompt_ids must be from 0 to {vocabulary - 1}; "
+            f"they are from {min(numbers)} to {max(numbers)}"
+        )
+    return ids
 
 
 def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatResponse:

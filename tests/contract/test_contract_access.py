@@ -30,6 +30,7 @@ from services.gateway import service as gateway
 from services.gateway.config import ConnectionSettings
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
+from services.gateway.model_table import ModelTable
 from services.inference.router.role import SCOPES as ROUTER
 from services.pool import service as pool
 from services.scheduler import service as scheduler
@@ -122,6 +123,7 @@ MATRIX = {
     "POST /v1/messages/count_tokens": SESSIONS,
     "GET /v1/models": SESSIONS,
     "GET /v1/models/{model}": SESSIONS,
+    "POST /v1/embeddings": SESSIONS,
     "POST /tokenize": SESSIONS,
     "POST /detokenize": SESSIONS,
     "POST /v1beta/models/{model}:generateContent": SESSIONS,
@@ -285,12 +287,15 @@ async def test_every_rpc_accepts_only_the_credentials_of_its_row() -> None:
 
 async def test_every_route_accepts_only_the_credentials_of_its_row() -> None:
     """All others get 401 or 403; in the path a token works as in the header."""
+    turns: Any = SimpleNamespace(
+        model=SimpleNamespace(name="m"), other=None, context_limit=lambda claims: 1
+    )
     edge: Any = Edge(
-        turns=SimpleNamespace(model=SimpleNamespace(name="m")),  # type: ignore[arg-type]
+        turns=turns,
         sessions=SimpleNamespace(use_session=no_session),  # type: ignore[arg-type]
         pool=SimpleNamespace(),  # type: ignore[arg-type]
         security=security(),
-        model_names=("m",),
+        models=ModelTable(turns, ("m",)),
         body_timeout_s=60.0,
         **edge_limits(),
     )

@@ -16,21 +16,16 @@ from forge.v1 import common_pb2, gateway_pb2, inference_pb2, pool_pb2, scheduler
 from services.gateway import reward_rules
 from services.gateway import service as gateway
 from services.gateway.conversation.chat_history import ChatHistory
-from services.gateway.pool_client import Pool
-from services.gateway.sessions import Sessions
-from services.gateway.tenants import Tenants
 from services.inference import codec
 from services.inference.engines.base import ModelLimits
 from services.pool import validation as pool
 from services.pool.streams.append import _Assembly
 from services.scheduler import validation as scheduler
 from tests.support.gateway.chat_templates import make_model
-from tests.support.runtime.unused import unused
 from tests.support.suite.damaged import damaged, messages
 
 LIMITS = ModelLimits(context_tokens=64, vocabulary=300)
 TURNS: Any = SimpleNamespace(model=make_model("chatml"))
-GATEWAY = gateway.GatewayServicer(TURNS, unused(Sessions), unused(Pool), unused(Tenants))
 TURN = common_pb2.Turn(
     trajectory_id="t:0:0",
     parent_turn=-1,
@@ -137,7 +132,7 @@ def test_gateway_turns(
         lambda: gateway._tools(chat.tools_json),
         lambda: gateway._sampling(chat.sampling),
         lambda: gateway._sampling(generate.sampling),
-        lambda: GATEWAY._prompt_ids(generate.prompt_ids),
+        lambda: gateway._prompt_ids(generate.prompt_ids, TURNS.model.vocabulary_tokens),
     )
 
 

@@ -74,6 +74,11 @@ class TokenPrefixes:
         )
         return turn
 
+    def append_nothing(self) -> int:
+        """Add a turn without tokens, with which no sequence shares a prefix; return its index."""
+        self._entries.append(_Entry(parent=NO_PARENT, start=0, tail=b"", prompt_tokens=0))
+        return len(self._entries) - 1
+
     def prompt(self, turn: int) -> bytes:
         """Return the ids of a turn's prompt."""
         return self._join(turn, self._entries[turn].prompt_tokens)

@@ -26,11 +26,14 @@ LARGE_REQUEST_BYTES = 1 << 20
 class Prompts:
     """The prompts of one session."""
 
-    def __init__(self, claims: Claims, model: ChatModel, threads: EncodeThreads) -> None:
+    def __init__(
+        self, claims: Claims, model: ChatModel, threads: EncodeThreads, *, limit: int
+    ) -> None:
+        """`limit`: longest context of the session, prompt and answer."""
         self._claims = claims
         self._model = model
         self._threads = threads
-        self._limit = claims.context_limit(model.context_tokens)
+        self._limit = limit
 
     async def draft(self, conversation: Conversation, request: TurnRequest, opening: str) -> Draft:
         """As `Conversation.draft`. Nothing else may use the conversation meanwhile. Raises

@@ -22,17 +22,32 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
+from services.gateway.actors.messages import (
+    BeginCall,
+    BeginOther,
+    Closed,
+    Describe,
+    DraftPrompt,
+    EndCall,
+    EndOther,
+    Forget,
+    IsBusy,
+    Recall,
+    Reread,
+    SessionFacts,
+    StartClose,
+)
 from services.gateway.actors.prompts import Prompts
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
-from services.gateway.conversation.agent_time import AgentTime, Begun, Moment
+from services.gateway.conversation.agent_time import AgentTime, Begun
 from services.gateway.conversation.conversation import (
     Conversation,
     Draft,
     Prompt,
-    SampledAnswer,
     given,
 )
 from services.gateway.conversation.handles import Recalled, deleted_names
+from services.gateway.conversation.other_turns import append_other
 from services.gateway.conversation.rebase import rebase
 from services.gateway.conversation.turn_record import record_request
 from services.gateway.conversation.turn_request import TurnRequest
@@ -42,6 +57,8 @@ from services.gateway.metrics import (
     IMAGES,
     MALFORMED,
     NEW_TOKENS,
+    OTHER_TOKENS,
+    OTHER_TURNS,
     REBUILT,
     SAMPLED_TOKENS,
     SHARED_TOKENS,
@@ -62,92 +79,6 @@ def _contexts(how: str) -> Counter:
 @cache
 def _turns(finish_reason: common_pb2.FinishReason.ValueType) -> Counter:
     return TURNS.labels(common_pb2.FinishReason.Name(finish_reason))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginCall:
-    """Begins a call; the answer is its `Prompt`."""
-
-    call_id: str
-    abort: Callable[[], None]
-    """Ends the call at once; the tokens sampled so far are recorded."""
-    request: TurnRequest
-    opening: str
-    """The beginning of the answer that ends the prompt, for example of a required call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPrompt:
-    """Makes the prompt of a request; the answer is its `Prompt`. No call begins."""
-
-    request: TurnRequest
-    opening: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndCall:
-    """Ends a call, also one that has not begun; the answer is its turn index, -1 without a turn."""
-
-    call_id: str
-    request: TurnRequest
-    prompt: Prompt | None
-    sampled: SampledAnswer | None
-    """None for a call without sampled tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
-    """Finds a turn by name; the answer is `Recalled`, or None for an unknown name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
-    """Removes the name of a turn, after its `deletion` is on record. The turn itself stays."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Describe:
-    """Requests `SessionFacts`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartClose:
-    """Refuses new calls and aborts those in flight; the answer is a future that is done after the
-    last of them is recorded."""
-
-    agent_ended: Moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """Reports that the pool has sealed the trajectory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsBusy:
-    """Asks whether calls are in flight; reads nothing from the pool."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reread:
-    """Rebuilds the session from the pool: another gateway may have recorded turns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionFacts:
-    """The state of a session."""
-
-    turns: int
-    sampled_tokens: int
-    closed: bool
-    malformed: tuple[int, ...]
-    """Turns with a tool call that did not parse."""
-    closing_agent_s: float | None = None
-    """As in `Trajectory`; None while the session is open, and if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +117,12 @@ class SessionActor(Actor):
     def __init__(self, claims: Claims, settings: SessionSettings) -> None:
         self._claims = claims
         self._settings = settings
-        self._prompts = Prompts(claims, settings.model, settings.threads)
+        self._prompts = Prompts(
+            claims,
+            settings.model,
+            settings.threads,
+            limit=claims.context_limit(settings.model.context_tokens),
+        )
         self._conversation: Conversation | None = None
         self._calls: dict[str, _Call] = {}
         """Calls in flight, by call id."""
@@ -205,12 +141,12 @@ class SessionActor(Actor):
         if self._conversation is None:
             self._conversation = await self._rebuild()
         match message:
-            case BeginCall():
+            case BeginCall() | BeginOther():
                 self._admit()
-                return self._begin(message, await self._prompt(self._conversation, message))
+                return await self._begin(self._conversation, message)
             case DraftPrompt():
                 return await self._prompt(self._conversation, message)
-            case EndCall():
+            case EndCall() | EndOther():
                 return self._end(self._conversation, message)
             case Recall():
                 return await self._recall(self._conversation, message.name)
@@ -298,51 +234,41 @@ class SessionActor(Actor):
         if self._closing:
             raise SessionClosed(f"session {self._claims.trajectory_id} is closed")
 
-    def _begin(self, call: BeginCall, prompt: Prompt) -> Prompt:
-        self._prompts.require_room(prompt.tokens)
+    async def _begin(
+        self, conversation: Conversation, call: BeginCall | BeginOther
+    ) -> Prompt | None:
+        prompt = None
+        if isinstance(call, BeginCall):
+            prompt = await self._prompt(conversation, call)
+            self._prompts.require_room(prompt.tokens)
+            _contexts(prompt.draft.how).inc()
         assert self._conversation is not None, "rebuilt before the first message"
-        begun = self._agent_time.began(call.request.arrived, turns=self._conversation.turns)
+        # The prompt may have rebuilt it.
+        begun = self._agent_time.began(call.arrived, turns=self._conversation.turns)
         self._calls[call.call_id] = _Call(abort=call.abort, begun=begun)
-        _contexts(prompt.draft.how).inc()
         return prompt
 
-    def _end(self, conversation: Conversation, call: EndCall) -> int:
+    def _end(self, conversation: Conversation, call: EndCall | EndOther) -> int:
         # A call from before a crash of this actor is not in `_calls`, but its turn is recorded.
         open_call = self._calls.pop(call.call_id, None)
         begun = open_call.begun if open_call is not None else None
-        turn_index = -1
-        if call.prompt is not None and call.sampled is not None and not self._sealed:
-            turn_index = self._record(conversation, call.request, begun, call.prompt, call.sampled)
+        turn = None
+        if not self._sealed:
+            if isinstance(call, EndOther):
+                turn = _record_other(conversation, call)
+            else:
+                turn = _record(conversation, call)
+        if turn is not None:
+            turn.trajectory_id = self._claims.trajectory_id
+            now_s = self._settings.clock()
+            self._agent_time.record(turn, begun, arrived=call.arrived, now_s=now_s)
+            self._settings.writer.tell(Append(turn=turn))
+            self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
         elif begun is not None:
             self._agent_time.failed(begun, turns=conversation.turns)
         if self._drained is not None and not self._calls and not self._drained.done():
             self._drained.set_result(None)
-        return turn_index
-
-    def _record(
-        self,
-        conversation: Conversation,
-        request: TurnRequest,
-        begun: Begun | None,
-        prompt: Prompt,
-        sampled: SampledAnswer,
-    ) -> int:
-        aborted = sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
-        turn = conversation.record(prompt, sampled, None if aborted else request.handle)
-        turn.trajectory_id = self._claims.trajectory_id
-        record_request(turn, request, prompt)
-        self._agent_time.record(turn, begun, arrived=request.arrived, now_s=self._settings.clock())
-        self._settings.writer.tell(Append(turn=turn))
-        self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
-        _turns(sampled.finish_reason).inc()
-        SAMPLED_TOKENS.inc(sampled.tokens)
-        SHARED_TOKENS.inc(turn.prefix_tokens)
-        NEW_TOKENS.inc(prompt.tokens - turn.prefix_tokens)
-        if turn.parse_error:
-            MALFORMED.inc()
-        if prompt.new_images:
-            IMAGES.labels("placeholder").inc(prompt.new_images)
-        return turn.turn_index
+        return turn.turn_index if turn is not None else -1
 
     def _start_close(self, close: StartClose) -> asyncio.Future[None]:
         self._closing = True
@@ -363,3 +289,32 @@ class SessionActor(Actor):
             malformed=tuple(conversation.parse_errors),
             closing_agent_s=self._agent_time.closing_s,
         )
+
+
+def _record(conversation: Conversation, call: EndCall) -> common_pb2.Turn | None:
+    """Records an answer of the policy; None for a call without one."""
+    request, prompt, sampled = call.request, call.prompt, call.sampled
+    if prompt is None or sampled is None:
+        return None
+    aborted = sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    turn = conversation.record(prompt, sampled, None if aborted else request.handle)
+    record_request(turn, request, prompt)
+    _turns(sampled.finish_reason).inc()
+    SAMPLED_TOKENS.inc(sampled.tokens)
+    SHARED_TOKENS.inc(turn.prefix_tokens)
+    NEW_TOKENS.inc(prompt.tokens - turn.prefix_tokens)
+    if turn.parse_error:
+        MALFORMED.inc()
+    if prompt.new_images:
+        IMAGES.labels("placeholder").inc(prompt.new_images)
+    return turn
+
+
+def _record_other(conversation: Conversation, call: EndOther) -> common_pb2.Turn | None:
+    """Records an answer of another model; None for a call without one."""
+    turn = call.turn
+    if turn is not None:
+        append_other(conversation, turn)
+        OTHER_TURNS.labels(turn.other_model.name).inc()
+        OTHER_TOKENS.labels(turn.other_model.name).inc(turn.other_model.sampled_tokens)
+    return turn

@@ -22,6 +22,7 @@ from services.gateway.conversation.conversation import (
     SampledAnswer,
 )
 from services.gateway.conversation.handles import Handle
+from services.gateway.conversation.other_turns import append_other
 from services.gateway.model.chat_model import ChatModel
 
 
@@ -47,7 +48,7 @@ def rebase(
         )
     if first == len(stored):
         for turn in unstored:
-            conversation.restore(turn)
+            _restore(conversation, turn)
         return conversation, unstored
     # One turn of a trajectory is sent at a time, so the turns before `first` are stored as sent.
     local = _restored(model, [*stored[:first], *unstored])
@@ -61,12 +62,25 @@ def _is_stored(turn: common_pb2.Turn, stored: Sequence[common_pb2.Turn]) -> bool
 def _restored(model: ChatModel, turns: Sequence[common_pb2.Turn]) -> Conversation:
     conversation = Conversation(model=model)
     for turn in turns:
-        conversation.restore(turn)
+        _restore(conversation, turn)
     return conversation
+
+
+def _restore(conversation: Conversation, turn: common_pb2.Turn) -> None:
+    if turn.HasField("other_model"):
+        append_other(conversation, turn)
+    else:
+        conversation.restore(turn)
 
 
 def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation) -> common_pb2.Turn:
     """Records a turn of `source` in `target`."""
+    if turn.HasField("other_model"):
+        moved = common_pb2.Turn()
+        moved.CopyFrom(turn)
+        append_other(target, moved)
+        moved.ClearField("turns_before")
+        return moved
     node = source.nodes[turn.turn_index]
     ids = source.prefixes.prompt(turn.turn_index)
     place, opening = None, ""

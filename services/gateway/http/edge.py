@@ -21,13 +21,14 @@ from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import bind_context
 from services.gateway.conversation.call_labels import LABELS, split_key, with_headers
 from services.gateway.conversation.turn_request import SIZE_BYTES
-from services.gateway.errors import BrokenBody, UnknownModel
+from services.gateway.errors import BrokenBody
 from services.gateway.http.bodies import Bodies, check_encoding
 from services.gateway.http.errors import public_error, speaks_google
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
 from services.gateway.http.request_body import without_lone_surrogates
 from services.gateway.metrics import REFUSED
+from services.gateway.model_table import ModelTable
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.tenants import Tenants
@@ -54,12 +55,12 @@ class Edge:
     """The gateway for the protocol classes."""
 
     turns: Turns
+    """Those of the policy."""
     sessions: Sessions
     pool: Pool
     security: Security
-    model_names: tuple[str, ...]
-    """Names of the model that requests may use, in the order of the list of models; "*": any
-    name."""
+    models: ModelTable
+    """The models that requests may name."""
     body_timeout_s: float
     """Longest time to receive a request body."""
     bodies: Bodies
@@ -117,13 +118,6 @@ class Edge:
             yield
         finally:
             self.bodies.remove(claims.trajectory_id, size_bytes)
-
-    def check_model(self, name: str) -> None:
-        """Raises `UnknownModel` for a name of another model."""
-        if name not in self.model_names and "*" not in self.model_names:
-            raise UnknownModel(
-                f"model {name[:100]!r} is not served here; {self.turns.model.name!r} is"
-            )
 
 
 def json_response(

@@ -85,7 +85,7 @@ class Failure:
             status=error.http_status,
             message=str(error),
             code=_CODES.get(type(error), error.code.lower()),
-            headers=_headers(error),
+            headers=failure_headers(error),
         )
 
 
@@ -136,7 +136,7 @@ def speaks_anthropic(request: web.Request) -> bool:
     return "anthropic-version" in request.headers or "/v1/messages" in request.path
 
 
-def _headers(error: ForgeError) -> dict[str, str]:
+def failure_headers(error: ForgeError) -> dict[str, str]:
     """Returns the retry headers, because some statuses alone make clients decide wrongly, and the
     encodings that a request body may have."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}

@@ -1,4 +1,4 @@
-"""`GET /v1/models` with all names of the served model, in OpenAI's, Anthropic's or Google's format.
+"""`GET /v1/models` with the names that a session may use, in the form of one of three protocols.
 
 An answer has the name that its request used, so a client finds both in the list.
 """
@@ -12,8 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from forge.runtime.security.tokens import Claims
+from services.gateway.external.api import ExternalApi
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.errors import speaks_anthropic, speaks_google
+from services.gateway.turns.run import Turns
 
 
 class Models:
@@ -31,8 +33,8 @@ class Models:
 
     async def _list(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
-        names = [name for name in self._edge.model_names if name != "*"]
-        models = [self._described(request, claims, name) for name in names]
+        usable = self._edge.models.usable(claims)
+        models = [self._described(request, claims, name, model) for name, model in usable]
         if speaks_google(request):
             return json_response({"models": models})
         if speaks_anthropic(request):
@@ -43,46 +45,49 @@ class Models:
     async def _model(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
         name = request.match_info["model"]
-        self._edge.check_model(name)
-        return json_response(self._described(request, claims, name))
+        model = self._edge.models.find(claims, name)
+        return json_response(self._described(request, claims, name, model))
 
-    def _described(self, request: web.Request, claims: Claims, name: str) -> dict[str, Any]:
+    def _described(
+        self, request: web.Request, claims: Claims, name: str, model: Turns | ExternalApi
+    ) -> dict[str, Any]:
+        """`max_input_tokens` and the like are 0 for external APIs, whose limits are unknown."""
+        if isinstance(model, ExternalApi):
+            limit, shown = 0, name
+        else:
+            limit, shown = model.context_limit(claims), model.model.name
         if speaks_google(request):
-            return self._google(claims, name)
-        describe = self._anthropic if speaks_anthropic(request) else self._openai
-        return describe(claims, name)
+            return self._google(name, shown, limit)
+        if speaks_anthropic(request):
+            return self._anthropic(name, shown, limit)
+        return self._openai(name, limit)
 
-    def _google(self, claims: Claims, name: str) -> dict[str, Any]:
-        model = self._edge.turns.model
-        limit = claims.context_limit(model.context_tokens)
+    def _google(self, name: str, shown: str, limit: int) -> dict[str, Any]:
         return {
             "name": f"models/{name}",
             "baseModelId": name,
             "version": "1",
-            "displayName": model.name,
+            "displayName": shown,
             "inputTokenLimit": limit,
             "outputTokenLimit": limit,
             "supportedGenerationMethods": ["generateContent", "countTokens"],
         }
 
-    def _openai(self, claims: Claims, name: str) -> dict[str, Any]:
-        model = self._edge.turns.model
+    def _openai(self, name: str, limit: int) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "forge",
-            "context_tokens": claims.context_limit(model.context_tokens),
-        }
+        } | ({"context_tokens": limit} if limit else {})
 
-    def _anthropic(self, claims: Claims, name: str) -> dict[str, Any]:
-        model = self._edge.turns.model
+    def _anthropic(self, name: str, shown: str, limit: int) -> dict[str, Any]:
         return {
             "type": "model",
             "id": name,
-            "display_name": model.name,
+            "display_name": shown,
             "lifecycle": "active",
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
-            "max_input_tokens": claims.context_limit(model.context_tokens),
-            "max_tokens": claims.context_limit(model.context_tokens),
+            "max_input_tokens": limit,
+            "max_tokens": limit,
         }

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from services.gateway.http import control, tokens
+from services.gateway.http import control, embeddings, tokens
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.gemini import history as gemini_history
@@ -26,6 +26,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/responses": responses_schema.ResponsesRequest,
     "/v1/messages": schema.MessagesRequest,
     "/v1/messages/count_tokens": schema.CountTokensRequest,
+    "/v1/embeddings": embeddings.EmbeddingsRequest,
     "/tokenize": tokens.TokenizeRequest,
     "/detokenize": tokens.DetokenizeRequest,
     "/v1beta/models/{model}:generateContent": gemini_schema.GenerateContentRequest,
@@ -69,6 +70,7 @@ _ERRORS: Mapping[str, str] = {
     "409": "The session is closed, or has an outcome",
     "413": "The request is too large",
     "429": "A limit is reached; Retry-After has a hint",
+    "502": "An external API refuses the operator's key, or answers otherwise than it should",
     "503": "No router, no pool shard, or draining; Retry-After has a hint",
     "504": "The answer took too long",
 }

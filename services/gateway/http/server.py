@@ -24,6 +24,7 @@ from services.gateway.http.bodies import release_body
 from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
 from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response
+from services.gateway.http.embeddings import Embeddings
 from services.gateway.http.errors import (
     REQUEST_ID,
     Failure,
@@ -101,6 +102,7 @@ class HttpServer:
             Gemini(self._edge),
             Models(self._edge),
             Tokens(self._edge),
+            Embeddings(self._edge),
             Control(self._edge),
             OpenApi(self._edge),
         )

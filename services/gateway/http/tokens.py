@@ -25,6 +25,7 @@ from services.gateway.http.openai import chat_schema
 from services.gateway.http.openai.completions_schema import checked_ids, prompt_ids
 from services.gateway.http.parameters import Fields, decode_request
 from services.gateway.model.chat_model import ChatModel, TextStream
+from services.gateway.turns.run import Turns
 
 SLICE_TOKENS = 4096
 """Decoded at once, in about a millisecond."""
@@ -69,14 +70,13 @@ class Tokens:
         edge = self._edge
         claims = edge.claims(request)
         asked, headers = decode_request(await edge.read_body(request), TokenizeRequest, _FIELDS)
-        if asked.model:
-            edge.check_model(asked.model)
+        turns = edge.models.turns(claims, asked.model)
         if (asked.prompt is None) == (not bytes(asked.messages)):
             raise InvalidArgument("either prompt or messages is needed")
-        model = edge.turns.model
-        limit = claims.context_limit(model.context_tokens)
+        model = turns.model
+        limit = turns.context_limit(claims)
         if asked.prompt is None:
-            ids = await self._of_messages(claims, asked)
+            ids = await self._of_messages(claims, turns, asked)
         else:
             special = asked.add_special_tokens is not False
             ids = await prompt_ids(model, asked.prompt, special=special, limit=limit)
@@ -90,7 +90,7 @@ class Tokens:
         }
         return json_response(answer, headers=headers)
 
-    async def _of_messages(self, claims: Claims, asked: TokenizeRequest) -> bytes:
+    async def _of_messages(self, claims: Claims, turns: Turns, asked: TokenizeRequest) -> bytes:
         chat = chat_schema.ChatCompletionRequest(
             model=asked.model,
             messages=asked.messages,
@@ -108,15 +108,13 @@ class Tokens:
             arrived=Moment.now(),
         )
         async with self._edge.sessions.use_session(claims) as session:
-            return await self._edge.turns.prompt_ids(session, turn)
+            return await turns.prompt_ids(session, turn)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         edge = self._edge
-        edge.claims(request)
+        claims = edge.claims(request)
         asked, headers = decode_request(await edge.read_body(request), DetokenizeRequest, _FIELDS)
-        if asked.model:
-            edge.check_model(asked.model)
-        model = edge.turns.model
+        model = edge.models.turns(claims, asked.model).model
         checked_ids("tokens", model, asked.tokens)
         return json_response({"prompt": await text_of(model, asked.tokens)}, headers=headers)
 

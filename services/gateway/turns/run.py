@@ -15,28 +15,31 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from forge.core.token_columns import TOKEN_BYTES
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginCall, DraftPrompt, EndCall
+from services.gateway.actors.messages import EndCall, EndOther
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.other_model import OtherModel
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
+from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, Record
 from services.gateway.turns.sampling_policy import with_policy
 from services.gateway.turns.types import Piece, Turn
 
-ASK_TIMEOUT_S = 60.0
-"""Deadline of a request to a session actor, with a possible rebuild from the pool."""
 IMAGES_OMITTED = "X-Forge-Images-Omitted"
+"""Response header: number of new images for which a text stands in the prompt."""
 TURN_HEADER = "X-Forge-Turn"
 """Response header with the index of the turn, which rewards refer to."""
-"""Header of the response: number of new images for which a text stands in the prompt."""
+MODEL_HEADER = "X-Forge-Model"
+"""Response header with the name of a model that is not the policy."""
 
 
 class Turns:
@@ -51,8 +54,13 @@ class Turns:
         sample_timeout_s: float,
         retry_for_s: float,
         bounds: SamplingBounds,
+        other: OtherModel | None = None,
+        record: Record | None = None,
     ) -> None:
+        """`other` and `record`: of a model that is not the policy."""
         self.model = model
+        self.other = other
+        self._record = record or PolicyRecord()
         self._bounds = bounds
         self._sessions = sessions
         self._streams = streams
@@ -69,7 +77,8 @@ class Turns:
         """
         request = self._with_template(session, request)
         await check(request)
-        request = with_policy(request, session.claims.sampling, self._bounds)
+        if self.other is None:
+            request = with_policy(request, session.claims.sampling, self._bounds)
         opening = self._opening(request)
         with self._sessions.count_call(session):
             call = SampleCall(
@@ -82,13 +91,15 @@ class Turns:
             parser: AnswerParser | None = None
             ended = False
 
-            def end_call(sampled: SampledAnswer | None) -> EndCall:
-                return EndCall(
-                    call_id=call.call_id, request=request, prompt=prompt, sampled=sampled
+            def end_call(sampled: SampledAnswer | None) -> EndCall | EndOther:
+                return self._record.end(
+                    request, call_id=call.call_id, prompt=prompt, sampled=sampled
                 )
 
             try:
                 prompt = await self._begin(session, request, opening, call)
+                if self.other is not None:
+                    request.headers[MODEL_HEADER] = self.other.name
                 if prompt.new_images:
                     request.headers[IMAGES_OMITTED] = str(prompt.new_images)
                 inside = self.model.starts_inside(prompt.ids, opening=opening)
@@ -128,14 +139,20 @@ class Turns:
         """Returns the int32 ids of the prompt of `request`; records no turn. Raises the errors of
         `run_turn`."""
         request = self._with_template(session, request)
-        ask = DraftPrompt(request=request, opening=self._opening(request))
         with self._sessions.admit(session):
-            prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
+            prompt = await self._record.draft(session, request, opening=self._opening(request))
         return prompt.ids
+
+    def context_limit(self, claims: Claims) -> int:
+        """Returns the longest context of a session, prompt and answer. The limit of a domain is
+        one for the policy."""
+        tokens = self.model.context_tokens
+        return claims.context_limit(tokens) if self.other is None else tokens
 
     def _with_template(self, session: Session, request: TurnRequest) -> TurnRequest:
         """Returns the request with the template variables of its session too."""
-        ours, theirs = session.claims.chat_template_kwargs, request.template_kwargs
+        ours = session.claims.chat_template_kwargs if self.other is None else ""
+        theirs = request.template_kwargs
         if request.prompt_ids or not (ours or theirs):
             return request
         return replace(request, template_kwargs=self.model.template_kwargs(ours, theirs))
@@ -144,8 +161,9 @@ class Turns:
         self, session: Session, request: TurnRequest, opening: str, call: SampleCall
     ) -> Prompt:
         started = time.perf_counter()
-        begin = BeginCall(call_id=call.call_id, abort=call.abort, request=request, opening=opening)
-        prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        prompt = await self._record.begin(
+            session, request, opening=opening, call_id=call.call_id, abort=call.abort
+        )
         PREPARE_SECONDS.observe(time.perf_counter() - started)
         return prompt
 
@@ -159,7 +177,7 @@ class Turns:
     ) -> inference_pb2.SampleRequest:
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
-        room = session.claims.context_limit(self.model.context_tokens) - prompt.tokens
+        room = self.context_limit(session.claims) - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
         sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
@@ -185,7 +203,7 @@ class Turns:
         template = self.model.template_with(request.template_kwargs)
         return reasoning.closing + opening if template.opens_reasoning else opening
 
-    async def _end(self, session: Session, end: EndCall) -> int:
+    async def _end(self, session: Session, end: EndCall | EndOther) -> int:
         # Shielded: an agent that leaves at this moment must not cancel the record.
         ending = asyncio.ensure_future(session.actor.ask(end, timeout_s=ASK_TIMEOUT_S))
         turn_index: int = await asyncio.shield(ending)

@@ -35,6 +35,7 @@ from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
+from forge.runtime.serving_groups import kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model.chat_model import ChatModel
@@ -54,6 +55,8 @@ class ScriptedEngineConfig(ServiceConfig):
     """File to append a JSON line per request to; empty: none."""
     weight_version: int = 7
     """Version that all tokens carry."""
+    serving_group: str = ""
+    """As of the inference service."""
 
 
 class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
@@ -169,10 +172,9 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
 class ScriptedEngineApp:
     """Wiring, as any service's."""
 
-    kind = "router"
-
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
+        self.kind = kind_in(context.config.serving_group, "router")
 
     async def start(self) -> None:
         config = self._context.config

@@ -17,6 +17,7 @@ from services.gateway.config import ConnectionSettings
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
+from services.gateway.model_table import ModelTable
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Piece, Turn
 from tests.support.gateway.chat_templates import make_model
@@ -27,6 +28,8 @@ class ScriptedTurns:
     """Gives what it is told to, in order: texts as pieces, errors as errors, then the turn."""
 
     model = make_model("chatml")
+    other = None
+    context_limit = Turns.context_limit
     finish_turn = Turns.finish_turn
 
     def __init__(self) -> None:
@@ -88,7 +91,7 @@ async def served(
         sessions=cast(Any, AnySession()),
         pool=cast(Any, None),
         security=cast(Any, security),
-        model_names=(turns.model.name,),
+        models=ModelTable(cast(Any, turns), (turns.model.name,)),
         body_timeout_s=connections.body_timeout_s,
         **(limits or edge_limits()),
     )

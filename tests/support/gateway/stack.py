@@ -61,11 +61,12 @@ class GatewayStack:
         self.start_engine("engine-0")
         self.start_gateway("gateway-0")
 
-    def start_engine(self, name: str) -> None:
+    def start_engine(self, name: str, *settings: str) -> None:
         self.processes[name] = start_scripted_engine(
             *self._with_model(name),
             *("--requests-file", str(self.requests_file)),
             *self._access("inference"),
+            *settings,
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
@@ -209,7 +210,8 @@ def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory, *, lost:
     """What is on record is what the engine was sent and what it sampled, bit for bit; but for
     `lost` samples of gateways that were killed meanwhile."""
     tree = token_tree(trajectory)
-    on_record = Counter((tree.context(turn.turn_index), turn.sampled_ids) for turn in tree.turns)
+    policy = [turn for turn in trajectory.turns if not turn.HasField("other_model")]
+    on_record = Counter((tree.context(turn.turn_index), turn.sampled.ids) for turn in policy)
     asked = Counter(
         (int32_bytes(one["prompt_ids"]), int32_bytes(one["sampled_ids"]))
         for one in stack.sampled(trajectory.trajectory_id)

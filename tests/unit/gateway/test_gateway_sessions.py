@@ -18,7 +18,8 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
-from services.gateway.actors.session import BeginCall, Describe, EndCall, SessionSettings
+from services.gateway.actors.messages import BeginCall, Describe, EndCall
+from services.gateway.actors.session import SessionSettings
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest

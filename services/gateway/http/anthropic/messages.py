@@ -26,6 +26,7 @@ from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.arguments import input_json
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
+from services.gateway.http.forward import external_of, forward
 from services.gateway.http.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
@@ -55,13 +56,23 @@ class AnthropicMessages:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked, headers = decode_request(
-            await edge.read_body(request), schema.MessagesRequest, schema.FIELDS
-        )
+        body = await edge.read_body(request)
+
+        def error_event(error: ForgeError) -> bytes:
+            return typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
+
+        if (api := external_of(edge, claims, body)) is not None:
+            path = "/v1/messages"
+            return await forward(
+                edge, request, api, body, claims=claims, path=path, error_event=error_event
+            )
+        asked, headers = decode_request(body, schema.MessagesRequest, schema.FIELDS)
+        turns = edge.models.turns(claims, asked.model)
         sampling = schema.sampling_of(asked)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(asked)))
         turn = self._turn(
             asked,
+            turns,
             sampling=sampling,
             stop=schema.stops_of(asked),
             stream=bool(asked.stream),
@@ -70,7 +81,7 @@ class AnthropicMessages:
         )
         async with edge.sessions.use_session(claims) as session:
             answer = MessagesAnswer(
-                turns=edge.turns,
+                turns=turns,
                 session=session,
                 request=turn,
                 shown=schema.shown_of(asked),
@@ -79,28 +90,29 @@ class AnthropicMessages:
             if not turn.stream:
                 return json_response(await answer.complete(), headers=turn.headers)
 
-            def error_event(error: ForgeError) -> bytes:
-                return typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
-
             return await stream_events(
                 request, answer.events(), error_event=error_event, headers=turn.headers
             )
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
         edge = self._edge
         claims = edge.claims(request)
-        asked, headers = decode_request(
-            await edge.read_body(request), schema.CountTokensRequest, schema.COUNT_FIELDS
-        )
+        body = await edge.read_body(request)
+        if (api := external_of(edge, claims, body)) is not None:
+            path = "/v1/messages/count_tokens"
+            return await forward(edge, request, api, body, claims=claims, path=path, recorded=False)
+        asked, headers = decode_request(body, schema.CountTokensRequest, schema.COUNT_FIELDS)
+        turns = edge.models.turns(claims, asked.model)
         sampling = common_pb2.SamplingParams()
-        turn = self._turn(asked, arrived=Moment.now(), sampling=sampling, headers=headers)
+        turn = self._turn(asked, turns, arrived=Moment.now(), sampling=sampling, headers=headers)
         async with edge.sessions.use_session(claims) as session:
-            tokens = await edge.turns.count_prompt_tokens(session, turn)
+            tokens = await turns.count_prompt_tokens(session, turn)
             return json_response({"input_tokens": tokens}, headers=headers)
 
     def _turn(
         self,
         asked: schema.CountTokensRequest,
+        turns: Turns,
         *,
         arrived: Moment,
         sampling: common_pb2.SamplingParams,
@@ -108,7 +120,6 @@ class AnthropicMessages:
         stop: Sequence[str] = (),
         stream: bool = False,
     ) -> TurnRequest:
-        self._edge.check_model(asked.model)
         schema.check(asked)
         tools = schema.tools_of(asked)
         messages, prefill = prefill_of(asked, messages_of(asked, self._edge.images))
@@ -119,7 +130,7 @@ class AnthropicMessages:
             tools=tools,
             call_tools=schema.calls_tools(asked),
             parallel_calls=schema.parallel_calls(asked),
-            required_tool=schema.required_tool(asked, tools, self._edge.turns.model.format),
+            required_tool=schema.required_tool(asked, tools, turns.model.format),
             sampling=sampling,
             stop=stop,
             stream=stream,
@@ -141,7 +152,7 @@ class MessagesAnswer:
 
     @property
     def _context_tokens(self) -> int:
-        return self.session.claims.context_limit(self.turns.model.context_tokens)
+        return self.turns.context_limit(self.session.claims)
 
     async def complete(self) -> dict[str, Any]:
         """Returns the message object."""

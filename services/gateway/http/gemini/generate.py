@@ -54,13 +54,13 @@ class Gemini:
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         claims, asked, headers = await self._asked(request)
-        answer, turn = await self._answer(request, asked, headers, stream=False)
+        answer, turn = await self._answer(request, claims, asked, headers, stream=False)
         async with self._edge.sessions.use_session(claims) as session:
             return json_response(await answer.complete(session, turn), headers=headers)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         claims, asked, headers = await self._asked(request)
-        answer, turn = await self._answer(request, asked, headers, stream=True)
+        answer, turn = await self._answer(request, claims, asked, headers, stream=True)
         async with self._edge.sessions.use_session(claims) as session:
             if request.query.get("alt") == "sse":
                 return await stream_events(
@@ -80,13 +80,13 @@ class Gemini:
     async def _count(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        edge.check_model(request.match_info["model"])
+        turns = edge.models.turns(claims, request.match_info["model"])
         asked, headers = decode_request(
             await edge.read_body(request), schema.CountTokensRequest, schema.FIELDS
         )
-        _, turn = await self._answer(request, asked.whole, headers, stream=False)
+        _, turn = await self._answer(request, claims, asked.whole, headers, stream=False)
         async with edge.sessions.use_session(claims) as session:
-            tokens = await edge.turns.count_prompt_tokens(session, turn)
+            tokens = await turns.count_prompt_tokens(session, turn)
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         counted = {"totalTokens": tokens, "promptTokensDetails": details}
         return json_response(counted, headers=headers)
@@ -95,13 +95,14 @@ class Gemini:
         self, request: web.Request
     ) -> tuple[Claims, schema.GenerateContentRequest, dict[str, str]]:
         claims = self._edge.claims(request)
-        self._edge.check_model(request.match_info["model"])
+        self._edge.models.turns(claims, request.match_info["model"])
         body = await self._edge.read_body(request)
         return claims, *decode_request(body, schema.GenerateContentRequest, schema.FIELDS)
 
     async def _answer(
         self,
         request: web.Request,
+        claims: Claims,
         asked: schema.GenerateContentRequest,
         headers: dict[str, str],
         *,
@@ -115,7 +116,8 @@ class Gemini:
         sampling = schema.sampling_of(config)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(config)))
         messages, prefill = prefill_of(asked, messages_of(asked, edge.images))
-        model = edge.turns.model
+        turns = edge.models.turns(claims, request.match_info["model"])
+        model = turns.model
         turn = TurnRequest(
             messages=messages,
             prefill=prefill,
@@ -131,7 +133,7 @@ class Gemini:
         )
         thinking = config.thinking_config
         answer = Answer(
-            turns=edge.turns,
+            turns=turns,
             model=request.match_info["model"],
             candidates=schema.candidates_of(config),
             thoughts=bool(thinking and thinking.include_thoughts),

@@ -26,6 +26,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
+from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai import chat_schema
 from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.parameters import decode_request
@@ -48,17 +49,21 @@ class ChatCompletions:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked, headers = decode_request(
-            await edge.read_body(request), chat_schema.ChatCompletionRequest, CHAT
-        )
-        edge.check_model(asked.model)
+        body = await edge.read_body(request)
+        if (api := external_of(edge, claims, body)) is not None:
+            path = "/v1/chat/completions"
+            return await forward(
+                edge, request, api, body, claims=claims, path=path, error_event=error_event
+            )
+        asked, headers = decode_request(body, chat_schema.ChatCompletionRequest, CHAT)
+        turns = edge.models.turns(claims, asked.model)
         sampling = chat_schema.sampling_of(asked)
         sampling.MergeFrom(
             common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
         )
         messages = chat_schema.messages_of(asked, edge.images)
         before, prefill = chat_schema.prefill_of(asked, messages)
-        variables = edge.turns.model.template_variables
+        variables = turns.model.template_variables
         turn = TurnRequest(
             messages=before,
             prefill=prefill,
@@ -67,7 +72,7 @@ class ChatCompletions:
             tools=chat_schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
             parallel_calls=asked.parallel_tool_calls is not False,
-            required_tool=chat_schema.required_tool(asked, edge.turns.model.format),
+            required_tool=chat_schema.required_tool(asked, turns.model.format),
             sampling=sampling,
             stop=chat_schema.stop_of(asked),
             stream=bool(asked.stream),
@@ -76,7 +81,7 @@ class ChatCompletions:
         choices = chat_schema.choices_of(asked)
         async with edge.sessions.use_session(claims) as session:
             completion = Completion(
-                turns=edge.turns,
+                turns=turns,
                 session=session,
                 request=turn,
                 model=asked.model,

@@ -22,6 +22,7 @@ from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai import completions_schema as schema
 from services.gateway.http.openai.chat import error_event, fingerprint, finish_reason, usage
 from services.gateway.http.openai.fields import COMPLETIONS
@@ -46,13 +47,17 @@ class Completions:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked, headers = decode_request(
-            await edge.read_body(request), schema.CompletionRequest, COMPLETIONS
-        )
-        edge.check_model(asked.model)
-        model = edge.turns.model
+        body = await edge.read_body(request)
+        if (api := external_of(edge, claims, body)) is not None:
+            path = "/v1/completions"
+            return await forward(
+                edge, request, api, body, claims=claims, path=path, error_event=error_event
+            )
+        asked, headers = decode_request(body, schema.CompletionRequest, COMPLETIONS)
+        turns = edge.models.turns(claims, asked.model)
+        model = turns.model
         sampling, stop = await schema.sampling_of(asked), schema.stop_of(asked)
-        limit = claims.context_limit(model.context_tokens)
+        limit = turns.context_limit(claims)
         prompts = [
             TurnRequest(
                 prompt_ids=await schema.prompt_ids(
@@ -68,7 +73,7 @@ class Completions:
         ]
         async with edge.sessions.use_session(claims) as session:
             completion = Completion(
-                turns=edge.turns,
+                turns=turns,
                 session=session,
                 model=asked.model,
                 requests=[one for one in prompts for _ in range(schema.answers_of(asked))],

@@ -11,12 +11,14 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from forge.core.errors import InvalidArgument
-from services.gateway.actors.session import Forget
+from forge.core.errors import ForgeError, InvalidArgument
+from services.gateway.actors.messages import Forget
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import deletion
 from services.gateway.errors import UnknownResponse
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
+from services.gateway.http.errors import Failure
+from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai.fields import RESPONSES
 from services.gateway.http.openai.responses_events import Events
 from services.gateway.http.openai.responses_items import response_key
@@ -25,7 +27,7 @@ from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_socket import ResponsesSocket
 from services.gateway.http.openai.responses_turn import Response, draft_of, failure_events
 from services.gateway.http.parameters import decode_request
-from services.gateway.turns.run import ASK_TIMEOUT_S
+from services.gateway.turns.record import ASK_TIMEOUT_S
 
 
 class Responses:
@@ -45,8 +47,14 @@ class Responses:
         arrived = Moment.now()
         edge = self._edge
         claims = edge.claims(request)
-        asked, headers = decode_request(await edge.read_body(request), ResponsesRequest, RESPONSES)
-        draft = await draft_of(asked, edge, arrived, headers)
+        body = await edge.read_body(request)
+        if (api := external_of(edge, claims, body)) is not None:
+            path = "/v1/responses"
+            return await forward(
+                edge, request, api, body, claims=claims, path=path, error_event=_last_event
+            )
+        asked, headers = decode_request(body, ResponsesRequest, RESPONSES)
+        draft = await draft_of(asked, edge, claims, arrived, headers)
         async with edge.sessions.use_session(claims) as session:
             response = await draft.response(edge, session)
             if not draft.turn.stream:
@@ -83,6 +91,13 @@ class Responses:
             await self._edge.pool.annotate(claims, [deletion(name)])
             await session.actor.ask(Forget(name=name), timeout_s=ASK_TIMEOUT_S)
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _last_event(error: ForgeError) -> bytes:
+    """Returns the event of a failed response that an external API has begun."""
+    failure = Failure.of(error)
+    fields = {"code": failure.code, "message": failure.message, "param": None}
+    return typed_sse({"type": "error", **fields})
 
 
 async def _sent(response: Response, events: Events) -> AsyncGenerator[bytes, None]:

@@ -13,7 +13,7 @@ from typing import Any
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import TOKEN_BYTES
-from services.gateway.actors.session import Recall
+from services.gateway.actors.messages import Recall
 from services.gateway.conversation.handles import Recalled
 from services.gateway.conversation.prefix_match import NamedPrefix
 from services.gateway.errors import UnknownPreviousResponse
@@ -32,7 +32,7 @@ from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_tools import ToolName, responses_tools
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
-from services.gateway.turns.run import ASK_TIMEOUT_S
+from services.gateway.turns.record import ASK_TIMEOUT_S
 
 
 async def conversation_of(

@@ -132,7 +132,7 @@ class ResponsesSocket:
         known = self._continue(asked)
         # A response that fails cannot be continued.
         self._latest, self._warm = "", None
-        draft = await draft_of(asked, self._edge, arrived, headers, names_all=True)
+        draft = await draft_of(asked, self._edge, claims, arrived, headers, names_all=True)
         if asked.generate is False:
             await self._warm_up(claims, asked, draft, known)
         elif await self._generate(claims, draft, known):

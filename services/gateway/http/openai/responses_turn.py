@@ -12,7 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge.core.errors import ContextTooLong, ForgeError, ResourceExhausted
+from forge.core.errors import ContextTooLong, ForgeError, InvalidArgument, ResourceExhausted
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import Handle
@@ -44,6 +45,7 @@ class Draft:
     """A request that was checked; its conversation is still to be read."""
 
     asked: ResponsesRequest
+    turns: Turns
     head: Head
     turn: TurnRequest
 
@@ -54,7 +56,7 @@ class Draft:
         asked = self.asked
         messages = await conversation_of(session, asked, edge, known=known)
         return Response(
-            turns=edge.turns,
+            turns=self.turns,
             session=session,
             request=replace(self.turn, messages=messages),
             head=self.head,
@@ -65,17 +67,23 @@ class Draft:
 async def draft_of(
     asked: ResponsesRequest,
     edge: Edge,
+    claims: Claims,
     arrived: Moment,
     headers: dict[str, str],
     *,
     names_all: bool = False,
 ) -> Draft:
     """Checks a request. `headers`: those of its response so far. `names_all`: also a response that
-    is not stored gets a name. Raises `UnknownModel` and `InvalidArgument`."""
-    edge.check_model(asked.model)
+    is not stored gets a name. Raises `UnknownModel`, `ModelNotAllowed`, `InvalidArgument`."""
+    turns = edge.models.turns(claims, asked.model)
+    if turns.other is not None and asked.store:
+        raise InvalidArgument(
+            f"store: responses of model {asked.model[:100]!r} are not stored; send store: false, "
+            "and the complete input with each request"
+        )
     head, turn = head_and_turn(
         asked,
-        edge.turns.model,
+        turns.model,
         arrived,
         headers,
         omit_web_search=edge.omits_web_search,
@@ -83,7 +91,7 @@ async def draft_of(
     )
     grammar = await responses_schema.answer_grammar_of(asked)
     turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
-    return Draft(asked=asked, head=head, turn=turn)
+    return Draft(asked=asked, turns=turns, head=head, turn=turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,9 @@ from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
+from services.gateway.actors.messages import BeginCall, DraftPrompt
 from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
-from services.gateway.actors.session import (
-    BeginCall,
-    DraftPrompt,
-    SessionActor,
-    SessionSettings,
-)
+from services.gateway.actors.session import SessionActor, SessionSettings
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt
 from services.gateway.conversation.turn_request import TurnRequest

@@ -17,7 +17,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
-from services.gateway.actors.session import (
+from services.gateway.actors.messages import (
     BeginCall,
     Closed,
     Describe,
@@ -25,10 +25,9 @@ from services.gateway.actors.session import (
     Forget,
     Recall,
     Reread,
-    SessionActor,
-    SessionSettings,
     StartClose,
 )
+from services.gateway.actors.session import SessionActor, SessionSettings
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, SampledAnswer

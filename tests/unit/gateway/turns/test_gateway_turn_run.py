@@ -12,7 +12,7 @@ import pytest
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginCall, EndCall
+from services.gateway.actors.messages import BeginCall, EndCall
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, given

@@ -1,0 +1,78 @@
+"""Turns of other models than the policy: in the order of the trajectory, outside of its token tree.
+
+Owns their records. They have no token columns, since the columns of a trajectory are those of the
+policy alone: no prompt shares a prefix with them, and nothing of them is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from forge.core.conversation.messages import Message, to_openai
+from forge.core.trajectory import NO_PARENT
+from forge.v1 import common_pb2
+from services.gateway.conversation.conversation import (
+    TURN_BYTES,
+    Conversation,
+    Prompt,
+    SampledAnswer,
+)
+from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.model.other_model import OtherModel
+
+
+def append_other(conversation: Conversation, turn: common_pb2.Turn) -> int:
+    """Adds a turn of another model to a conversation; sets and returns its index."""
+    turn.turn_index = conversation.prefixes.append_nothing()
+    turn.parent_turn = NO_PARENT
+    conversation.nodes.append(None)
+    conversation.size_bytes += TURN_BYTES
+    return turn.turn_index
+
+
+def answered_turn(
+    other: OtherModel, request: TurnRequest, prompt: Prompt, sampled: SampledAnswer
+) -> common_pb2.Turn:
+    """Returns the record of an answer of this cluster's engines, without the session's fields."""
+    answer = sampled.answer or Message(role="assistant", content=other.model.decode(sampled.ids))
+    turn = common_pb2.Turn(
+        finish_reason=sampled.finish_reason,
+        timings=sampled.timings,
+        cached_tokens=sampled.cached_tokens,
+        parse_error=sampled.parse_error,
+        messages_json=_messages_json(request.messages, answer, other.recorded_bytes),
+        other_model=common_pb2.OtherModel(
+            name=other.name,
+            kind=other.kind,
+            prompt_tokens=prompt.tokens,
+            sampled_tokens=sampled.tokens,
+        ),
+        context_action=request.context_action,
+        agent=request.labels.agent,
+    )
+    for name, value in sampling_values(request.sampling).items():
+        setattr(turn, name, value)
+    return turn
+
+
+def _messages_json(messages: Sequence[Message], answer: Message, most_bytes: int) -> str:
+    """Returns the last messages that fit into `most_bytes`, and the answer.
+
+    The whole request comes with each call: without a limit a long conversation with another model
+    would be stored again for each of its turns.
+    """
+    kept: list[msgspec.Raw] = []
+    room = most_bytes
+    for at in range(len(messages) - 1, -1, -1):
+        encoded = msgspec.json.encode(to_openai(messages[at]))
+        room -= len(encoded)
+        if room < 0:
+            break
+        kept.append(msgspec.Raw(encoded))
+    record: dict[str, Any] = {"messages": kept[::-1], "answer": to_openai(answer)}
+    if len(kept) < len(messages):
+        record["omitted_messages"] = len(messages) - len(kept)
+    return msgspec.json.encode(record).decode()

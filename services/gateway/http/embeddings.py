@@ -1,0 +1,45 @@
+"""`POST /v1/embeddings`, of external APIs alone: engines of this cluster have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from forge.core.errors import InvalidArgument
+from services.gateway.http import request_body
+from services.gateway.http.edge import Edge
+from services.gateway.http.forward import external_of, forward
+
+
+class EmbeddingsRequest(msgspec.Struct):
+    """The body of a request; its other fields pass as they are."""
+
+    model: str
+    input: str | list[Any]
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
+        router.add_post(f"{prefix}/v1/embeddings", self._create)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        edge = self._edge
+        claims = edge.claims(request)
+        body = await edge.read_body(request)
+        asked = request_body.decode(body, EmbeddingsRequest)
+        api = external_of(edge, claims, body)
+        if api is None:
+            edge.models.find(claims, asked.model)
+            raise InvalidArgument(
+                f"model {asked.model[:100]!r} has no embeddings here; models of kind embeddings "
+                "in the gateway's settings have"
+            )
+        return await forward(edge, request, api, body, claims=claims, path="/v1/embeddings")

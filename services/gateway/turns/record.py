@@ -1,0 +1,145 @@
+"""Prompts and records of turns: those of the policy in the session's contexts, others beside them.
+
+The session actor owns the contexts of the policy. A call of another model has no context there: its
+prompt is rendered from its messages alone, and its record has no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from services.gateway.actors.messages import BeginCall, BeginOther, DraftPrompt, EndCall, EndOther
+from services.gateway.actors.prompts import Prompts
+from services.gateway.conversation.conversation import (
+    Conversation,
+    Prompt,
+    SampledAnswer,
+    given,
+)
+from services.gateway.conversation.other_turns import answered_turn
+from services.gateway.conversation.prefix_match import NamedPrefix
+from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.model.encode_threads import EncodeThreads
+from services.gateway.model.other_model import OtherModel
+from services.gateway.sessions import Session
+
+ASK_TIMEOUT_S = 60.0
+"""Deadline of a request to a session actor, with a possible rebuild from the pool."""
+
+
+class Record(Protocol):
+    """Where the turns of one model are recorded."""
+
+    async def begin(
+        self,
+        session: Session,
+        request: TurnRequest,
+        *,
+        opening: str,
+        call_id: str,
+        abort: Callable[[], None],
+    ) -> Prompt:
+        """Begins a call; returns its prompt. Raises `ContextTooLong`, `SessionClosed`."""
+
+    async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
+        """Returns the prompt of a request; no call begins."""
+
+    def end(
+        self,
+        request: TurnRequest,
+        *,
+        call_id: str,
+        prompt: Prompt | None,
+        sampled: SampledAnswer | None,
+    ) -> EndCall | EndOther:
+        """Returns the message that ends a call."""
+
+
+class PolicyRecord:
+    """The turns of the policy."""
+
+    async def begin(
+        self,
+        session: Session,
+        request: TurnRequest,
+        *,
+        opening: str,
+        call_id: str,
+        abort: Callable[[], None],
+    ) -> Prompt:
+        """As `Record.begin`."""
+        begin = BeginCall(call_id=call_id, abort=abort, request=request, opening=opening)
+        prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        return prompt
+
+    async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
+        """As `Record.draft`."""
+        ask = DraftPrompt(request=request, opening=opening)
+        prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
+        return prompt
+
+    def end(
+        self,
+        request: TurnRequest,
+        *,
+        call_id: str,
+        prompt: Prompt | None,
+        sampled: SampledAnswer | None,
+    ) -> EndCall:
+        """As `Record.end`."""
+        return EndCall(call_id=call_id, request=request, prompt=prompt, sampled=sampled)
+
+
+class OtherRecord:
+    """The turns of another model."""
+
+    def __init__(self, other: OtherModel, threads: EncodeThreads) -> None:
+        self._other = other
+        self._threads = threads
+
+    async def begin(
+        self,
+        session: Session,
+        request: TurnRequest,
+        *,
+        opening: str,
+        call_id: str,
+        abort: Callable[[], None],
+    ) -> Prompt:
+        """As `Record.begin`."""
+        prompt = await self.draft(session, request, opening=opening)
+        self._prompts(session).require_room(prompt.tokens)
+        begin = BeginOther(call_id=call_id, abort=abort, arrived=request.arrived)
+        await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        return prompt
+
+    async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
+        """As `Record.draft`."""
+        prompts = self._prompts(session)
+        if request.prompt_ids:
+            return await prompts.encode(given(request.prompt_ids))
+        if isinstance(request.messages, NamedPrefix):
+            # Its place is one in the policy's contexts.
+            request = replace(request, messages=request.messages[:])
+        empty = Conversation(model=self._other.model)
+        return await prompts.encode(await prompts.draft(empty, request, opening))
+
+    def end(
+        self,
+        request: TurnRequest,
+        *,
+        call_id: str,
+        prompt: Prompt | None,
+        sampled: SampledAnswer | None,
+    ) -> EndOther:
+        """As `Record.end`."""
+        turn = None
+        if prompt is not None and sampled is not None:
+            turn = answered_turn(self._other, request, prompt, sampled)
+        return EndOther(call_id=call_id, arrived=request.arrived, turn=turn)
+
+    def _prompts(self, session: Session) -> Prompts:
+        model = self._other.model
+        return Prompts(session.claims, model, self._threads, limit=model.context_tokens)

@@ -1,0 +1,122 @@
+"""The file of `--models`: tables of the gateway, and the groups that a run serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge.cli.run_models import RunModels, ServingGroup
+from forge.cli.rundir import RunDirectory
+from forge.cli.stack import StackPlan, members
+from forge.core.errors import InvalidArgument
+from services.gateway.named_models import NamedModel
+
+FILE = """
+[models.old]
+kind = "version"
+weights = "start"
+open = true
+
+[models.older]
+kind = "version"
+group = "old"
+weights = "start"
+
+[models.judge]
+kind = "engine"
+weights = "{judge}"
+
+[models.seeded]
+kind = "engine"
+weights = "tiny"
+seed = 7
+
+[models."gpt-4.1"]
+kind = "external"
+url = "https://api.invalid/v1"
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> RunModels:
+    (tmp_path / "judge").mkdir()
+    file = tmp_path / "models.toml"
+    file.write_text(FILE.format(judge=tmp_path / "judge"))
+    return RunModels.read(file)
+
+
+async def test_each_group_is_served_once_and_the_gateway_gets_its_tables(
+    models: RunModels, tmp_path: Path
+) -> None:
+    """`weights` and `seed` are of the run alone; a model whose weights are not made yet is left out
+    of a check."""
+    judge = str((tmp_path / "judge").resolve())
+    planned = models.known("/start", root=tmp_path)
+    tables = json.loads(planned.tables)
+    assert tables.keys() == {"old", "older", "judge", "gpt-4.1"}
+    assert tables["judge"] == {"kind": "engine", "model_path": judge}
+    assert tables["old"] == {"kind": "version", "open": True}
+    for table in tables.values():
+        NamedModel(**table)
+    assert planned.groups == (
+        ServingGroup(name="judge", model_path=judge),
+        ServingGroup(name="old", model_path="/start"),
+    )
+    made = tmp_path / "models" / "tiny-seed7-course4"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text("{}")
+    ensured = await models.ensured("/start", root=tmp_path)
+    assert json.loads(ensured.tables)["seeded"]["model_path"] == str(made.resolve())
+    assert {group.name for group in ensured.groups} == {"old", "judge", "seeded"}
+
+
+def test_stack_has_router_and_workers_of_each_group(models: RunModels, tmp_path: Path) -> None:
+    """Workers serve frozen weights; without models nothing is added."""
+    plan = StackPlan(directory=RunDirectory(tmp_path), model_path="/start", cluster="c")
+    before = [member.name for member in members(plan)]
+    plan = StackPlan(
+        directory=RunDirectory(tmp_path),
+        model_path="/start",
+        cluster="c",
+        models=models.known("/start", root=tmp_path),
+    )
+    by_name = {member.name: member for member in members(plan)}
+    added = [name for name in by_name if name not in before]
+    assert added == [
+        f"{role}-{group}" for group in ("judge", "old") for role in ("prefill", "decode", "router")
+    ]
+    assert dict(by_name["decode-old"].settings) == {
+        "model_path": "/start",
+        "role": "decode",
+        "serving_group": "old",
+        "weights": "frozen",
+    }
+    assert "weights" not in by_name["router-old"].settings
+    assert json.loads(by_name["gateway"].settings["models"]).keys() >= {"old", "judge"}
+    assert plan.kinds[-6:] == (
+        *("prefill@judge", "decode@judge", "router@judge"),
+        *("prefill@old", "decode@old", "router@old"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[models.x", "models.toml: "),
+        ("[old]\nkind = 'version'", r"must have tables \[models.NAME\] alone"),
+        ("models = 1", r"must have tables \[models.NAME\] alone"),
+        ("[models]\nx = 1", "models.x must be a table with kind"),
+        ("[models.x]\nopen = true", "models.x must be a table with kind"),
+        ("[models.x]\nkind = 'engine'", "models.x.weights is missing: start, tiny, smollm2"),
+        ("[models.x]\nkind = 'version'\nweights = 1", "models.x.weights = 1 must be a text"),
+        ("[models.x]\nkind = 'external'\nseed = 1", "models.x.seed is not for kind = 'external'"),
+    ],
+)
+def test_wrong_file_is_refused_with_its_table(tmp_path: Path, text: str, words: str) -> None:
+    """Before any weights are made."""
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument, match=words):
+        RunModels.read(file)
