@@ -32,6 +32,13 @@ TASK = {"payload": {"question": "1+1"}, "domain": "d", "scaffold": "s", "group_s
     "priority": 1,
     "agent_rewards": True,
     "user": "u",
+    "models": ["old"],
+}
+MODELS = {
+    "old": {"kind": "version", "open": True, "aliases": ["rival"], "group": "g"},
+    "judge": {"kind": "engine", "model_path": "/m", "context_tokens": 3},
+    "big": {"kind": "external", "url": "https://h:1/v1", "timeout_s": 3.5, "max_calls": 2},
+    "here": {"kind": "embeddings", "url": "http://127.0.0.1:1/v1", "key_file": "/k"},
 }
 MANIFEST = {"weight_version": 3, "step": 2, "tensor_names": ["a"], "total_bytes": 4} | {
     "digest": "0",
@@ -77,6 +84,19 @@ def test_settings(file: tuple[str, bytes]) -> None:
         load(CONFIGS[service], service=service, argv=["--config", str(FILE)], environ={})
     except ConfigError as error:
         assert str(error)
+
+
+@given(damaged_json(MODELS))
+def test_tables_of_models(tables: bytes) -> None:
+    """Any JSON holds tables of models, or is refused as `ConfigError`; no http beyond loopback."""
+    argv = [f"--models={tables.decode('latin-1')}"]
+    try:
+        config = load(GatewayConfig, service="gateway", argv=argv, environ={})
+    except ConfigError as error:
+        assert str(error)
+    else:
+        for model in config.models.values():
+            assert not model.url.startswith("http://") or "://127." in model.url
 
 
 def test_deeply_nested_settings() -> None:

@@ -27,10 +27,10 @@ def read_tables(
     """Return the tables of a setting by name. Raises `ConfigError` with the first wrong field."""
     try:
         tables = msgspec.json.decode(value) if isinstance(value, str) else value
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ConfigError(f"{key} is no JSON object of tables: {error}") from None
     if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
-        raise ConfigError(f"{key} = {value!r} is not allowed: tables [{key}.NAME]")
+        raise ConfigError(f"{key} = {str(value):.80} is not allowed: tables [{key}.NAME]")
     return {name: _row(f"{key}.{name}", table, row, allowed) for name, table in tables.items()}
 
 
