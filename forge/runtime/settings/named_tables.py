@@ -30,7 +30,7 @@ def read_tables(
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ConfigError(f"{key} is no JSON object of tables: {error}") from None
     if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
-        raise ConfigError(f"{key} = {str(value):.80} is not allowed: tables [{key}.NAME]")
+        raise ConfigError(f"{key} = {value!s:.80} is not allowed: tables [{key}.NAME]")
     return {name: _row(f"{key}.{name}", table, row, allowed) for name, table in tables.items()}
 
 
