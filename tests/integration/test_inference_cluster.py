@@ -300,16 +300,19 @@ async def test_serving_group_samples_its_own_frozen_weights(
     """Router and workers of a group serve the weights of their model directory, whatever the policy
     publishes; neither group gets a request of the other. A directory without weights is refused."""
     await serving(inference)
+    policys = [(role, (await inference.workers(role, 1))[0]) for role in ("prefill", "decode")]
     old, new = reference("qwen3"), reference("qwen3", seed=1)
     old.save_pretrained(tmp_path / "old")
     frozen = ("--model-path", str(tmp_path / "old"), "--serving-group", "old")
     router = inference.start("router", *frozen)
+    group = [router]
     for role in ("prefill", "decode"):
-        name = inference.start(role, *frozen, "--weights", "frozen")
-        await inference.registered(f"{role}@old", name, weight_version="1", weights="frozen")
+        group.append(inference.start(role, *frozen, "--weights", "frozen"))
+        await inference.registered(f"{role}@old", group[-1], weight_version="1", weights="frozen")
     stub = inference.stub(await inference.registered("router@old", router))
     version = await inference.publisher.publish(published(new))
-    await serving(inference)
+    for role, name in policys:
+        await inference.registered(role, name, weight_version=str(version))
     ids = prompt_ids(24, seed=5)
     policy, sample = await inference.sample(ids), Sample()
     async for response in stub.Sample(inference.request(ids), timeout=CALL_S):
@@ -318,6 +321,8 @@ async def test_serving_group_samples_its_own_frozen_weights(
     assert (sample.ids, sample.versions) == (greedy_of(old, ids, 16), [VERSION] * 16)
     assert policy.ids != sample.ids
     assert len((await inference.status()).workers) == 2
+    for name in group:
+        inference.kill(name)
 
     config = tmp_path / "config"
     engines.CONFIGS["qwen3"].save_pretrained(config)
