@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
 from forge.cli.programs import run_module
-from forge.cli.run_models import PlannedModels, ServingGroup
 from forge.cli.rundir import RunDirectory
+from forge.cli.served_models import PlannedModels, ServingGroup
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator

@@ -28,6 +28,7 @@ from forge.cli.preflight import preflight
 from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
+from forge.cli.served_models import ensured, known
 from forge.cli.stack import Stack, StackPlan
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
@@ -79,7 +80,7 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
         if not plan.model_path and Path(state.model).is_dir():
             # The services check whether they can train and serve it.
             plan = replace(plan, model_path=str(Path(state.model).resolve()))
-        models = options.other_models.known(plan.model_path, root=options.root)
+        models = known(options.other_models, plan.model_path, root=options.root)
         plan = replace(plan, models=models)
         await preflight(plan, preset, model=state.model, campaign=campaign)
 
@@ -192,7 +193,7 @@ async def started_plan(
     options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
 ) -> StackPlan:
     """Returns the stack of an open run, with the weights of its other models on disk."""
-    models = await options.other_models.ensured(state.model_path, root=options.root)
+    models = await ensured(options.other_models, state.model_path, root=options.root)
     return replace(plan_of(options, directory, state, preset), models=models)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli.run_models import RunModels, ServingGroup
+from forge.cli.run_models import RunModels
 from forge.cli.rundir import RunDirectory
+from forge.cli.served_models import ServingGroup, ensured, known
 from forge.cli.stack import StackPlan, members
 from forge.core.errors import InvalidArgument
 from services.gateway.named_models import NamedModel
@@ -53,7 +54,7 @@ async def test_each_group_is_served_once_and_the_gateway_gets_its_tables(
     """`weights` and `seed` are of the run alone; a model whose weights are not made yet is left out
     of a check."""
     judge = str((tmp_path / "judge").resolve())
-    planned = models.known("/start", root=tmp_path)
+    planned = known(models, "/start", root=tmp_path)
     tables = json.loads(planned.tables)
     assert tables.keys() == {"old", "older", "judge", "gpt-4.1"}
     assert tables["judge"] == {"kind": "engine", "model_path": judge}
@@ -67,9 +68,9 @@ async def test_each_group_is_served_once_and_the_gateway_gets_its_tables(
     made = tmp_path / "models" / "tiny-seed7-course4"
     made.mkdir(parents=True)
     (made / "config.json").write_text("{}")
-    ensured = await models.ensured("/start", root=tmp_path)
-    assert json.loads(ensured.tables)["seeded"]["model_path"] == str(made.resolve())
-    assert {group.name for group in ensured.groups} == {"old", "judge", "seeded"}
+    made_all = await ensured(models, "/start", root=tmp_path)
+    assert json.loads(made_all.tables)["seeded"]["model_path"] == str(made.resolve())
+    assert {group.name for group in made_all.groups} == {"old", "judge", "seeded"}
 
 
 def test_stack_has_router_and_workers_of_each_group(models: RunModels, tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_stack_has_router_and_workers_of_each_group(models: RunModels, tmp_path:
         directory=RunDirectory(tmp_path),
         model_path="/start",
         cluster="c",
-        models=models.known("/start", root=tmp_path),
+        models=known(models, "/start", root=tmp_path),
     )
     by_name = {member.name: member for member in members(plan)}
     added = [name for name in by_name if name not in before]
