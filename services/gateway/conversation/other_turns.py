@@ -20,7 +20,8 @@ from services.gateway.conversation.conversation import (
     Prompt,
     SampledAnswer,
 )
-from services.gateway.conversation.turn_request import TurnRequest, sampling_values
+from services.gateway.conversation.turn_record import record_sampling
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.other_model import OtherModel
 
 
@@ -53,8 +54,7 @@ def answered_turn(
         context_action=request.context_action,
         agent=request.labels.agent,
     )
-    for name, value in sampling_values(request.sampling).items():
-        setattr(turn, name, value)
+    record_sampling(turn, request)
     return turn
 
 

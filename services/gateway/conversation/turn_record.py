@@ -26,6 +26,11 @@ def record_request(turn: common_pb2.Turn, request: TurnRequest, prompt: Prompt) 
     if place is not None:
         turn.offers_tools = bool(request.tools)
         turn.system_digest = _system_digest(place)
+    record_sampling(turn, request)
+
+
+def record_sampling(turn: common_pb2.Turn, request: TurnRequest) -> None:
+    """Sets the sampling parameters of a turn, as used and as asked for."""
     used = sampling_values(request.sampling)
     for name, value in used.items():
         setattr(turn, name, value)
