@@ -26,9 +26,9 @@ class ModelSettings:
     aliases: tuple[str, ...] = ("policy",)
     """Other names that requests may use; '*': any name."""
     tool_format: str = "auto"
-    """Format of the model's tool calls: hermes, qwen3_coder, glm, minimax_m2, kimi_k2, deepseek_v3,
-    deepseek_v31, mistral, mistral_v11, llama3_json, pythonic, react, harmony, plain (none), or a
-    package's; auto: detected from the chat template."""
+    """Format of the model's tool calls: hermes, hermes_compact, qwen3_coder, glm, minimax_m2,
+    kimi_k2, deepseek_v3, deepseek_v31, mistral, mistral_v11, llama3_json, pythonic, react, harmony,
+    plain (none), or a package's; auto: detected from the chat template."""
     reasoning_format: str = "auto"
     """Format of the model's reasoning: think, think_close (only the end tag is written),
     mistral_think, none, a package's, or two tags with a space between; auto: detected from the chat

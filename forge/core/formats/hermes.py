@@ -21,6 +21,8 @@ class HermesFormat:
     """Hermes 2 and 3, Qwen 2.5 and Qwen 3, and many that were trained after them."""
 
     name = "hermes"
+    gap = "\n"
+    """Between tags and objects, and between calls, as the model writes them; any is read."""
     marks = frozenset({OPEN, CLOSE})
     signs: tuple[str, ...] = (OPEN,)
     takes_tools = True
@@ -32,12 +34,21 @@ class HermesFormat:
     def opening(self, tool: str | None) -> str:
         """Return the text that forces a call of `tool`."""
         if tool is None:
-            return f'{OPEN}\n{{"name": "'
-        return f'{OPEN}\n{{"name": {json.dumps(tool)}, "arguments": '
+            return f'{OPEN}{self.gap}{{"name": "'
+        return f'{OPEN}{self.gap}{{"name": {json.dumps(tool)}, "arguments": '
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
-        return "\n".join(f"{OPEN}\n{write_call(call)}\n{CLOSE}" for call in calls)
+        gap = self.gap
+        return gap.join(f"{OPEN}{gap}{write_call(call)}{gap}{CLOSE}" for call in calls)
+
+
+class HermesCompactFormat(HermesFormat):
+    """The same without line breaks, as the tiny model writes it."""
+
+    name = "hermes_compact"
+    gap = ""
+    signs: tuple[str, ...] = ()
 
 
 def write_call(call: CallDelta, *, arguments_key: str = "arguments") -> str:

@@ -3,9 +3,9 @@
 Another package adds a format with an entry point: in the group `forge.formats` it names an
 `OutputFormat` class, in `forge.reasoning` a `ReasoningFormat`.
 
-A template's format is the one that reads a call back from the template's own text. For templates
-without a call, the search is for the signs that every template of a format has. Formats of packages
-come first.
+A template's format is the one that reads a call back from the template's own text, and of several
+built-in ones the one that writes the call as the template does. For templates without a call, the
+search is for the signs that every template of a format has. Formats of packages come first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from forge.core.conversation.messages import ToolCall
 from forge.core.entry_points import installed, load_entry_point
 from forge.core.errors import ConfigError
-from forge.core.formats.base import OutputFormat, Tools, collect
+from forge.core.formats.base import CallDelta, OutputFormat, Tools, collect
 from forge.core.formats.harmony import HarmonyFormat
-from forge.core.formats.hermes import HermesFormat
+from forge.core.formats.hermes import HermesCompactFormat, HermesFormat
 from forge.core.formats.llama import LlamaJsonFormat, PythonicFormat
 from forge.core.formats.mistral import MistralFormat, MistralV11Format
 from forge.core.formats.plain import PlainFormat
@@ -42,6 +42,7 @@ BUILT_IN: dict[str, Callable[[], OutputFormat]] = {
     "qwen3_coder": Qwen3CoderFormat,
     "glm": GlmFormat,
     "hermes": HermesFormat,
+    "hermes_compact": HermesCompactFormat,
     "pythonic": PythonicFormat,
     "llama3_json": LlamaJsonFormat,
     "react": ReActFormat,
@@ -84,9 +85,12 @@ def detect_format(template: str, written: str = "") -> str:
 
     `written` is `SAMPLE_CALL` as the template writes it; "" if it writes none.
     """
-    for output in _all_formats():
-        if written and _reads(output, written):
-            return output.name
+    readers = [output for output in _all_formats() if written and _reads(output, written)]
+    if readers:
+        # A required call begins with the text of its format: a model knows no other spelling.
+        writers = [output for output in readers if _writes(output, written)]
+        built_in = readers[0].name in BUILT_IN
+        return (writers or readers if built_in else readers)[0].name
     for output in _all_formats():
         if output.signs and all(sign in template for sign in output.signs):
             return output.name
@@ -142,3 +146,10 @@ def _reads(output: OutputFormat, written: str) -> bool:
         and [(call.name, json.loads(call.arguments)) for call in answer.calls]
         == [(SAMPLE_CALL.name, json.loads(SAMPLE_CALL.arguments))]
     )
+
+
+def _writes(output: OutputFormat, written: str) -> bool:
+    call = CallDelta(
+        name=SAMPLE_CALL.name, arguments=SAMPLE_CALL.arguments, call_id=SAMPLE_CALL.call_id
+    )
+    return output.write([call]).strip() == written.strip()

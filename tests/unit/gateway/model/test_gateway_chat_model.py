@@ -74,6 +74,7 @@ def test_templates_that_need_the_whole_history_are_detected(family: str) -> None
     [
         ("qwen3", "hermes", "think"),
         ("chatml", "hermes", ""),
+        ("tiny", "hermes_compact", ""),
         ("smollm2", "plain", ""),
         ("llama3", "llama3_json", ""),
         ("minimax", "minimax_m2", "think"),
