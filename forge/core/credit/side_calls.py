@@ -5,11 +5,14 @@ Rewards say nothing about them, so they are left out of training by default. Own
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 SideCall = Literal["excluded", "side_call"]
 """Why a turn is left out: its agent says so, or the rule does."""
+LINE_CHARS = 16
+"""Shortest line that shows that a later request has an answer."""
 
 
 class Call(Protocol):
@@ -32,6 +35,10 @@ class Call(Protocol):
         """Names the system prompt; empty without one."""
 
     @property
+    def messages_json(self) -> str:
+        """The new messages of the request and the answer; "" if they are not on record."""
+
+    @property
     def train(self) -> bool:
         """What the agent said, if it has said so."""
 
@@ -43,7 +50,8 @@ def side_calls(turns: Sequence[Call], contexts: Sequence[int]) -> dict[int, Side
     """Side calls by turn index; `contexts` are the tokens of each sequence before its answer.
 
     By the rule, a side call offers no tools where other turns offer some, has a system prompt of
-    none of those, and no later turn continues its answer. A label of the agent decides first.
+    none of those, and no later turn continues its answer or has a line of it, as the turns after a
+    summary do. A label of the agent decides first.
     """
     continued = {
         turn.parent_turn
@@ -61,6 +69,29 @@ def side_calls(turns: Sequence[Call], contexts: Sequence[int]) -> dict[int, Side
             and not turn.offers_tools
             and turn.system_digest not in systems
             and index not in continued
+            and not _is_retold(turns, index)
         ):
             found[index] = "side_call"
     return found
+
+
+def _is_retold(turns: Sequence[Call], index: int) -> bool:
+    """Whether a later request has a line of an answer that the answer's own request has not."""
+    own = _record(turns[index])
+    asked = _text(own.get("messages", ()))
+    lines = [line.strip() for line in _text([own.get("answer") or {}]).splitlines()]
+    said = [line for line in lines if len(line) >= LINE_CHARS and line not in asked]
+    if not said:
+        return False
+    later = (_text(_record(turn).get("messages", ())) for turn in turns[index + 1 :])
+    return any(line in text for text in later for line in said)
+
+
+def _record(turn: Call) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(turn.messages_json) if turn.messages_json else {}
+    return record
+
+
+def _text(messages: Sequence[dict[str, Any]]) -> str:
+    contents = (message.get("content") for message in messages)
+    return "\n".join(text for text in contents if isinstance(text, str))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import pytest
 
 from forge.core.credit.rewards import RewardWeights
 from forge.core.credit.side_calls import side_calls
@@ -12,6 +15,16 @@ from services.trainer.data.samples import BatchSamples, CreditRules, build_sampl
 
 WORK: Any = {"offers_tools": True, "system_digest": b"work"}
 TITLE: Any = {"system_digest": b"title"}
+
+
+SUMMARY = "The program subtracts; make it add.\nNothing is done yet."
+
+
+def said(answer: str, *asked: str) -> dict[str, Any]:
+    """The record of a request with these messages and of its answer."""
+    messages = [{"role": "user", "content": text} for text in asked]
+    record = {"messages": messages, "answer": {"role": "assistant", "content": answer}}
+    return {"messages_json": json.dumps(record)}
 
 
 def turns_of(*changes: Any) -> list[pb.Turn]:
@@ -71,6 +84,23 @@ def test_turns_that_lack_one_sign_are_no_side_calls() -> None:
     assert found(WORK, same_prompt) == {}
     assert found(WORK, sub_agent) == {}
     assert found(WORK, TITLE, WORK | continuation) == {}
+
+
+@pytest.mark.parametrize("retold", [SUMMARY, "Nothing is done yet.", f"<summary>\n{SUMMARY}\n\n"])
+def test_summary_that_a_later_request_has_is_no_side_call(retold: str) -> None:
+    """Whole or in part: it replaces the history, and rewards say how well it does."""
+    summary = TITLE | said(SUMMARY, "Summarize.")
+    assert found(WORK, summary, WORK | said("", f"So far: {retold}")) == {}
+    assert found(WORK, summary, WORK | said("", "Go on.")) == {1: "side_call"}
+    assert found(WORK | said("", f"So far: {retold}"), summary) == {1: "side_call"}
+
+
+def test_title_in_the_words_of_the_task_is_a_side_call() -> None:
+    """The task has them, not the answer; nor do a few common words show anything."""
+    task = "Make the program calc.py add."
+    title = TITLE | said("Make the program calc.py add", f"A title for: {task}")
+    assert found(title, WORK | said("", task)) == {0: "side_call"}
+    assert found(TITLE | said("Calc"), WORK | said("", "Calc is wrong.")) == {0: "side_call"}
 
 
 def test_shared_prompt_is_no_continuation() -> None:
