@@ -20,6 +20,7 @@ from forge.runtime.security import Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.clients import coding_job
 from tests.support.clients.matrix import Row
+from tests.support.clients.old_wording import old_wording
 from tests.support.clients.programs import (
     PROGRAMS_DIR,
     STEPS,
@@ -38,6 +39,8 @@ from tests.support.gateway.stack import GatewayStack, check_exact, recorded, tok
 from tests.support.runtime.waiting import until
 
 RETRY_S = 240.0
+OVERFLOW_TOKENS, OVERFLOW_LINES = 8000, 1200
+"""A context, and lines of a tool's result of which it holds one and not two."""
 IN_PATH = [
     Client(name="openai", program="openai_chat.py", protocol="chat", stream=True),
     Client(name="anthropic", program="anthropic_messages.py", protocol="messages", stream=True),
@@ -175,6 +178,37 @@ async def test_parallel_sub_agents_are_one_trajectory(
     assert len(set(continued)) == len(continued) == 3
 
 
+@pytest.mark.parametrize("wording", ["new", "old"])
+async def test_strands_folds_its_history_only_when_told_of_an_overflow_in_its_words(
+    wording: str,
+    stack: GatewayStack,
+    gateway: Instance,
+    clients_coordinator: Coordinator,
+    tmp_path: Path,
+) -> None:
+    """LiteLLM below it knows an overflow by its words alone. With those that the gateway had
+    before, the agent ends without having done its job."""
+    trajectory_id = f"strands-{wording}:0:0"
+    coding_job.prepare(tmp_path)
+    token = stack.token(trajectory_id, context_tokens=OVERFLOW_TOKENS)
+    steps = [shell(f"cat {tmp_path}/calc.py; seq 1 {OVERFLOW_LINES}")] * 2
+    repair = shell(f"sed -i 's/a - b/a + b/' {tmp_path}/calc.py")
+    told = scripted("Make calc.py add.", *steps, after_fold=("", repair, STEPS[-1]))
+    argv = [str(VENV / "bin/python"), str(PROGRAMS_DIR / "strands_agent.py"), told, "shell"]
+    env = environment(gateway, token, tmp_path, in_path=False)
+    if wording == "old":
+        async with old_wording(f"http://{gateway.metadata['http']}") as proxy:
+            with pytest.raises(AssertionError, match="the messages take"):
+                await run_program(argv, env | {"OPENAI_BASE_URL": f"{proxy}/v1"})
+    else:
+        report = await run_program(argv, env)
+        assert report.answer == STEPS[-1]
+    done = (tmp_path / "calc.py").read_text() == coding_job.REPAIRED
+    assert done == (wording == "new")
+    trajectory = await sealed(stack, gateway, clients_coordinator, trajectory_id)
+    assert len(trajectory.turns) == (5 if wording == "new" else 2)
+
+
 @pytest.mark.parametrize("client", IN_PATH, ids=lambda client: client.key)
 async def test_base_url_is_enough_for_a_client(
     client: Client,
@@ -194,6 +228,11 @@ async def test_base_url_is_enough_for_a_client(
     trajectory = await sealed(stack, gateway, clients_coordinator, trajectory_id)
     assert len(trajectory.turns) == len(STEPS)
     check_linear(trajectory)
+
+
+def shell(command: str) -> str:
+    call = json.dumps({"name": "shell", "arguments": {"command": command}})
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _version(package: str) -> str:

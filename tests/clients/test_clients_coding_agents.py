@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from forge.core.credit.side_calls import SideCall, side_calls
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.clients import coding_agents
@@ -179,6 +182,30 @@ def begun(trajectory: common_pb2.Trajectory) -> list[int]:
     ]
 
 
+def aside(trajectory: common_pb2.Trajectory) -> dict[int, SideCall]:
+    """The turns that a trainer leaves out as side calls."""
+    tree = token_tree(trajectory)
+    sampled = [turn.sampled_tokens for turn in tree.turns]
+    contexts = [length - own for length, own in zip(tree.lengths, sampled, strict=True)]
+    return side_calls(trajectory.turns, contexts)
+
+
+async def over_sockets(gateway: Instance) -> float:
+    """Requests over WebSocket that the gateway has answered."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"http://{gateway.metadata['metrics']}/metrics") as answer,
+    ):
+        families = text_string_to_metric_families(await answer.text())
+    return sum(
+        float(sample.value)
+        for family in families
+        for sample in family.samples
+        if sample.name == "forge_gateway_requests_total"
+        and sample.labels == {"surface": "websocket", "status": "200"}
+    )
+
+
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.key)
 async def test_a_coding_agent_folds_its_history_and_does_its_job(
     agent: CodingAgent,
@@ -196,6 +223,7 @@ async def test_a_coding_agent_folds_its_history_and_does_its_job(
     coding_agents.prepare(folder)
     token = stack.token(trajectory_id, context_tokens=agent.context_tokens)
     env = environment(gateway, token, home)
+    before = await over_sockets(gateway)
     output, errors = await run_agent(agent, f"http://{gateway.metadata['http']}", env, folder)
     assert coding_agents.repaired(folder), errors[-2000:] + output[-4000:]
     assert DONE in output
@@ -207,6 +235,13 @@ async def test_a_coding_agent_folds_its_history_and_does_its_job(
     (fold,) = [turn for turn, text in enumerate(said) if text.startswith("In short:")]
     assert all(f"\n{LINES - 1}\n" not in text for text in contexts[fold + 1 :])
     assert len(begun(trajectory)) == agent.begun, begun(trajectory)
+    # Codex sends its picture, as all else, over WebSocket.
+    sockets = await over_sockets(gateway) - before
+    assert sockets >= len(said) if agent is CODEX else not sockets
+    # The title is no work of the agent; the summary is.
+    titles = [turn for turn, text in enumerate(contexts) if "title generator" in text]
+    assert len(titles) == (agent is OPENCODE)
+    assert aside(trajectory) == dict.fromkeys(titles, "side_call")
 
 
 @pytest.mark.parametrize("agent", OVERFLOWING, ids=lambda agent: agent.key)

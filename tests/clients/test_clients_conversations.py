@@ -97,6 +97,7 @@ CLIENTS = [
         words=("code",),
         linear=False,
     ),
+    *ways("strands-agents", "strands_agent.py", "chat"),
     *ways("openai (Node)", "openai_chat.mjs", "chat"),
     *ways("openai (Node)", "openai_responses.mjs", "responses"),
     *ways("@anthropic-ai/sdk (Node)", "anthropic_messages.mjs", "messages"),
