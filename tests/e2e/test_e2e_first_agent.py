@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         "FORGE_FIRST_AGENT" not in os.environ,
-        reason="a training run that did not end in 420 s once; run it by make test-first-agent",
+        reason="takes minutes on a busy host; run it by make test-first-agent",
     ),
 ]
 
