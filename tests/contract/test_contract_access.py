@@ -138,7 +138,8 @@ MATRIX = {
     "GET /openapi.json": SESSIONS,
 }
 """Accepted credentials of each call; routes below /s/{token} are the same with the token in the
-path. A session reaches its own trajectory alone, by the claims of its token."""
+path. A session reaches its own trajectory alone, by the claims of its token:
+`tests/integration/test_gateway_other_tenant.py` shows it for each of its calls."""
 
 FILES = [
     import_module(f"forge.v1.{found.name}")
@@ -344,10 +345,14 @@ def test_every_change_by_people_or_graders_is_audited() -> None:
 
 def rendered() -> str:
     """The matrix as a table of SECURITY.md."""
-    columns = ("none", "session", "grader", "runner", "viewer", "operator", "admin", "service")
-    lines = [f"| call | {' | '.join(columns)} | audit log |", "|---" * (len(columns) + 2) + "|"]
+    columns = {name: name for name in ("none", *GOOD) if name != "other grader"}
+    columns["other session"] = "session of another tenant"
+    heads = " | ".join(columns.values())
+    lines = [f"| call | {heads} | audit log |", "|---" * (len(columns) + 2) + "|"]
     for call, accepted in MATRIX.items():
         cells = ["yes" if column in accepted else "" for column in columns]
+        if "none" not in accepted and "other session" in accepted:
+            cells[list(columns).index("other session")] = "own"
         cells.append("yes" if call in AUDITED or call == CLOSE else "")
         lines.append(f"| `{call}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
