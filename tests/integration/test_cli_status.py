@@ -33,21 +33,22 @@ async def show(
 async def test_status_reports_missing_services_without_waiting(
     etcd: EtcdServer, cluster: str, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """Standard output has the answer alone: the present services, to the last character, and the
-    missing ones."""
+    """Standard output has the answer alone: the present services, to the last character, those of
+    serving groups too, and the missing ones."""
     key = tmp_path / "key"
     Keyring.generate(key)
     key_holder = await Coordinator.connect(
         etcd.endpoint, cluster=cluster, signatures=Security(Keyring.from_file(key))
     )
     await key_holder.register("pool", "pool-1", ADDRESS, metadata={}, ttl_s=30.0)
+    await key_holder.register("router@old", "router-old", "127.0.0.1:9", metadata={}, ttl_s=30.0)
     ended = await show(etcd, cluster, key)
     await key_holder.close()
     assert (ended.returncode, ended.stderr) == (0, "")
     cells = [[cell.strip() for cell in line.split("│")] for line in ended.stdout.splitlines()]
     rows = [row for row in cells if len(row) > 3]
     # One line each: an id that is broken cannot be copied.
-    assert [row[3] for row in rows if row[3]] == [ADDRESS]
+    assert [row[3] for row in rows if row[3]] == [ADDRESS, "127.0.0.1:9"]
     assert [row[1] for row in rows if row[2] == "none"] == [
         *("scheduler", "trainer", "prefill", "decode", "router", "gateway", "runner")
     ]

@@ -67,7 +67,8 @@ async def served(stack: GatewayStack, api: ExternalServer) -> None:
         "vectors": {"kind": "embeddings", "url": f"{api.url}/v1", "open": True},
         "gone": {"kind": "external", "url": "http://127.0.0.1:1/v1", "open": True},
     }
-    stack.start_gateway(GATEWAY, "--models", json.dumps(models))
+    limits = ("--tenants.max-calls-of", "limited=1")
+    stack.start_gateway(GATEWAY, "--models", json.dumps(models), *limits)
 
 
 @pytest_asyncio.fixture
@@ -345,14 +346,19 @@ async def test_cut_stream_ends_with_an_error_event_and_a_partial_record(
 async def test_calls_of_an_api_are_bounded_and_end_with_their_session(
     stack: GatewayStack, gateway: Instance, api: ExternalServer
 ) -> None:
-    """A call above `max_calls` is refused at once; a close aborts the call in flight."""
-    token = stack.token("bounded:0:0")
+    """A call above `max_calls` is refused at once, and one above the limit of its tenant, which
+    counts all models; a close aborts the call in flight."""
+    token = stack.token("bounded:0:0", tenant="limited")
     client = stack.openai(gateway, token)
     api.began_slow.clear()
     slow = asyncio.create_task(said(client, "waits", user("slow")))
     await api.began_slow.wait()
-    with pytest.raises(openai.RateLimitError, match="1 calls in flight, its maximum"):
-        await said(client, "waits", user("ok"))
+    anyone = stack.openai(gateway, stack.token("anyone:0:0"))
+    with pytest.raises(openai.RateLimitError, match="'waits' has 1 calls in flight, its maximum"):
+        await said(anyone, "waits", user("ok"))
+    for model in ("policy", "big"):
+        with pytest.raises(openai.RateLimitError, match="this user has 1 calls in flight"):
+            await said(client, model, user("ok"))
     async with stack.agent(gateway, token) as agent:
         assert await agent.close(reward_event("done", 1.0), min_turns=0, after_agent_s=0) == 0
     with pytest.raises(openai.ConflictError, match="closed during this call"):
