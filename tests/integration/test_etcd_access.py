@@ -45,7 +45,11 @@ async def secure(tmp_path: Path) -> AsyncIterator[SecureEtcd]:
 
 
 def permits(role: tuple[str, ...], key: str) -> bool:
-    return any(key == one or (one.endswith("/") and key.startswith(one)) for one in role)
+    def covers(one: str) -> bool:
+        begins = one.removesuffix("*")
+        return key == one or (begins.endswith(("/", "@")) and key.startswith(begins))
+
+    return any(map(covers, role))
 
 
 @pytest.mark.parametrize("service", ROLES)
@@ -58,6 +62,8 @@ async def test_service_reads_and_writes_only_its_own_keys(
     try:
         for key in WRITTEN:
             path = f"{key}of-{service}" if key.endswith("/") else key
+            if key.endswith("*"):
+                path = f"{key.removesuffix('*')}group/of-{service}"
             if permits(ROLES[service].writes, path):
                 found = await coordinator.get(path)
                 revision = 0 if found is None else found.mod_revision
