@@ -369,9 +369,14 @@ class SetGroupStatesRequest(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    TOMBSTONE_FREED_FIELD_NUMBER: _builtins.int
     fence: _builtins.int
     term: _builtins.int
     """Number of the writer's term, stored with the fence; 0: unchanged."""
+    tombstone_freed: _builtins.bool
+    """Groups that become PENDING become TOMBSTONED if their records were freed: for a rewind to the
+    starting weights, which no checkpoint covers.
+    """
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetGroupStatesRequest.Change]: ...
     def __init__(
@@ -380,10 +385,11 @@ class SetGroupStatesRequest(_message.Message):
         changes: _abc.Iterable[Global___SetGroupStatesRequest.Change] | None = ...,
         fence: _builtins.int = ...,
         term: _builtins.int = ...,
+        tombstone_freed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "fence", b"fence", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "fence", b"fence", "term", b"term", "tombstone_freed", b"tombstone_freed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,12 +399,19 @@ Global___SetGroupStatesRequest: _TypeAlias = SetGroupStatesRequest  # noqa: Y015
 class SetGroupStatesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FREED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def freed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tasks whose groups are TOMBSTONED by `tombstone_freed`."""
+
     def __init__(
         self,
+        *,
+        freed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed", b"freed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,8 +89,8 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.SetGroupStatesRequest, context: Any
     ) -> pool_pb2.SetGroupStatesResponse:
         """Replaces states of groups."""
-        await self._commit(validation.set_group_states(request, now_unix_s=time.time()), context)
-        return pool_pb2.SetGroupStatesResponse()
+        command = validation.set_group_states(request, now_unix_s=time.time())
+        return pool_pb2.SetGroupStatesResponse(freed=await self._commit(command, context))
 
     async def ScanGroups(
         self, request: pool_pb2.ScanGroupsRequest, context: Any

@@ -239,5 +239,9 @@ def set_group_states(
             state=change.state, batch_id=change.batch_id, step=change.step, reason=change.reason
         )
     return SetGroupStates(
-        states=states, fence=request.fence, term=request.term, now_unix_s=now_unix_s
+        states=states,
+        fence=request.fence,
+        term=request.term,
+        tombstone_freed=request.tombstone_freed,
+        now_unix_s=now_unix_s,
     )

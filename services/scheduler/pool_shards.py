@@ -173,14 +173,20 @@ class PoolShards(ShardScans):
             request = pool_pb2.PutGroupsRequest(groups=part, fence=self._leadership.fence)
             await self._call(shard, "PutGroups", request)
 
-    async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
-        """Store the states of groups, by shard, in atomic parts of at most `MAX_WRITE_GROUPS`.
-        Raises the first error after every part was tried."""
-        await gathered(
-            self._set_states(shard, changed[start : start + MAX_WRITE_GROUPS])
+    async def set_states(
+        self, changes: Mapping[str, Sequence[Change]], *, tombstone_freed: bool = False
+    ) -> list[str]:
+        """Store the states of groups, by shard, in atomic parts of at most `MAX_WRITE_GROUPS`. With
+        `tombstone_freed` the tasks whose freed groups are tombstoned instead of pending. Raises the
+        first error after every part was tried."""
+        freed = await gathered(
+            self._set_states(
+                shard, changed[start : start + MAX_WRITE_GROUPS], tombstone_freed=tombstone_freed
+            )
             for shard, changed in self._by_present_shard(changes).items()
             for start in range(0, len(changed), MAX_WRITE_GROUPS)
         )
+        return [task_id for part in freed for task_id in part]
 
     def relocate(self, task_ids: Iterable[str], target: str) -> None:
         """Pending groups moved to another shard: later states go there."""
@@ -297,12 +303,22 @@ class PoolShards(ShardScans):
             return first + await self._summaries(shard, trajectory_ids[middle:])
         return list(answer.summaries)
 
-    async def _set_states(self, shard: str, changes: Sequence[Change], *, term: int = 0) -> None:
+    async def _set_states(
+        self,
+        shard: str,
+        changes: Sequence[Change],
+        *,
+        term: int = 0,
+        tombstone_freed: bool = False,
+    ) -> Sequence[str]:
         self._check_leadership()
         request = pool_pb2.SetGroupStatesRequest(
-            changes=changes, fence=self._leadership.fence, term=term
+            changes=changes,
+            fence=self._leadership.fence,
+            term=term,
+            tombstone_freed=tombstone_freed,
         )
-        await self._call(shard, "SetGroupStates", request)
+        return list((await self._call(shard, "SetGroupStates", request)).freed)
 
     async def _call(
         self, shard: str, method: str, request: Any, *, timeout_s: float | None = None

@@ -32,6 +32,7 @@ BODIES: dict[str, Any] = {
     "/v1/messages/count_tokens": {"model": "policy", "messages": _MESSAGES},
     "/tokenize": {"model": "policy", "messages": _MESSAGES},
     "/detokenize": {"model": "policy", "tokens": [1]},
+    "/v1/embeddings": {"model": "policy", "input": "hello"},
     "/v1/forge/close": {},
     **{
         f"/{version}/models/{{model}}:{call}": _CONTENTS

@@ -29,6 +29,10 @@ COUNTED_REASONS = frozenset({SAME_OUTCOME})
 """Reasons by which a pool shard counts tombstoned groups."""
 
 
+FREED = "its records were freed before the run started over"
+"""Reason of a trained group that cannot be trained again."""
+
+
 class Phase(enum.Enum):
     """Phase of a group."""
 

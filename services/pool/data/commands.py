@@ -82,6 +82,8 @@ class SetGroupStates:
     """GroupRecords with only state, batch, step and reason, by task id."""
     fence: int
     term: int = 0
+    tombstone_freed: bool = False
+    """Freed groups that become pending become tombstoned; answered by their task ids."""
     now_unix_s: float
     past_damage: bool = False
     """Replaces damaged states: no replica has them intact."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 
 from forge.core.errors import FailedPrecondition, NotFound, StaleFence
+from forge.core.queue.groups import FREED
 from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
 from services.pool.data.freeing import forget_orphan, is_freed, put_state
@@ -18,6 +19,7 @@ from services.pool.storage.group_records import intact_state
 from services.pool.storage.keys import group_key, queue_key
 from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import DamagedRecord, Records
+from services.pool.storage.settled_index import remove_settled
 from services.pool.storage.tables import Table
 
 _FENCE_KEY = b"fence"
@@ -42,20 +44,45 @@ def put_groups(records: Records, command: PutGroups) -> None:
     raise_fence(records, command.fence)
 
 
-def set_group_states(records: Records, command: SetGroupStates) -> None:
-    """Replaces states of groups. Raises StaleFence, or an error of the first wrong group."""
+def set_group_states(records: Records, command: SetGroupStates) -> list[str]:
+    """Replaces states of groups; the tasks that `tombstone_freed` applies to. Raises StaleFence, or
+    an error of the first wrong group."""
     check_fence(records, command.fence)
-    new = {
+    freed = _tombstones_of_freed(records, command)
+    new = freed | {
         task_id: state
         for task_id, state in command.states.items()
-        if _is_new_state(records, task_id, state, past_damage=command.past_damage)
+        if task_id not in freed
+        and _is_new_state(records, task_id, state, past_damage=command.past_damage)
     }
     moves = GroupMoves(records)
     for task_id, state in new.items():
         put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
+    for task_id in freed:
+        # Nothing of it is left to free.
+        remove_settled(records, task_id, intact_state(records, task_id))
     moves.store()
     raise_fence(records, command.fence)
     _raise(records, _TERM_KEY, command.term)
+    return list(freed)
+
+
+def _tombstones_of_freed(
+    records: Records, command: SetGroupStates
+) -> dict[str, common_pb2.GroupRecord]:
+    found: dict[str, common_pb2.GroupRecord] = {}
+    for task_id, state in command.states.items():
+        if not command.tombstone_freed or state.state != common_pb2.GROUP_STATE_PENDING:
+            continue
+        stored = intact_state(records, task_id)
+        if stored is not None and stored.freed_unix_s and not is_erased(records, task_id):
+            check_not_moved(records, task_id)
+            found[task_id] = common_pb2.GroupRecord(
+                state=common_pb2.GROUP_STATE_TOMBSTONED,
+                reason=FREED,
+                freed_unix_s=stored.freed_unix_s,
+            )
+    return found
 
 
 def _is_new_state(

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
+from forge.core.queue.groups import FREED
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
@@ -127,8 +128,15 @@ class CommitActor(Actor):
         self._noted_head = plan.head
         await self._record.amend(void_before=plan.void_before, head=plan.head)
         pending = partial(Change, state=common_pb2.GROUP_STATE_PENDING)
-        await self._shards.set_states(_changes(plan.groups, pending))
+        freed = await self._shards.set_states(
+            _changes(plan.groups, pending), tombstone_freed=step == 0
+        )
         undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
+        if freed:
+            # The pool has their tombstones; a run that starts over has nothing of theirs to read.
+            drop = m.DropGroups(task_ids=freed, reason=FREED, stored=True)
+            await self._queue.ask(drop, timeout_s=ASK_S)
+            log.warning("freed_groups_tombstoned", groups=len(freed))
         log.info("rewound", step=step, groups=undone)
         return undone
 

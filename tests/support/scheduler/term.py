@@ -40,6 +40,8 @@ class FakeShards(PoolShards):
     def __init__(self) -> None:
         self.down: set[str] = set()
         self.hung: set[str] = set()
+        self.freed: set[str] = set()
+        """Tasks whose records the pool has freed."""
         self.refusal: type[ForgeError] = Unavailable
         self.groups: dict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
         self.changes: dict[str, list[Change]] = defaultdict(list)
@@ -61,10 +63,14 @@ class FakeShards(PoolShards):
         await self._answer(shard)
         self.groups[shard] += groups
 
-    async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
+    async def set_states(
+        self, changes: Mapping[str, Sequence[Change]], *, tombstone_freed: bool = False
+    ) -> list[str]:
         for shard, changed in changes.items():
             await self._answer(shard)
             self.changes[shard] += changed
+        ids = (change.task_id for changed in changes.values() for change in changed)
+        return [task_id for task_id in ids if tombstone_freed and task_id in self.freed]
 
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,14 +19,17 @@ from forge.core.errors import (
 )
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import FREED
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
-from services.pool.data.commands import FreeGroups
+from services.pool.data.commands import FreeGroups, SetGroupStates
 from services.pool.data.freeing import Freed
+from services.pool.maintenance import backup
 from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.storage.keys import group_key, trajectory_key
+from services.pool.storage.settled_counts import group_counts
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
@@ -136,6 +139,33 @@ async def test_freed_group_keeps_its_counts(store, sweeper):
     assert (sealed.turns, sealed.sampled_tokens) == (counted.turns, counted.sampled_tokens)
     assert sealed.sealed_unix_s == counted.sealed_unix_s
     assert left_open.state == ABANDONED
+
+
+async def test_run_that_starts_over_tombstones_freed_groups(store, sweeper):
+    """They cannot be trained again. Other groups are pending; a repetition changes nothing, and
+    without the switch a freed group refuses."""
+    for index, name in enumerate(("gone", "kept")):
+        add_group(store, name, index)
+        train(store, name)
+    free_now(store, "gone")
+    pending = {
+        name: common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_PENDING)
+        for name in ("gone", "kept")
+    }
+    rewind = SetGroupStates(states=pending, fence=1, now_unix_s=SETTLED_S)
+    with pytest.raises(FailedPrecondition, match="gone was freed after it was trained"):
+        commit(store, rewind)
+    for _ in range(2):
+        assert commit(store, replace(rewind, tombstone_freed=True)) == ["gone"]
+    gone, kept = (response.group for response in groups_page(store).groups)
+    assert (gone.state, gone.reason, gone.step) == (TOMBSTONED, FREED, 0)
+    assert kept.state == common_pb2.GROUP_STATE_PENDING
+    counts = store.read(lambda records: list(group_counts(records)))
+    assert [(row.state, row.groups) for row in counts if row.groups] == [(TOMBSTONED, 1)]
+    sweeper.now_unix_s = SETTLED_S + MAX_AGE_S
+    assert await sweeper.sweep() == Freed()
+    store.close()
+    assert list(backup.check(store.directory, lambda done, of: None)) == []
 
 
 @pytest.mark.parametrize("state", [TOMBSTONED, EVALUATED])

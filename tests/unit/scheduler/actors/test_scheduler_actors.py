@@ -210,6 +210,22 @@ async def test_rewind_is_recorded_before_it_is_stored_in_the_pool(
     assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
 
 
+async def test_groups_freed_before_a_run_starts_over_are_tombstoned(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """They have nothing to train on. The others are complete again; the rewind does not fail."""
+    await submit(term, make_task("a"), make_task("b"))
+    await complete(term, *await lease(term))
+    batch = await take(term, 2)
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a", "b"])
+    await term.commits.ask(commit, timeout_s=ASK_S)
+    shards.freed = {"a"}
+    assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 2
+    views = await term.queue.ask(m.ViewGroups(task_ids=["a", "b"]), timeout_s=ASK_S)
+    assert [view.phase for view in views] == ["tombstoned", "complete"]
+    assert "freed" in views[0].record.reason
+
+
 async def test_final_state_of_an_unreachable_shard_delays_no_other(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
