@@ -90,8 +90,8 @@ class InferenceConfig(ServiceConfig):
     """Longest silence in a weight fetch; then the worker tries the next source."""
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode: most requests that sample at the same time."""
-    pass_tokens: Annotated[int, Meta(ge=16)] = 4096
-    """prefill: most tokens of one forward pass."""
+    pass_tokens: Annotated[int, Meta(ge=0)] = 0
+    """prefill: most tokens of one forward pass; 0: 512 on a CPU, 4096 on a GPU."""
     kv: KvSettings = field(default_factory=KvSettings)
 
     def validate(self) -> None:

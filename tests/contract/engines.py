@@ -121,6 +121,15 @@ SAMPLED = replace(GREEDY, temperature=1.0)
 _request_numbers = count()
 
 
+def make_prompt(ids: list[int], sampling: Sampling) -> Prompt:
+    """A request of its own."""
+    return Prompt(
+        request_id=f"request-{next(_request_numbers)}",
+        ids=np.asarray(ids, dtype="<i4").tobytes(),
+        sampling=sampling,
+    )
+
+
 @dataclass(kw_only=True)
 class Answer:
     """All that one request gave."""
@@ -161,11 +170,7 @@ class Pair:
         on_piece: Any = None,
         on_fetch: Any = None,
     ) -> Answer:
-        prompt = Prompt(
-            request_id=f"request-{next(_request_numbers)}",
-            ids=np.asarray(ids, dtype="<i4").tobytes(),
-            sampling=sampling,
-        )
+        prompt = make_prompt(ids, sampling)
         answer = Answer()
         prefilled = await self.prefill.prefill(prompt, hold_s=60)
         answer.add(prefilled.first)

@@ -22,6 +22,7 @@ from tests.contract.engines import (
     SAMPLED,
     Pair,
     is_greedy,
+    make_prompt,
     prompt_ids,
     published,
     reference,
@@ -207,6 +208,35 @@ async def test_swap_in_mid_answer_changes_the_version_of_later_tokens(pair: Pair
     before = answer.versions.count(1)
     assert is_greedy(old, ids, answer.ids[:before])
     assert not is_greedy(old, ids, answer.ids)
+
+
+async def test_short_prompt_overtakes_a_long_one(start: Start) -> None:
+    """It is answered while the long one is still being read; both are right."""
+    firsts: dict[int, list[int]] = {}
+
+    async def read(pair: Pair, ids: list[int]) -> None:
+        prefilled = await pair.prefill.prefill(make_prompt(ids, GREEDY), hold_s=60)
+        firsts[len(ids)] = list(prefilled.first.ids)
+
+    async with start(pass_tokens=32) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        prompts = [prompt_ids(480), prompt_ids(9, seed=1)]
+        await asyncio.gather(*(read(pair, ids) for ids in prompts))
+    assert list(firsts) == [9, 480]
+    assert firsts == {len(ids): greedy_of(reference("qwen3"), ids, 1) for ids in prompts}
+
+
+async def test_prompt_whose_caller_has_left_is_read_no_further(start: Start) -> None:
+    """The engine becomes idle, and serves others."""
+    async with start(pass_tokens=8) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        leaving = asyncio.create_task(pair.sample(prompt_ids(480)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        await pair.prefill.idle()
+        ids = prompt_ids(20, seed=2)
+        assert (await pair.sample(ids)).ids == greedy_of(reference("qwen3"), ids, 16)
 
 
 async def test_new_weights_clear_the_prefix_cache(pair: Pair) -> None:

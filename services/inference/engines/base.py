@@ -242,8 +242,8 @@ class EngineOptions:
     """Memory for the prefix cache."""
     kv_bytes: int = 2 << 30
     """Memory for running sequences (decode) or held prompts (prefill)."""
-    pass_tokens: int = 4096
-    """Most tokens of one prefill pass."""
+    pass_tokens: int = 0
+    """Most tokens of one prefill pass; 0: the engine's own choice."""
     max_running: int = 128
     """Most requests that sample at the same time."""
     kv_store: KvStoreOptions | None = None

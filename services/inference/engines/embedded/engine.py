@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from forge.core.errors import ForgeError, NotFound
+from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
@@ -41,12 +41,14 @@ from services.inference.engines.embedded.messages import Abort, Join, Reserve, S
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
 from services.inference.engines.embedded.stored_kv import StoredKv, architecture
-from services.inference.engines.grammar_masks import Grammars
+from services.inference.engines.grammar_masks import Grammars, Matcher
 from services.inference.engines.kv_store.store import KvStore
 
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
 _MAX_WAITING = 1024
+_PASS_TOKENS = {True: 512, False: 4096}
+"""Tokens of one pass, by whether it runs on a CPU: a prompt that arrives waits for one pass."""
 
 
 def _build_policy(options: EngineOptions) -> Policy:
@@ -191,7 +193,7 @@ class EmbeddedPrefill(_Embedded):
                 _prefix_cache(options, policy),
                 _stored(store, policy),
                 block_tokens=options.block_tokens,
-                pass_tokens=options.pass_tokens,
+                pass_tokens=options.pass_tokens or _PASS_TOKENS[policy.device.type == "cpu"],
                 threads=options.threads,
             )
 
@@ -211,15 +213,37 @@ class EmbeddedPrefill(_Embedded):
         try:
             matcher = await self._grammars.matcher(prompt)
             async with self._held.reading(prompt):
-                held_prompt: HeldPrompt = await self._actor.ask(
-                    Read(prompt=prompt, asked_s=now_s, matcher=matcher),
-                    timeout_s=self._options.request_timeout_s,
-                )
+                held_prompt = await self._read(prompt, matcher, asked_s=now_s)
                 self._held.hold(prompt, held_prompt, hold_s=hold_s)
         except BaseException:
             self._work.add(-1)
             raise
         return held_prompt.prefilled
+
+    async def _read(self, prompt: Prompt, matcher: Matcher | None, *, asked_s: float) -> HeldPrompt:
+        answer: asyncio.Future[HeldPrompt] = asyncio.get_running_loop().create_future()
+
+        def deliver(read: HeldPrompt | ForgeError) -> None:
+            if answer.done():
+                return
+            if isinstance(read, ForgeError):
+                answer.set_exception(read)
+            else:
+                answer.set_result(read)
+
+        timeout_s = self._options.request_timeout_s
+        await self._actor.ask(
+            Read(prompt=prompt, asked_s=asked_s, deliver=deliver, matcher=matcher),
+            timeout_s=timeout_s,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"the prompt was not read within {timeout_s:g} s") from None
+        finally:
+            if not answer.done() or answer.cancelled():
+                self._actor.tell(Abort(request_id=prompt.request_id))
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
         """See `PrefillEngine`."""

@@ -1,48 +1,34 @@
-"""The actor that reads prompts: batches of prompts, each with its own cached part.
+"""The actor that reads prompts: one forward pass after another over all waiting prompts.
 
-A prefix that prompts of a batch share is computed once: the later prompt copies it, layer by layer
-and in the same forward pass, from the earlier one.
-
-Shape suffixes as in kv/slabs.py; S = tokens computed for one prompt in one pass.
+A prompt joins at the next pass, with its own cached part, and is answered after the pass that
+computes its last token. A prefix that waiting prompts share is computed once: the later prompt
+copies it, layer by layer, from the earlier one. Equal prompts, such as the first turns of a group,
+are computed once and sampled by each request.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
-from services.inference.engines.embedded.kv.attention import Heads, attention_bias
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.messages import Swap
+from services.inference.engines.embedded.messages import Abort, Swap
 from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.prefill_pass import PrefillPass
+from services.inference.engines.embedded.prefill_schedule import Reading, next_pass
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.grammar_masks import Matcher
-
-_MASK_ELEMENTS = 1 << 24
-"""Most elements of one prompt's attention mask in one pass; longer prompts take several passes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """Ask: read a prompt; the answer is a HeldPrompt."""
-
-    prompt: Prompt
-    asked_s: float
-    """Monotonic time of the request."""
-    matcher: Matcher | None = None
-    """State of the grammar at the start of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,30 +41,24 @@ class HeldPrompt:
     version: int
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Reading:
-    """A prompt during its computation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tell: read a prompt; calls `deliver` on the event loop, unless it is aborted before."""
 
     prompt: Prompt
-    ids: torch.Tensor
-    """int64, shape [tokens]."""
-    kv: torch.Tensor
-    done: int
-    """Tokens whose keys and values are in `kv`."""
-    cached: int
-    stored: int = 0
-    """Those of the cached tokens that the KV store had."""
-    stored_s: float = 0.0
-    source: _Reading | None = None
-    """An earlier prompt of the batch that shares its first `shared` tokens."""
-    shared: int = 0
-    logits: torch.Tensor | None = None
-    """Logits of the last computed token, shape [vocabulary]."""
+    asked_s: float
+    """Monotonic time of the request."""
+    deliver: Callable[[HeldPrompt | ForgeError], None]
+    matcher: Matcher | None = None
+    """State of the grammar at the start of the answer."""
 
-    @property
-    def start(self) -> int:
-        """First token that is computed."""
-        return max(self.cached, self.shared)
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Pending:
+    """A reading and the requests for it."""
+
+    reading: Reading
+    requests: list[Read] = field(default_factory=list)
 
 
 class PrefillActor(ThreadActor):
@@ -104,24 +84,33 @@ class PrefillActor(ThreadActor):
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
         self._threads = threads
+        self._pending: dict[bytes, _Pending] = {}
+        """By the ids of the prompt, the oldest first."""
 
     def started(self) -> None:
         """Set the threads of torch."""
         torch.set_num_threads(self._threads)
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Read consecutive prompts as one batch; a swap separates batches."""
-        answers: list[Any] = []
-        waiting: list[Read] = []
-        for message in messages:
-            match message:
-                case Read():
-                    waiting.append(message)
-                case Swap():
-                    answers += self._read(waiting)
-                    waiting = []
-                    answers.append(self._swap(message))
-        return [*answers, *self._read(waiting)]
+        """Let prompts join and leave; a swap first finishes those that have joined."""
+        return [self._take(message) for message in messages]
+
+    def work(self) -> bool:
+        """Run one forward pass; False when no prompt is left."""
+        self._pass()
+        return bool(self._pending)
+
+    def _take(self, message: Any) -> ForgeError | None:
+        match message:
+            case Read():
+                self._join(message)
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case Swap():
+                while self._pending:
+                    self._pass()
+                return self._swap(message)
+        return None
 
     def _swap(self, swap: Swap) -> ForgeError | None:
         try:
@@ -133,207 +122,154 @@ class PrefillActor(ThreadActor):
             self._stored.serve(swap.kv_identity)
         return None
 
-    @torch.inference_mode()
-    def _read(self, batch: Sequence[Read]) -> Sequence[HeldPrompt | ForgeError]:
-        if not batch:
-            return []
+    def _join(self, read: Read) -> None:
         if self._policy.version == 0:
-            return [Unavailable("no weights have been loaded yet") for _ in batch]
-        began_s = time.monotonic()
-        readings = self._compute([message.prompt for message in batch])
-        drawn = draw(
-            torch.stack([reading.logits for reading in readings if reading.logits is not None]),
-            [message.prompt for message in batch],
-            positions=[message.prompt.tokens for message in batch],
-            matchers=[message.matcher for message in batch],
-            answers=[()] * len(batch),
+            self._deliver([(read, Unavailable("no weights have been loaded yet"))])
+            return
+        pending = self._pending.get(read.prompt.ids)
+        if pending is None:
+            pending = _Pending(reading=self._begin(read.prompt))
+            self._pending[read.prompt.ids] = pending
+        pending.requests.append(read)
+
+    def _abort(self, request_id: str) -> None:
+        for ids, pending in self._pending.items():
+            for read in pending.requests:
+                if read.prompt.request_id == request_id:
+                    pending.requests.remove(read)
+                    if not pending.requests and not self._is_source(pending.reading):
+                        del self._pending[ids]
+                    return
+
+    def _is_source(self, reading: Reading) -> bool:
+        return any(
+            one.reading.source is reading and one.reading.filled < one.reading.shared
+            for one in self._pending.values()
         )
-        prefill_s = time.monotonic() - began_s
-        return [
-            drawn.failed.get(row)
-            or self._result(message, reading, drawn.row(row), began_s=began_s, prefill_s=prefill_s)
-            for row, (message, reading) in enumerate(zip(batch, readings, strict=True))
-        ]
 
-    def _compute(self, prompts: Sequence[Prompt]) -> list[_Reading]:
-        """Return one reading per prompt; equal prompts share it.
+    @torch.inference_mode()
+    def _begin(self, prompt: Prompt) -> Reading:
+        """Find a prompt's part in the cache, in the store, and in a waiting prompt."""
+        shape = self._policy.kv_shape
+        # The last token is always computed: its logits give the first token of the answer.
+        limit = prompt.tokens - 1
+        match = self._cache.match(prompt.ids, limit_tokens=limit)
+        reading = Reading(
+            prompt=prompt,
+            ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
+            kv=shape.empty(prompt.tokens),
+            cached=match.tokens,
+        )
+        self._cache.read(match, reading.kv)
+        self._read_stored(reading, limit)
+        reading.done = reading.filled = reading.cached
+        source, shared = self._longest_shared(prompt, limit)
+        if source is not None and shared > reading.cached:
+            reading.source, reading.shared, reading.done = source, shared, shared
+        return reading
 
-        The rollouts of a group have the same first prompt: it is computed once and sampled by each.
-        """
-        distinct: dict[bytes, Prompt] = {}
-        for prompt in prompts:
-            distinct.setdefault(prompt.ids, prompt)
-        readings = self._plan(list(distinct.values()))
+    def _longest_shared(self, prompt: Prompt, limit: int) -> tuple[Reading | None, int]:
+        """Return the waiting reading with the longest common prefix in whole blocks."""
+        if not self._pending:
+            return None, 0
+        readings = [pending.reading for pending in self._pending.values()]
+        index = PrefixCache(
+            block_tokens=self._block_tokens,
+            capacity_tokens=sum(reading.prompt.tokens for reading in readings),
+        )
+        owners: dict[int, Reading] = {}
+        for reading in readings:
+            for placed in index.insert(reading.prompt.ids):
+                owners[placed.slot] = reading
+        found = index.match(prompt.ids, limit_tokens=limit)
+        return (owners[found.slots[-1]], found.tokens) if found.slots else (None, 0)
+
+    def _read_stored(self, reading: Reading, limit_tokens: int) -> None:
+        if self._stored is None:
+            return
+        began_s, cached = time.monotonic(), reading.cached
+        reading.cached = self._stored.read(
+            reading.prompt.ids, reading.kv, from_token=cached, limit_tokens=limit_tokens
+        )
+        reading.stored, reading.stored_s = reading.cached - cached, time.monotonic() - began_s
+
+    @torch.inference_mode()
+    def _pass(self) -> None:
+        """Compute as many tokens as fit; answer the prompts that are complete."""
+        readings = [pending.reading for pending in self._pending.values()]
+        spans = next_pass(readings, budget=self._pass_tokens)
+        if not spans:
+            return
         began_s = time.monotonic()
-        to_compute = sum(reading.prompt.tokens - reading.done for reading in readings)
-        pending = list(readings)
-        while pending:
-            pending = self._pass(pending)
+        device = self._policy.device
+        sizes = [span.end - span.start for span in spans]
+        logits_RV = self._policy.forward(
+            torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
+            torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
+            PrefillPass(spans),
+            logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
+        )
+        took_s = time.monotonic() - began_s
         if self._stored is not None:
-            self._stored.observe_compute(seconds=time.monotonic() - began_s, tokens=to_compute)
-        by_ids = {reading.prompt.ids: reading for reading in readings}
-        return [by_ids[prompt.ids] for prompt in prompts]
+            self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))
+        for span, size, logits_V in zip(spans, sizes, logits_RV, strict=True):
+            reading = span.reading
+            reading.done = reading.filled = span.end
+            reading.compute_s += took_s * size / sum(sizes)
+            reading.logits = logits_V
+        self._answer([span.reading for span in spans if not span.reading.left])
+
+    def _answer(self, complete: Iterable[Reading]) -> None:
+        ended = [self._pending.pop(reading.prompt.ids) for reading in complete]
+        rows = [(pending.reading, read) for pending in ended for read in pending.requests]
+        if not rows:
+            return
+        logits = [reading.logits for reading, _ in rows if reading.logits is not None]
+        drawn = draw(
+            torch.stack(logits),
+            [read.prompt for _, read in rows],
+            positions=[read.prompt.tokens for _, read in rows],
+            matchers=[read.matcher for _, read in rows],
+            answers=[()] * len(rows),
+        )
+        first = {pending.reading: pending.requests[0] for pending in ended if pending.requests}
+        answers = []
+        for row, (reading, read) in enumerate(rows):
+            answer = drawn.failed.get(row) or self._result(
+                reading, read, drawn.row(row), computed=first[reading] is read
+            )
+            answers.append((read, answer))
+        self._deliver(answers)
 
     def _result(
-        self,
-        message: Read,
-        reading: _Reading,
-        drawn: DrawnToken,
-        *,
-        began_s: float,
-        prefill_s: float,
+        self, reading: Reading, read: Read, drawn: DrawnToken, *, computed: bool
     ) -> HeldPrompt | ForgeError:
+        """`computed`: the request pays for the prompt; others have found it cached."""
         version = self._policy.version
         if not math.isfinite(drawn.logprob):
             return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-        its_own = reading.prompt is message.prompt
-        if its_own:
+        if computed:
             self._cache.store(reading.prompt.ids, reading.kv)
             if self._stored is not None:
                 self._stored.write(reading.prompt.ids, reading.kv, after_token=reading.start)
+        prefill_s = reading.compute_s + reading.stored_s
         return HeldPrompt(
             prefilled=Prefilled(
-                first=tokens_of([(drawn, version)], message.prompt.sampling),
-                cached_tokens=reading.start if its_own else reading.prompt.tokens,
-                queue_s=began_s - message.asked_s,
+                first=tokens_of([(drawn, version)], read.prompt.sampling),
+                cached_tokens=reading.start if computed else reading.prompt.tokens,
+                queue_s=max(0.0, time.monotonic() - read.asked_s - prefill_s),
                 prefill_s=prefill_s,
-                stored_tokens=reading.stored if its_own else 0,
-                stored_s=reading.stored_s if its_own else 0.0,
+                stored_tokens=reading.stored if computed else 0,
+                stored_s=reading.stored_s if computed else 0.0,
             ),
             kv=reading.kv,
             version=version,
         )
 
-    def _plan(self, prompts: Sequence[Prompt]) -> list[_Reading]:
-        """Find each prompt's part in the cache, and its part in an earlier prompt."""
-        shape = self._policy.kv_shape
-        batch_index = PrefixCache(
-            block_tokens=self._block_tokens,
-            capacity_tokens=sum(prompt.tokens for prompt in prompts),
-        )
-        owners: dict[int, _Reading] = {}
-        readings = []
-        for prompt in prompts:
-            # The last token is always computed: its logits give the first token of the answer.
-            limit = prompt.tokens - 1
-            match = self._cache.match(prompt.ids, limit_tokens=limit)
-            reading = _Reading(
-                prompt=prompt,
-                ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
-                kv=shape.empty(prompt.tokens),
-                done=match.tokens,
-                cached=match.tokens,
-            )
-            self._cache.read(match, reading.kv)
-            self._read_stored(reading, limit)
-            earlier = batch_index.match(prompt.ids, limit_tokens=limit)
-            if earlier.tokens > reading.cached:
-                reading.source = owners[earlier.slots[-1]]
-                reading.shared = earlier.tokens
-                reading.done = earlier.tokens
-            for placed in batch_index.insert(prompt.ids):
-                owners[placed.slot] = reading
-            readings.append(reading)
-        return readings
-
-    def _read_stored(self, reading: _Reading, limit_tokens: int) -> None:
-        if self._stored is None:
-            return
-        began_s, cached = time.monotonic(), reading.cached
-        present = self._stored.read(
-            reading.prompt.ids, reading.kv, from_token=cached, limit_tokens=limit_tokens
-        )
-        reading.done = reading.cached = present
-        reading.stored, reading.stored_s = present - cached, time.monotonic() - began_s
-
-    def _pass(self, pending: Sequence[_Reading]) -> list[_Reading]:
-        """Compute as many tokens as fit, in order; return the unfinished readings.
-
-        The order ensures that the source of a shared prefix is in this pass or finished.
-        """
-        spans = []
-        room = self._pass_tokens
-        for reading in pending:
-            end = min(reading.prompt.tokens, reading.done + min(room, _most_tokens(reading.done)))
-            if end > reading.done:
-                spans.append(_Span(reading=reading, start=reading.done, end=end))
-            room -= end - reading.done
-            if end < reading.prompt.tokens:
-                break
-        kv_pass = _PrefillPass(spans)
-        device = self._policy.device
-        last_R = (
-            torch.tensor([span.end - span.start for span in spans], device=device).cumsum(0) - 1
-        )
-        logits_RV = self._policy.forward(
-            torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
-            torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
-            kv_pass,
-            logits_at=last_R,
-        )
-        for span, logits_V in zip(spans, logits_RV, strict=True):
-            span.reading.done = span.end
-            span.reading.logits = logits_V
-        return [reading for reading in pending if reading.done < reading.prompt.tokens]
+    def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
+        self.loop.call_soon_threadsafe(_deliver_all, answers)
 
 
-def _most_tokens(done: int) -> int:
-    """Return the most tokens after `done` ones whose mask has at most _MASK_ELEMENTS."""
-    return max(1, int((math.sqrt(done * done + 4 * _MASK_ELEMENTS) - done) / 2))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """The tokens of one prompt that one pass computes."""
-
-    reading: _Reading
-    start: int
-    end: int
-
-
-class _PrefillPass:
-    """The KvPass over spans of several prompts."""
-
-    def __init__(self, spans: Sequence[_Span]) -> None:
-        self._spans = spans
-        self._bias: dict[tuple[int, int | None], torch.Tensor] = {}
-
-    def attend(self, heads: Heads) -> torch.Tensor:
-        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
-        kv_heads, head_size = k_NHD.shape[1:]
-        groups = q_NQD.shape[1] // kv_heads
-        read_NQD = torch.empty_like(q_NQD)
-        offset = 0
-        for index, span in enumerate(self._spans):
-            rows = slice(offset, offset + span.end - span.start)
-            offset = rows.stop
-            reading = span.reading
-            k_HTD, v_HTD = reading.kv[layer, 0], reading.kv[layer, 1]
-            if reading.source is not None and span.start == reading.shared:
-                copied = slice(reading.cached, reading.shared)
-                reading.kv[layer, :, :, copied] = reading.source.kv[layer, :, :, copied]
-            k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
-            v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
-            q_HGSD = q_NQD[rows].view(-1, kv_heads, groups, head_size).permute(1, 2, 0, 3)
-            out_HGSD = scaled_dot_product_attention(
-                q_HGSD,
-                k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
-                v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
-                attn_mask=self._bias_for(index, window),
-                is_causal=span.start == 0 and window is None,
-                scale=scale,
-            )
-            read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
-        return read_NQD
-
-    def _bias_for(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Return the causal mask [1, 1, S, end]; None where the kernel's own causal mask fits."""
-        if self._spans[index].start == 0 and window is None:
-            return None
-        if (index, window) not in self._bias:
-            span = self._spans[index]
-            kv = span.reading.kv
-            queries_S = torch.arange(span.start, span.end, device=kv.device)
-            bias_ST = attention_bias(queries_S, span.end, window=window, dtype=kv.dtype)
-            self._bias[index, window] = bias_ST[None, None]
-        return self._bias[index, window]
+def _deliver_all(answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
+    for read, answer in answers:
+        read.deliver(answer)

@@ -1,0 +1,63 @@
+"""One forward pass over spans of several prompts: the storage and the attention.
+
+Shape suffixes as in kv/slabs.py; S = tokens computed for one prompt in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.inference.engines.embedded.kv.attention import Heads, attention_bias
+from services.inference.engines.embedded.prefill_schedule import Span
+
+
+class PrefillPass:
+    """The KvPass over spans of several prompts."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._bias: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def attend(self, heads: Heads) -> torch.Tensor:
+        """Store this pass's keys and values, and those of shared prefixes; see `KvPass`."""
+        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
+        kv_heads, head_size = k_NHD.shape[1:]
+        groups = q_NQD.shape[1] // kv_heads
+        read_NQD = torch.empty_like(q_NQD)
+        offset = 0
+        for index, span in enumerate(self._spans):
+            rows = slice(offset, offset + span.end - span.start)
+            offset = rows.stop
+            reading = span.reading
+            k_HTD, v_HTD = reading.kv[layer, 0], reading.kv[layer, 1]
+            if reading.source is not None and span.start == reading.shared:
+                copied = slice(reading.cached, reading.shared)
+                reading.kv[layer, :, :, copied] = reading.source.kv[layer, :, :, copied]
+            k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
+            v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
+            q_HGSD = q_NQD[rows].view(-1, kv_heads, groups, head_size).permute(1, 2, 0, 3)
+            out_HGSD = scaled_dot_product_attention(
+                q_HGSD,
+                k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
+                v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
+                attn_mask=self._bias_for(index, window),
+                is_causal=span.start == 0 and window is None,
+                scale=scale,
+            )
+            read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
+        return read_NQD
+
+    def _bias_for(self, index: int, window: int | None) -> torch.Tensor | None:
+        """Return the causal mask [1, 1, S, end]; None where the kernel's own causal mask fits."""
+        if self._spans[index].start == 0 and window is None:
+            return None
+        if (index, window) not in self._bias:
+            span = self._spans[index]
+            kv = span.reading.kv
+            queries_S = torch.arange(span.start, span.end, device=kv.device)
+            bias_ST = attention_bias(queries_S, span.end, window=window, dtype=kv.dtype)
+            self._bias[index, window] = bias_ST[None, None]
+        return self._bias[index, window]
