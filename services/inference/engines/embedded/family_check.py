@@ -229,6 +229,7 @@ class _Pair:
         self._prefill = PrefillActor(
             policy, cache(), block_tokens=_BLOCK_TOKENS, pass_tokens=_PASS_TOKENS, threads=1
         )
+        self._prefill.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
         decoded = cache()
         trunks = None
         if not shape.windowed:
@@ -271,12 +272,20 @@ class _Pair:
         return answers
 
     def _read(self, prompts: Sequence[Prompt]) -> list[HeldPrompt]:
-        messages = [Read(prompt=prompt, asked_s=0.0) for prompt in prompts]
-        outcomes = self._prefill.receive_batch(messages)
-        for outcome in outcomes:
-            if isinstance(outcome, ForgeError):
-                raise outcome
-        return list(outcomes)
+        held: dict[str, HeldPrompt] = {}
+
+        def read(prompt: Prompt) -> Read:
+            def deliver(outcome: HeldPrompt | ForgeError) -> None:
+                if isinstance(outcome, ForgeError):
+                    raise outcome
+                held[prompt.request_id] = outcome
+
+            return Read(prompt=prompt, asked_s=0.0, deliver=deliver)
+
+        self._prefill.receive_batch([read(prompt) for prompt in prompts])
+        while self._prefill.work():
+            pass
+        return [held[prompt.request_id] for prompt in prompts]
 
     def _join(self, prompt: Prompt, held: HeldPrompt, answer: _Answer) -> None:
         cached: int = self._decode.receive(Reserve(prompt=prompt))
