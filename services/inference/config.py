@@ -38,7 +38,8 @@ class KvSettings:
     """Memory of a worker for keys and values."""
 
     mib: Annotated[int, Meta(ge=1)] = 2048
-    """Memory for running sequences (decode) or held prompts (prefill), MiB."""
+    """Memory for running sequences with their shared prefixes (decode) or held prompts (prefill),
+    MiB; decode takes up to an eighth on top for prompts that wait."""
     cache_mib: Annotated[int, Meta(ge=0)] = 512
     """Memory for the prefix cache, MiB."""
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16

@@ -40,6 +40,8 @@ STREAM_INTERVAL_S = 0.05
 """Shortest time between two pieces of a streamed request."""
 CHECKPOINT_TOKENS = 64
 """Tokens in a piece of an unstreamed request; a crash loses at most so many."""
+WAITING_SHARE = 1 / 8
+"""Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""
 _MIXED = -1
 """Version of keys and values computed by several weights, or with NaN; never cached."""
 _LOOKAHEAD_TOKENS = 512
@@ -174,6 +176,7 @@ class DecodeActor(ThreadActor):
             assert match.tokens + span.tokens == prompt.tokens
             fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
             fetched = fetched.to(self._policy.device)
+            self._require_room_to_wait(fetched.nbytes)
         except BaseException:
             self._unreserve(prompt.request_id)
             raise
@@ -199,6 +202,24 @@ class DecodeActor(ThreadActor):
                 prompt_blocks=blocks,
             )
         )
+
+    def _require_room_to_wait(self, arriving_bytes: int) -> None:
+        """Raises ResourceExhausted if waiting keys and values would exceed their share of the
+        memory; one prompt may wait in any case."""
+        most_bytes = int(self._running.capacity_bytes * WAITING_SHARE)
+
+        def is_full() -> bool:
+            waiting = [one.arrived.fetched.nbytes for one in self._waiting if one.arrived]
+            return bool(waiting) and sum(waiting) + arriving_bytes > most_bytes
+
+        if is_full():
+            self._admit()
+        if is_full():
+            raise ResourceExhausted(
+                f"keys and values of {len(self._waiting)} waiting requests fill the {most_bytes} "
+                "bytes for them",
+                retry_after_s=0.5,
+            )
 
     @torch.inference_mode()
     def _abort(self, request_id: str) -> None:
@@ -248,7 +269,8 @@ class DecodeActor(ThreadActor):
         self._cache.read(cached, kv, start=sequence.base)
         first = max(cached.tokens, sequence.base)
         own = slice(first - sequence.base, sequence.tokens)
-        kv[:, :, :, own] = fetched[:, :, :, first - cached.tokens :]
+        for layer, new in zip(kv, fetched, strict=True):
+            layer[:, :, own] = new[:, :, first - cached.tokens :]
         self._cache.unpin(cached)
         sequence.arrived = None
 

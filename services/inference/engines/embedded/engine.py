@@ -75,7 +75,7 @@ def _slabs(options: EngineOptions, policy: Policy) -> Slabs[Any]:
     )
 
 
-def _trunks(options: EngineOptions, policy: Policy, cache: KvCache) -> Trunks | None:
+def _trunks(policy: Policy, cache: KvCache, running: Slabs[Any]) -> Trunks | None:
     """Return None on a GPU, and for models with a sliding window: neither can merge two reads."""
     if policy.device.type != "cpu" or policy.kv_shape.windowed:
         return None
@@ -83,8 +83,7 @@ def _trunks(options: EngineOptions, policy: Policy, cache: KvCache) -> Trunks | 
         policy.kv_shape,
         cache,
         context_tokens=policy.limits.context_tokens,
-        # A trunk is a copy of pinned blocks of the prefix cache.
-        capacity_bytes=options.cache_bytes,
+        running=running,
     )
 
 
@@ -295,11 +294,12 @@ class EmbeddedDecode(_Embedded):
 
         def actor() -> DecodeActor:
             cache = _prefix_cache(options, policy)
+            slabs = _slabs(options, policy)
             return DecodeActor(
                 policy,
                 cache,
-                _slabs(options, policy),
-                _trunks(options, policy, cache),
+                slabs,
+                _trunks(policy, cache, slabs),
                 _stored(store, policy),
                 max_running=options.max_running,
                 max_waiting=_MAX_WAITING,

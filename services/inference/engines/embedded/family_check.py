@@ -231,16 +231,16 @@ class _Pair:
         )
         self._prefill.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
         decoded = cache()
+        slabs: Slabs[Any] = Slabs(shape, context_tokens=_CONTEXT_TOKENS, capacity_bytes=capacity)
         trunks = None
         if not shape.windowed:
             trunks = Trunks(
                 shape,
                 decoded,
                 context_tokens=_CONTEXT_TOKENS,
-                capacity_bytes=capacity,
+                running=slabs,
                 least_tokens=2 * _BLOCK_TOKENS,
             )
-        slabs: Slabs[Any] = Slabs(shape, context_tokens=_CONTEXT_TOKENS, capacity_bytes=capacity)
         self._decode = DecodeActor(
             policy, decoded, slabs, trunks, max_running=16, max_waiting=16, threads=1
         )

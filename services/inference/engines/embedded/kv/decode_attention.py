@@ -27,8 +27,8 @@ class SlabStep:
     """The KvPass of one step: token i of the pass is of the i-th sequence of the slabs."""
 
     def __init__(self, slabs: Sequence[Slab], trunk_slabs: Sequence[Slab]) -> None:
-        device = slabs[0].kv_L2RHTD.device
-        self._dtype = slabs[0].kv_L2RHTD.dtype
+        device = slabs[0].layers[0].device
+        self._dtype = slabs[0].layers[0].dtype
         self._slabs = slabs
         self._rows_R = [torch.arange(len(slab.rows), device=device) for slab in slabs]
         self._own_R = [
@@ -52,7 +52,7 @@ class SlabStep:
         start = 0
         for index, slab in enumerate(self._slabs):
             end = start + len(slab.rows)
-            k_RHTD, v_RHTD = slab.kv_L2RHTD[layer, 0], slab.kv_L2RHTD[layer, 1]
+            k_RHTD, v_RHTD = slab.layers[layer]
             k_RHTD[self._rows_R[index], :, self._own_R[index]] = k_NHD[start:end]
             v_RHTD[self._rows_R[index], :, self._own_R[index]] = v_NHD[start:end]
             seen = slice(0, self._lengths[index])
@@ -118,7 +118,7 @@ class _TrunkRead:
     @classmethod
     def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, int]) -> _TrunkRead:
         """`numbers`: the number of each sequence by its id()."""
-        kv = slab.kv_L2RHTD
+        kv = slab.layers[0]
         widest = max(len(trunk.sequences) for trunk in trunks)
         table: list[list[int]] = []
         asking: list[int] = []
@@ -148,7 +148,7 @@ class _TrunkRead:
         self, layer: int, q_NHGD: torch.Tensor, *, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the asking sequences read, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
-        k_RHTD, v_RHTD = self.slab.kv_L2RHTD[layer, :, self.rows, :, : self.length]
+        k_RHTD, v_RHTD = self.slab.layers[layer][:, self.rows, :, : self.length]
         q_RKHGD = q_NHGD[self.table]
         rows, asking, heads, groups, head_size = q_RKHGD.shape
         q_RHKD = q_RKHGD.transpose(1, 2).reshape(rows, heads, asking * groups, head_size)

@@ -5,11 +5,16 @@ Bounded in bytes, emptied when the weights change. Owned by one engine actor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from forge.core.placement.prefix_cache import Match, PrefixCache
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.shape import KvShape
+
+Layers = Sequence[torch.Tensor] | torch.Tensor
+"""Keys and values of a sequence, [2, heads, tokens, head_size] of each layer."""
 
 
 class KvCache(PrefixCache):
@@ -26,18 +31,16 @@ class KvCache(PrefixCache):
             device=shape.device,
         )
 
-    def read(
-        self, match: Match, out: torch.Tensor, *, start: int = 0, end: int | None = None
-    ) -> None:
-        """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`
-        [layers, 2, heads, tokens, head_size]."""
+    def read(self, match: Match, out: Layers, *, start: int = 0, end: int | None = None) -> None:
+        """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`."""
         size = self.block_tokens
         slots = match.slots[start // size : None if end is None else end // size]
         if slots:
             blocks = self._blocks.index_select(3, torch.tensor(slots, device=self._blocks.device))
-            out[:, :, :, : len(slots) * size] = blocks.flatten(3, 4)
+            for layer, found in zip(out, blocks.flatten(3, 4), strict=True):
+                layer[:, :, : len(slots) * size] = found
 
-    def store(self, ids: bytes, kv: torch.Tensor, *, from_token: int = 0) -> None:
+    def store(self, ids: bytes, kv: Layers, *, from_token: int = 0) -> None:
         """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`.
 
         `kv` may begin at `from_token` if all tokens before it are cached and pinned.
@@ -50,9 +53,9 @@ class KvCache(PrefixCache):
             assert start >= 0
             slots = torch.tensor([block.slot for block in placed], device=self._blocks.device)
             # New blocks are consecutive: they are the uncached part of the prefix.
-            layers, two, heads, _, head_size = kv.shape
-            blocks = kv[:, :, :, start:end].view(layers, two, heads, len(placed), size, head_size)
-            self._blocks.index_copy_(3, slots, blocks)
+            for layer, blocks in zip(kv, self._blocks, strict=True):
+                new = layer[:, :, start:end].unflatten(2, (len(placed), size))
+                blocks.index_copy_(2, slots, new)
 
 
 def prefix(ids: bytes, tokens: int) -> bytes:

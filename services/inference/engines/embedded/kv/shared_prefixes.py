@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from forge.core.placement.prefix_cache import Match
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
@@ -42,7 +43,7 @@ class Branch(SlabRow):
 
 
 class Trunks:
-    """All trunks, in at most `capacity_bytes`."""
+    """All trunks, in the memory of the running sequences."""
 
     def __init__(
         self,
@@ -50,12 +51,15 @@ class Trunks:
         cache: KvCache,
         *,
         context_tokens: int,
-        capacity_bytes: int,
+        running: Slabs[Any],
         least_tokens: int = MIN_TRUNK_TOKENS,
     ) -> None:
         self._cache = cache
         self.slabs: Slabs[Trunk] = Slabs(
-            shape, context_tokens=context_tokens, capacity_bytes=capacity_bytes
+            shape,
+            context_tokens=context_tokens,
+            capacity_bytes=running.capacity_bytes,
+            beside=running,
         )
         self._by_key: dict[int, Trunk] = {}
         self._least_tokens = least_tokens
@@ -120,7 +124,7 @@ def _join(branch: Branch, trunk: Trunk) -> None:
 
 def _shorten(branch: Branch, tokens: int) -> None:
     """Drop the first `tokens` of a sequence's own keys and values, which its trunk has."""
-    kv = branch.slab.kv(branch)
     kept = branch.tokens - tokens
-    kv[:, :, :, :kept] = kv[:, :, :, tokens : branch.tokens].clone()
+    for kv in branch.slab.kv(branch):
+        kv[:, :, :kept] = kv[:, :, tokens : branch.tokens].clone()
     branch.tokens = kept

@@ -3,7 +3,8 @@
 A slab has the sequences of one length class, one row each, without gaps; each class is twice the
 one before. A step attends over a view of each slab, cut at its longest sequence: less than half of
 it is padding, and a long context does not slow short ones. Only growth, the move to a larger class
-and the removal of a sequence copy.
+and the removal of a sequence copy. Each layer has a tensor of its own: a slab grows layer by layer,
+so that its old and its new memory never exist together.
 
 Shape suffixes: L layers, R rows, H key-value heads, T tokens, D head size.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -46,7 +47,8 @@ class Slab:
         self.class_tokens = class_tokens
         self.rows: list[SlabRow] = []
         self._shape = shape
-        self.kv_L2RHTD = self._allocate(0)
+        self.layers = [self._allocate(0) for _ in range(shape.layers)]
+        """[2, R, H, T, D] of each layer."""
 
     def bytes_with(self, rows: int) -> int:
         """Memory of this many rows."""
@@ -60,19 +62,20 @@ class Slab:
     @property
     def room(self) -> int:
         """Rows allocated."""
-        return self.kv_L2RHTD.shape[2]
+        return self.layers[0].shape[1]
 
-    def kv(self, row: SlabRow) -> torch.Tensor:
-        """Return the row's keys and values, [L, 2, H, class_tokens, D]; writable."""
-        return self.kv_L2RHTD[:, :, row.row]
+    def kv(self, row: SlabRow) -> list[torch.Tensor]:
+        """Return the row's keys and values, [2, H, class_tokens, D] of each layer; writable."""
+        return [kv_2RHTD[:, row.row] for kv_2RHTD in self.layers]
 
     def resize(self, rows: int) -> None:
         """Allocate `rows` rows and copy the occupied ones."""
         used = len(self.rows)
         assert rows >= used
-        kv = self._allocate(rows)
-        kv[:, :, :used] = self.kv_L2RHTD[:, :, :used]
-        self.kv_L2RHTD = kv
+        for layer in range(self._shape.layers):
+            kv = self._allocate(rows)
+            kv[:, :used] = self.layers[layer][:, :used]
+            self.layers[layer] = kv
 
     def append(self, row: SlabRow) -> None:
         """Give `row` the next place."""
@@ -81,29 +84,44 @@ class Slab:
 
     def remove(self, row: SlabRow) -> None:
         """Remove a row; the last row fills the gap."""
-        last = self.rows.pop()
-        if last is not row:
-            filled = self.kv_L2RHTD[:, :, :, :, : last.tokens]
-            filled[:, :, row.row] = filled[:, :, last.row]
-            self.rows[row.row] = last
-            last.row = row.row
+        self.vacate(row.row)
+
+    def vacate(self, place: int) -> None:
+        """Remove the row at `place`; the last row fills the gap."""
+        gone, last = self.rows[place], self.rows.pop()
+        if last is not gone:
+            for kv_2RHTD in self.layers:
+                kv_2RHTD[:, place, :, : last.tokens] = kv_2RHTD[:, last.row, :, : last.tokens]
+            self.rows[place] = last
+            last.row = place
 
     def _allocate(self, rows: int) -> torch.Tensor:
         shape = self._shape
         return torch.zeros(
-            (shape.layers, 2, rows, shape.heads, self.class_tokens, shape.head_size),
+            (2, rows, shape.heads, self.class_tokens, shape.head_size),
             dtype=shape.dtype,
             device=shape.device,
         )
 
 
 class Slabs(Generic[Row]):
-    """All running sequences, in at most `capacity_bytes`."""
+    """All running sequences, in at most `capacity_bytes`, also while a slab grows."""
 
-    def __init__(self, shape: KvShape, *, context_tokens: int, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        context_tokens: int,
+        capacity_bytes: int,
+        beside: Slabs[Any] | None = None,
+    ) -> None:
+        """`beside` has the same memory: the capacity is that of both."""
         self._shape = shape
         self.capacity_bytes = capacity_bytes
         self._slabs = [Slab(shape, tokens) for tokens in _classes(context_tokens)]
+        self._beside = beside
+        if beside is not None:
+            beside._beside = self
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the sequences in the order of a step's rows."""
@@ -144,10 +162,13 @@ class Slabs(Generic[Row]):
         slab = self._class_for(row.tokens + 1)
         if not self._make_room(slab):
             return False
-        kv = row.slab.kv(row)[:, :, :, : row.tokens].clone()
-        self.remove(row)
+        before, place, kv = row.slab, row.row, row.slab.kv(row)
         slab.append(row)
-        slab.kv(row)[:, :, :, : row.tokens] = kv
+        for moved, kept in zip(slab.kv(row), kv, strict=True):
+            moved[:, :, : row.tokens] = kept[:, :, : row.tokens]
+        before.vacate(place)
+        if not before.rows:
+            before.resize(0)
         return True
 
     @property
@@ -162,17 +183,27 @@ class Slabs(Generic[Row]):
         if slab.room > len(slab.rows):
             return True
         for rows in (max(_FIRST_ROWS, 2 * slab.room), slab.room + 1):
-            grown = slab.bytes_with(rows) - slab.bytes
-            if self.bytes + grown > self.capacity_bytes:
+            # The last layer's old memory is freed after its new memory is there.
+            last_layer = slab.bytes // self._shape.layers
+            grown = slab.bytes_with(rows) - slab.bytes + last_layer
+            if self._shared_bytes + grown > self.capacity_bytes:
                 self._trim(keep=slab)
-            if self.bytes + grown <= self.capacity_bytes:
+            if self._shared_bytes + grown <= self.capacity_bytes:
                 slab.resize(rows)
                 return True
         return False
 
+    @property
+    def _shared_bytes(self) -> int:
+        return self.bytes + (self._beside.bytes if self._beside is not None else 0)
+
     def _trim(self, *, keep: Slab) -> None:
         for slab in self._slabs:
-            if slab is not keep and slab.room > len(slab.rows):
+            if slab is keep or slab.room == len(slab.rows):
+                continue
+            # The first layer's new memory is there before its old memory is freed.
+            first_layer = slab.bytes_with(len(slab.rows)) // self._shape.layers
+            if self._shared_bytes + first_layer <= self.capacity_bytes:
                 slab.resize(len(slab.rows))
 
 

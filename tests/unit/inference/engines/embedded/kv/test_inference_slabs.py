@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +23,12 @@ def slabs(capacity_tokens: int = 1 << 20) -> Slabs[SlabRow]:
 
 
 def write(row: SlabRow, mark: float) -> None:
-    row.slab.kv(row)[:, :, :, : row.tokens] = mark
+    for kv in row.slab.kv(row):
+        kv[:, :, : row.tokens] = mark
 
 
 def holds(row: SlabRow, mark: float) -> bool:
-    return bool((row.slab.kv(row)[:, :, :, : row.tokens] == mark).all())
+    return all(bool((kv[:, :, : row.tokens] == mark).all()) for kv in row.slab.kv(row))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -90,3 +93,59 @@ def test_unused_rows_of_one_class_make_room_for_another() -> None:
         small.remove(row)
     long = [SlabRow() for _ in range(2)]
     assert all(small.add(row, tokens=300, expected_tokens=300) for row in long)
+
+
+class Memory:
+    """Counts the live bytes of the tensors that slabs allocate."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.live = self.peak = 0
+        allocate = torch.zeros
+
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made: torch.Tensor = allocate(*args, **kwargs)
+            self.live += made.nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(made.untyped_storage(), self._freed, made.nbytes)
+            return made
+
+        patch.setattr(torch, "zeros", counted)
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_slabs_never_allocate_more_than_their_bound(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through random joins, growths and leaves of sequences and trunks: old and new memory of a
+    growing slab count together, and trunks count in the same bound."""
+    rng = random.Random(seed)
+    memory = Memory(monkeypatch)
+    running = slabs(capacity_tokens=6 * 1024)
+    trunks: Slabs[SlabRow] = Slabs(
+        SHAPE, context_tokens=CONTEXT, capacity_bytes=running.capacity_bytes, beside=running
+    )
+    rows: list[tuple[Slabs[SlabRow], SlabRow]] = []
+    refused = 0
+    for _ in range(600):
+        if rng.random() < 0.5 or not rows:
+            kind = rng.choice((running, running, trunks))
+            row = SlabRow()
+            tokens = rng.randint(1, 600)
+            if kind.add(row, tokens=tokens, expected_tokens=tokens + rng.randint(0, 300)):
+                rows.append((kind, row))
+            else:
+                refused += 1
+        elif rng.random() < 0.5:
+            kind, row = rng.choice(rows)
+            row.tokens = min(row.slab.class_tokens, CONTEXT - 1)
+            refused += not kind.promote(row)
+        else:
+            kind, row = rows.pop(rng.randrange(len(rows)))
+            kind.remove(row)
+        assert memory.live == running.bytes + trunks.bytes
+    assert refused
+    assert memory.peak <= running.capacity_bytes
+    assert memory.peak > running.capacity_bytes // 2
