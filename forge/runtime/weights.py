@@ -89,18 +89,37 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise DataLoss(f"the weight manifest is unreadable: {error}") from error
 
 
+Arriving = Callable[[int, int], AsyncIterator[NamedTensor]]
+"""Yields the tensors of a version from a number on, as they arrive. Raises `NotFound`."""
+
+
 class WeightServicer(WeightServiceServicer):
     """Sends the weights that this process holds."""
 
-    def __init__(self, held: Callable[[], Mapping[int, Sequence[NamedTensor]]]) -> None:
-        """`held` returns the tensors of each version held, in the manifest's order."""
+    def __init__(
+        self,
+        held: Callable[[], Mapping[int, Sequence[NamedTensor]]],
+        *,
+        arriving: Arriving | None = None,
+    ) -> None:
+        """`held` returns the tensors of each version held, in the manifest's order; `arriving`
+        those of a version that this process fetches itself."""
         self._held = held
+        self._arriving = arriving
 
     async def FetchWeights(  # noqa: N802 - named by the proto
         self, request: FetchWeightsRequest, context: Any
     ) -> AsyncIterator[FetchWeightsResponse]:
         """Sends the tensors of one version. Raises `NotFound`."""
         held = self._held()
+        newer = request.weight_version > max(held, default=0)
+        if newer and self._arriving is not None and request.slices:
+            from_byte = request.from_byte
+            async for tensor in self._arriving(request.weight_version, request.from_tensor):
+                for piece in codec.slices(tensor, from_byte=from_byte):
+                    yield FetchWeightsResponse(slice=piece)
+                from_byte = 0
+            return
         if request.weight_version not in held:
             versions = sorted(held) or "no weights"
             raise NotFound(

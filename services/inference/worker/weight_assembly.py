@@ -18,7 +18,7 @@ class WeightAssembly:
         self.tensors: dict[str, NamedTensor] = {}
         """Complete tensors, by name."""
         self.version = version
-        self._names = names
+        self.names = names
         self._total_bytes = total_bytes
         self._whole_bytes = 0
         self._slices = SliceAssembler()
@@ -33,7 +33,7 @@ class WeightAssembly:
     @property
     def complete(self) -> bool:
         """Whether all tensors have arrived."""
-        return len(self.tensors) == len(self._names)
+        return len(self.tensors) == len(self.names)
 
     def request(self) -> pb.FetchWeightsRequest:
         """Return the request for all missing bytes."""
@@ -81,7 +81,7 @@ class WeightAssembly:
 
     def _expect_name(self, name: str) -> None:
         at = len(self.tensors)
-        expected = self._names[at] if at < len(self._names) else None
+        expected = self.names[at] if at < len(self.names) else None
         if name != expected:
             raise DataLoss(
                 f"weights {self.version}: tensor {at} is {name!r}, announced is {expected!r}"

@@ -1,6 +1,7 @@
 """Follows the weights announced in etcd: fetches, verifies and swaps them in.
 
-The bytes come from a worker with the announced version, else from the trainer. After
+The bytes come from a worker with the announced version, else from the worker above in a tree of all
+workers, which relays them while it fetches, else from the trainer. After
 `weight_silence_s` without data the next source continues at the first missing byte. On any failure
 the old version stays in service; each new attempt fetches the newest announced version. A version
 that the engine refuses is not fetched again. Keeps the bytes as published, since other workers
@@ -33,6 +34,7 @@ from services.inference.worker.metrics import (
     WEIGHT_VERSION,
 )
 from services.inference.worker.weight_assembly import WeightAssembly
+from services.inference.worker.weight_relay import WeightRelay
 from services.inference.worker.weight_sources import WeightSources
 
 _NAMED = 3
@@ -56,6 +58,8 @@ class WeightFollower:
         )
         self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
         self._silence_s: float = context.config.weight_silence_s
+        self.relay = WeightRelay()
+        """The version during its fetch."""
         self._wanted: WeightManifest | None = None
         self._assembly: WeightAssembly | None = None
         self._unmixed_version = 0
@@ -132,10 +136,12 @@ class WeightFollower:
 
     async def _obtain(self, manifest: WeightManifest) -> None:
         began_s = time.monotonic()
-        tensors, source = await self._fetch_from_any(manifest)
-        fetched_s = time.monotonic()
-        await self._engine.load(tensors, version=manifest.weight_version, probe=_probe_of(manifest))
-        self.weights = {manifest.weight_version: tuple(tensors.values())}
+        with self.relay.fetch():
+            tensors, source = await self._fetch_from_any(manifest)
+            fetched_s = time.monotonic()
+            probe = _probe_of(manifest)
+            await self._engine.load(tensors, version=manifest.weight_version, probe=probe)
+            self.weights = {manifest.weight_version: tuple(tensors.values())}
         WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
             "weights_swapped",
@@ -193,7 +199,10 @@ class WeightFollower:
         call: Any = stub.FetchWeights(assembly.request())
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
+                before = len(assembly.tensors)
                 assembly.add(response)
+                if len(assembly.tensors) != before:
+                    self.relay.progress()
                 if assembly.complete:
                     return
         finally:
@@ -207,6 +216,7 @@ class WeightFollower:
             self._assembly = WeightAssembly(
                 version, manifest.tensor_names, total_bytes=manifest.total_bytes
             )
+        self.relay.show(self._assembly)
         return self._assembly
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
 
 from forge.runtime.coordination import Discovery
 
@@ -13,7 +15,8 @@ AVOID_S = 60.0
 
 
 class WeightSources:
-    """Workers with the version, then the trainer; recently failed sources come last."""
+    """Workers with the version, else one that relays it, then the trainer; recently failed sources
+    come last."""
 
     def __init__(
         self,
@@ -28,7 +31,11 @@ class WeightSources:
         self._avoided_until_s: dict[str, float] = {}
 
     def of(self, version: int, *, trainer: str) -> list[str]:
-        """Return addresses in the order of use: workers first, to spare the trainer's network."""
+        """Return addresses in the order of use: workers first, to spare the trainer's network.
+
+        After a publication no worker has the version. Then each fetches from the one above it in a
+        binary tree over all workers, and the first one from the trainer.
+        """
         now_s = self._clock()
         self._avoided_until_s = {
             address: until_s
@@ -43,9 +50,27 @@ class WeightSources:
             and peer.instance_id != self._own_id
         ]
         random.shuffle(holders)
+        if not holders:
+            holders = self._above(version)
         # The sort is stable.
         return sorted([*holders, trainer], key=self._avoided_until_s.__contains__)
+
+    def _above(self, version: int) -> list[str]:
+        """Return the worker above this one in the tree of a version; none for the first one."""
+        addresses = {
+            peer.instance_id: peer.address
+            for discovery in self._peers
+            for peer in discovery.instances
+        }
+        # Each version has another order, so that each worker's network has its turn.
+        order = sorted({*addresses, self._own_id}, key=partial(_place, version))
+        place = order.index(self._own_id)
+        return [addresses[order[(place - 1) // 2]]] if place else []
 
     def avoid(self, address: str) -> None:
         """Record a failure of a source."""
         self._avoided_until_s[address] = self._clock() + AVOID_S
+
+
+def _place(version: int, instance_id: str) -> bytes:
+    return blake2b(f"{version}/{instance_id}".encode(), digest_size=8).digest()

@@ -17,7 +17,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
 from forge.runtime.security.tokens import Keyring
-from forge.runtime.weights import layout_of, weight_responses
+from forge.runtime.weights import FULL_NAME, WeightServicer, layout_of, weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Probe
@@ -55,6 +55,8 @@ class Source(rpc.WeightServiceServicer):
         self.held: dict[int, Weights] = {}
         self.requests: list[pb.FetchWeightsRequest] = []
         self.hung = asyncio.Event()
+        self.go_on = asyncio.Event()
+        """Ends the silence: the rest follows, for tensors of one message each."""
         self._hangs_after = hangs_after
         self._pause_s = pause_s
         self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
@@ -84,7 +86,12 @@ class Source(rpc.WeightServiceServicer):
             sent += 1
         if sent == self._hangs_after:
             self.hung.set()
-            await asyncio.Event().wait()
+            await self.go_on.wait()
+            tensors_left = tensors[sent:]
+            async for response in weight_responses(
+                pb.FetchWeightsRequest(slices=True), tensors_left
+            ):
+                yield response
 
 
 @dataclass
@@ -115,18 +122,19 @@ class Engine:
 class Worker:
     """A follower with a fake coordinator and engine, and real channels."""
 
-    def __init__(self, *, silence_s: float = 0.3) -> None:
+    def __init__(self, *, silence_s: float = 0.3, name: str = "self") -> None:
         self.engine = Engine()
         self.metadata: dict[str, str] = {}
         self.channels = Channels(SECURITY)
         self.coordinator = self
         self.config = SimpleNamespace(
-            instance_id="self", serving_group="", weight_silence_s=silence_s
+            instance_id=name, serving_group="", weight_silence_s=silence_s
         )
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers()}
         self._manifests: asyncio.Queue[bytes] = asyncio.Queue()
         self._changed = asyncio.Condition()
+        self._server: RpcServer | None = None
         self.follower = WeightFollower(cast(Any, self), cast(Any, self.engine), policy="default")
         self._run = asyncio.create_task(self.follower.run())
 
@@ -136,6 +144,13 @@ class Worker:
         self._kinds["decode"].instances = tuple(
             SimpleNamespace(address=address, instance_id=address, metadata=metadata)
             for address in addresses
+        )
+
+    def meet(self, peers: Mapping[str, str]) -> None:
+        """Peers by name, at these addresses, without a version yet."""
+        self._kinds["decode"].instances = tuple(
+            SimpleNamespace(address=address, instance_id=name, metadata={})
+            for name, address in peers.items()
         )
 
     def publish(self, version: int, weights: Weights, *, source: str, **overrides: Any) -> None:
@@ -168,6 +183,18 @@ class Worker:
         await self.until_announced(lambda metadata: metadata.get("weight_version") == str(version))
         return self.engine.loaded[version]
 
+    async def serve(self) -> str:
+        """Serve its weights to other workers; returns the address."""
+        self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
+        self._server.add_service(
+            rpc.add_WeightServiceServicer_to_server,
+            WeightServicer(lambda: self.follower.weights, arriving=self.follower.relay.tensors),
+            full_name=FULL_NAME,
+        )
+        return await self._server.start()
+
     async def stop(self) -> None:
         await cancel_and_wait(self._run)
+        if self._server is not None:
+            await self._server.stop(grace_s=0)
         await self.channels.close()

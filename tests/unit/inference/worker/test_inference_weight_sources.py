@@ -115,7 +115,9 @@ async def test_newer_weights_end_the_search_for_a_version() -> None:
         for task in asked:
             task.cancel()
     assert {request.weight_version for request in trainer.requests} == {2}
-    assert len(hung.requests) + len(other.requests) == 1
+    # Either may then be the worker above it in the tree of version 2.
+    asked_peers = [request.weight_version for request in [*hung.requests, *other.requests]]
+    assert asked_peers.count(1) == 1
 
 
 async def test_slow_source_is_not_replaced() -> None:
