@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.inference.engines.embedded.kv.prefix_cache import Layers
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.tensor_bytes import NAMES, from_bytes, to_bytes
 from services.inference.engines.kv_store.store import KvStore
@@ -47,14 +48,15 @@ class StoredKv:
 
         return self._store.read(ids, from_token=from_token, limit_tokens=limit_tokens, place=place)
 
-    def write(self, ids: bytes, kv: torch.Tensor, *, after_token: int, kv_from: int = 0) -> None:
+    def write(self, ids: bytes, kv: Layers, *, after_token: int, kv_from: int = 0) -> None:
         """Store the whole blocks that end after `after_token`; `kv` begins at `kv_from`, and the
         blocks before it are left out."""
         size = self._store.block_tokens
         complete_from = -(-kv_from // size) * size
 
         def encode(start: int, end: int) -> bytes:
-            return to_bytes(kv[:, :, :, start - kv_from : end - kv_from])
+            block = slice(start - kv_from, end - kv_from)
+            return to_bytes(torch.stack([layer[:, :, block] for layer in kv]))
 
         self._store.write(ids, after_token=max(after_token, complete_from), encode=encode)
 
