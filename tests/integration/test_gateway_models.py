@@ -24,6 +24,7 @@ from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.support.gateway.chat_templates import save_model
 from tests.support.gateway.external_api import KEY, ExternalServer, external_server
 from tests.support.gateway.stack import GatewayStack, recorded, token_tree
+from tests.support.runtime.waiting import until
 
 GATEWAY = "gateway-models"
 
@@ -341,6 +342,32 @@ async def test_cut_stream_ends_with_an_error_event_and_a_partial_record(
         assert await agent.close(reward_event("done", 1.0), min_turns=1, after_agent_s=0) == 1
     (turn,) = (await recorded(stack, own_coordinator, trajectory_id)).turns
     assert turn.finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
+async def test_answer_that_the_agent_leaves_is_recorded_so_far(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """As an aborted turn, with the events that came; its call counts no longer."""
+    trajectory_id = "leaves:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(gateway, token)
+    stream = await client.chat.completions.create(
+        model="waits", messages=[user("hang")], stream=True
+    )
+    pieces = aiter(stream)
+    assert (await anext(pieces)).choices[0].delta.content == "Hel"
+    await stream.close()
+    async with stack.agent(gateway, token) as agent:
+
+        async def is_recorded() -> bool:
+            return (await agent.open()).turns == 1
+
+        await until(is_recorded)
+        assert await said(client, "waits", user("ok")) == "Hello you"
+        assert await agent.close(reward_event("done", 1.0), min_turns=2, after_agent_s=0) == 2
+    left, _ = (await recorded(stack, own_coordinator, trajectory_id)).turns
+    assert left.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert "Hel" in json.loads(left.messages_json)["response"]
 
 
 async def test_calls_of_an_api_are_bounded_and_end_with_their_session(

@@ -1,7 +1,7 @@
 """A real HTTP server in the place of an external API, which does what the request says.
 
-The last message is the script: `ok`, `status 429`, `cut`, `cut hard`, `slow`, `large`; any other
-text is answered like `ok`.
+The last message is the script: `ok`, `status 429`, `cut`, `cut hard`, `hang`, `slow`, `large`; any
+other text is answered like `ok`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class ExternalServer:
         for number, event in enumerate(events):
             if script == "cut" and number == 2:
                 return response
+            if script == "hang" and number == 2:
+                await self.release.wait()
             if script == "cut hard" and number == 2:
                 assert request.transport is not None
                 request.transport.abort()
