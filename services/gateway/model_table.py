@@ -66,9 +66,9 @@ class ModelTable:
         )
 
     def turns(self, claims: Claims, name: str) -> Turns:
-        """Returns a model that engines of this cluster serve; "": the policy. Raises the errors of
-        `find`, `InvalidArgument` for an external API."""
-        found = self.find(claims, name) if name else self._policy
+        """Returns a model that engines of this cluster serve. Raises the errors of `find`,
+        `InvalidArgument` for an external API."""
+        found = self.find(claims, name)
         if isinstance(found, ExternalApi):
             # Only requests of its own protocol reach it, as they are.
             raise InvalidArgument(
@@ -76,6 +76,10 @@ class ModelTable:
                 "models that are served here"
             )
         return found
+
+    def turns_or_policy(self, claims: Claims, name: str) -> Turns:
+        """As `turns`; the policy without a name, for protocols in which it may be absent."""
+        return self.turns(claims, name) if name else self._policy
 
     def usable(self, claims: Claims) -> list[tuple[str, Turns | ExternalApi]]:
         """Returns all names that a session may use, those of the policy first."""

@@ -97,7 +97,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
         claims = self._claims_for(request)
-        turns = self._models.turns(claims, request.model)
+        turns = self._models.turns_or_policy(claims, request.model)
         _read_labels(context)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
@@ -126,7 +126,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         claims = self._claims_for(request)
-        turns = self._models.turns(claims, request.model)
+        turns = self._models.turns_or_policy(claims, request.model)
         _read_labels(context)
         turn_request = TurnRequest(
             prompt_ids=_prompt_ids(request.prompt_ids, turns.model.vocabulary_tokens),

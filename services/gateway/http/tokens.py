@@ -70,7 +70,7 @@ class Tokens:
         edge = self._edge
         claims = edge.claims(request)
         asked, headers = decode_request(await edge.read_body(request), TokenizeRequest, _FIELDS)
-        turns = edge.models.turns(claims, asked.model)
+        turns = edge.models.turns_or_policy(claims, asked.model)
         if (asked.prompt is None) == (not bytes(asked.messages)):
             raise InvalidArgument("either prompt or messages is needed")
         model = turns.model
@@ -114,7 +114,7 @@ class Tokens:
         edge = self._edge
         claims = edge.claims(request)
         asked, headers = decode_request(await edge.read_body(request), DetokenizeRequest, _FIELDS)
-        model = edge.models.turns(claims, asked.model).model
+        model = edge.models.turns_or_policy(claims, asked.model).model
         checked_ids("tokens", model, asked.tokens)
         return json_response({"prompt": await text_of(model, asked.tokens)}, headers=headers)
 

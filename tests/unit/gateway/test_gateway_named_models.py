@@ -148,7 +148,9 @@ def test_policy_must_not_have_the_name_of_a_table() -> None:
 def test_external_api_is_refused_where_its_protocol_is_not_spoken() -> None:
     """gRPC, WebSocket, Gemini and tokens take models that are served here."""
     models = table("policy")
-    assert models.turns(claims(), "").model.name == "tiny"
+    assert models.turns_or_policy(claims(), "").model.name == "tiny"
+    with pytest.raises(UnknownModel, match="'' is not served here"):
+        models.turns(claims(), "")
     assert models.turns(claims(), "old").other == "old"  # type: ignore[comparison-overlap]
     with pytest.raises(InvalidArgument, match="'big' is an external API of kind external"):
         models.turns(claims(), "big")
