@@ -35,6 +35,8 @@ from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, fingerprint_of
 from services.trainer.weight_publisher import Superseded
 
+WORKERS = ("prefill", "decode")
+"""Kinds of instances that serve weights."""
 ELECTION = f"trainer/{DEFAULT_POLICY}"
 RECORD_KEY = f"trainer/{DEFAULT_POLICY}/lineage"
 UNKNOWN = "unknown"
@@ -205,7 +207,11 @@ class Lineage:
                 log.warning("lineage_ended", lineage=record.lineage, step=record.step)
                 record = msgspec.structs.replace(_new(None), weight_version=record.weight_version)
         self.name = record.lineage
-        floor = max(record.weight_version, checkpoint.weight_version if checkpoint else 0)
+        floor = max(
+            record.weight_version,
+            checkpoint.weight_version if checkpoint else 0,
+            await self._served_version(),
+        )
         changed = self._at(
             record,
             step=checkpoint.step if checkpoint else 0,
@@ -214,6 +220,17 @@ class Lineage:
         )
         await self._write(changed, revision)
         return floor
+
+    async def _served_version(self) -> int:
+        """The highest version in service. A version must not name other weights after etcd was
+        restored from an older snapshot."""
+        served = [0]
+        for kind in WORKERS:
+            workers = self._coordinator.discover(kind)
+            await workers.known()
+            shown = (each.metadata.get("weight_version", "") for each in workers.instances)
+            served += (int(version) for version in shown if version.isdecimal())
+        return max(served)
 
     async def saved(self, path: Path, *, step: int, weight_version: int) -> None:
         """Store that the checkpoint of `step` is durable here; without etcd the next one does."""

@@ -210,6 +210,23 @@ async def test_trainers_continue_on_an_older_etcd(
     await fourth.resign()
 
 
+async def test_weight_versions_rise_above_those_in_service(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """A worker has weights of after the snapshot: their version never names other weights."""
+    worker = await coordinator.register(
+        "decode", "worker", "h:1", metadata={"weight_version": "40"}, ttl_s=30.0
+    )
+    unready = await coordinator.register("prefill", "unready", "h:2", ttl_s=30.0)
+    lineage = Lineage(coordinator, trainer="t", location="h:/c", start_over="", ttl_s=5.0)
+    await lineage.campaign(lambda: None)
+    await lineage.check(CheckpointStore(tmp_path / "checkpoints"))
+    assert await lineage.begin(None, no_groups) == 40
+    await lineage.resign()
+    await worker.close()
+    await unready.close()
+
+
 async def test_deposed_leader_cannot_raise_its_fence(
     own_etcd: EtcdServer, coordinator: Coordinator, cluster: str
 ) -> None:
