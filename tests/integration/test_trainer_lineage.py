@@ -104,7 +104,7 @@ async def test_moved_trainer_without_its_checkpoint_refuses_to_start(hosts: TwoH
     lineage = stderr.partition("--start-over=")[2].split()[0].rstrip(":;,.")
     hosts.second.start(**SETTINGS, start_over=lineage)
     manifest = await hosts.client.until_version(version + 1)
-    assert manifest["step"] == 0
+    assert manifest.get("step", 0) == 0
     hosts.second.kill()
     # The trainer of the ended lineage is refused in turn.
     hosts.first.start(**SETTINGS)
