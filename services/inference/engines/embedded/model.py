@@ -201,7 +201,7 @@ class _Recorder:
         self.windowed = False
 
     def attend(self, heads: Heads) -> torch.Tensor:
-        self.windowed |= heads.window is not None
+        self.windowed |= heads.window is not None or heads.softcap is not None
         self.seen[heads.layer] = (*heads.k_NHD.shape[1:], heads.v_NHD.shape[2])
         return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
 

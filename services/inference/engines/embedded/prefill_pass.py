@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from services.inference.engines.embedded.kv.attention import Heads, attention_bias
+from services.inference.engines.embedded.kv.attention import (
+    Heads,
+    attention,
+    attention_bias,
+)
 from services.inference.engines.embedded.prefill_schedule import Span
 
 
@@ -23,7 +26,7 @@ class PrefillPass:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this pass's keys and values, and those of shared prefixes; see `KvPass`."""
-        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
+        layer, q_NQD, k_NHD, v_NHD, _, window, _ = heads
         kv_heads, head_size = k_NHD.shape[1:]
         groups = q_NQD.shape[1] // kv_heads
         read_NQD = torch.empty_like(q_NQD)
@@ -39,13 +42,13 @@ class PrefillPass:
             k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
             v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
             q_HGSD = q_NQD[rows].view(-1, kv_heads, groups, head_size).permute(1, 2, 0, 3)
-            out_HGSD = scaled_dot_product_attention(
+            out_HGSD = attention(
                 q_HGSD,
                 k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
                 v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
-                attn_mask=self._bias_for(index, window),
+                bias=self._bias_for(index, window),
+                heads=heads,
                 is_causal=span.start == 0 and window is None,
-                scale=scale,
             )
             read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
         return read_NQD

@@ -9,10 +9,13 @@ Shape suffixes as in kv/attention.py; V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
-from services.inference.engines.embedded.kv.attention import Heads, attention_bias
+from services.inference.engines.embedded.kv.attention import (
+    Heads,
+    attention,
+    attention_bias,
+)
 from services.inference.engines.embedded.model import Policy, StagedWeights
 
 PROBE_TOKENS = 16
@@ -72,15 +75,15 @@ class _Alone:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Causal attention within the window; see `KvPass`."""
-        _, q_NQD, k_NHD, v_NHD, scale, window = heads
+        _, q_NQD, k_NHD, v_NHD, _, window, _ = heads
         positions_N = torch.arange(len(q_NQD), device=q_NQD.device)
         bias_NN = attention_bias(positions_N, len(q_NQD), window=window, dtype=q_NQD.dtype)
-        out_QND = scaled_dot_product_attention(
+        groups = q_NQD.shape[1] // k_NHD.shape[1]
+        out_QND = attention(
             q_NQD.transpose(0, 1)[None],
-            k_NHD.transpose(0, 1)[None],
-            v_NHD.transpose(0, 1)[None],
-            attn_mask=bias_NN,
-            scale=scale,
-            enable_gqa=q_NQD.shape[1] != k_NHD.shape[1],
+            k_NHD.transpose(0, 1).repeat_interleave(groups, 0)[None],
+            v_NHD.transpose(0, 1).repeat_interleave(groups, 0)[None],
+            bias=bias_NN,
+            heads=heads,
         )[0]
         return out_QND.transpose(0, 1)

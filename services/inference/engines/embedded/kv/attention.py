@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
@@ -30,6 +31,8 @@ class Heads(NamedTuple):
     """Factor of the logits; None: 1 over the root of D."""
     window: int | None
     """Tokens that a query sees, itself included; None: all."""
+    softcap: float | None = None
+    """Bound of the logits, by tanh; None: none."""
 
 
 class KvPass(Protocol):
@@ -37,6 +40,33 @@ class KvPass(Protocol):
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this layer's keys and values; return the attention output, shape NQD."""
+
+
+def attention(
+    q_ABSD: torch.Tensor,
+    k_ABTD: torch.Tensor,
+    v_ABTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    heads: Heads,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attention of one layer, [A, B, S, D]; without `bias` causal or over all keys. A cap takes the
+    plain computation, as in transformers: no kernel of torch has one."""
+    if heads.softcap is None:
+        return scaled_dot_product_attention(
+            q_ABSD, k_ABTD, v_ABTD, attn_mask=bias, is_causal=is_causal, scale=heads.scale
+        )
+    scale = q_ABSD.shape[-1] ** -0.5 if heads.scale is None else heads.scale
+    scores_ABST = q_ABSD @ k_ABTD.transpose(-1, -2) * scale
+    scores_ABST = torch.tanh(scores_ABST / heads.softcap) * heads.softcap
+    if is_causal:
+        positions_S = torch.arange(q_ABSD.shape[-2], device=q_ABSD.device)
+        bias = attention_bias(positions_S, len(positions_S), window=None, dtype=q_ABSD.dtype)
+    if bias is not None:
+        scores_ABST = scores_ABST + bias
+    wide = torch.promote_types(q_ABSD.dtype, torch.float32)
+    return scores_ABST.softmax(-1, dtype=wide).to(q_ABSD.dtype) @ v_ABTD
 
 
 def attention_bias(
@@ -65,15 +95,15 @@ def _attention(  # noqa: PLR0913
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    if softcap is not None or s_aux is not None:
+    if s_aux is not None:
         raise InvalidArgument(
-            f"{type(module).__name__} caps its attention logits or has attention sinks, "
-            "which the embedded engine does not support"
+            f"{type(module).__name__} has attention sinks, which the embedded engine does not "
+            "support"
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
     q_NQD, k_NHD, v_NHD = (each[0].transpose(0, 1) for each in (query, key, value))
-    heads = Heads(layer, q_NQD, k_NHD, v_NHD, scaling, sliding_window)
+    heads = Heads(layer, q_NQD, k_NHD, v_NHD, scaling, sliding_window, softcap)
     return kv_pass.attend(heads)[None], None
 
 

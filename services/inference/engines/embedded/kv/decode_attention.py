@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from services.inference.engines.embedded.kv.attention import Heads, attention_bias
+from services.inference.engines.embedded.kv.attention import (
+    Heads,
+    attention,
+    attention_bias,
+)
 from services.inference.engines.embedded.kv.shared_prefixes import Trunk
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
@@ -45,7 +48,7 @@ class SlabStep:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store the new keys and values, then attend; see `KvPass`."""
-        layer, q_NQD, k_NHD, v_NHD, scale, window = heads
+        layer, q_NQD, k_NHD, v_NHD, scale, window, _ = heads
         q_NHGD = q_NQD.view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
         bias = self._bias_for(window)
         out, lse = [], []
@@ -65,7 +68,7 @@ class SlabStep:
                 read, read_lse = _attention_with_lse(*own, bias=bias[index], scale=scale)
                 lse.append(read_lse)
             else:
-                read = scaled_dot_product_attention(*own, attn_mask=bias[index], scale=scale)
+                read = attention(*own, bias=bias[index], heads=heads)
             out.append(read)
             start = end
         out_NHGD = torch.cat(out) if len(out) > 1 else out[0]

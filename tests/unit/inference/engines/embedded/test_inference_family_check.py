@@ -15,7 +15,17 @@ FAMILIES: dict[str, Family] = {one.name: one for one in families()}
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", "gpt2", "mixtral", "gemma3_text", "gemma3", "qwen2, windows", "opt"],
+    [
+        "llama",
+        "qwen3",
+        "gpt2",
+        "mixtral",
+        "gemma3_text",
+        "gemma3",
+        "qwen2, windows",
+        "opt",
+        "gemma2",
+    ],
 )
 def test_served_family_is_exact(name: str) -> None:
     """Log-probs and the likeliest tokens are those of the model's own forward."""
