@@ -199,8 +199,9 @@ def _is_system(path: Path) -> bool:
 def _private_entries(directory: Path, shown: Collection[Path]) -> Iterator[Path]:
     """Returns `.forge`, `.git`, `.env` and the like, except a virtual environment."""
     for entry in directory.iterdir() if directory.is_dir() else ():
-        needed = any(path.is_relative_to(entry) for path in shown)
-        if entry.name[0] == "." and not needed and not entry.is_symlink():
+        # The name first: a directory of packages has hundreds of entries.
+        private = entry.name[0] == "." and not entry.is_symlink()
+        if private and not any(path.is_relative_to(entry) for path in shown):
             yield entry
 
 

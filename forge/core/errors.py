@@ -13,6 +13,7 @@
       Conflict             another writer was first: read, then try again
       ResourceExhausted    a bounded queue, the disk or the budget is full: retry later
         MailboxFull        the actor's mailbox is full
+        LimitReached       a limit of the record: no retry helps
       Unavailable          the process starts, drains or is unreachable: retry
         ActorStopped       the actor has stopped
       DeadlineExceeded     no answer in time; the outcome is unknown
@@ -131,6 +132,12 @@ class ResourceExhausted(ForgeError):
 
 class MailboxFull(ResourceExhausted):
     """The mailbox of the actor is full."""
+
+
+class LimitReached(ResourceExhausted):
+    """The record has as many entries as its limit allows; a retry does not help."""
+
+    retryable = False
 
 
 class Unavailable(ForgeError):

@@ -17,8 +17,8 @@ from forge.core.errors import (
     AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
+    LimitReached,
     PermissionDenied,
-    ResourceExhausted,
     Unauthenticated,
 )
 from forge.runtime.coordination import Coordinator, Instance
@@ -336,7 +336,7 @@ async def test_failed_grading_does_not_undo_the_seal_of_an_agent(
 
 async def test_number_of_agent_rewards_is_bounded(stack: GatewayStack, gateway: Instance) -> None:
     """By the pool, at every way to write them; a stored event may be repeated, and the grader's
-    rewards do not count."""
+    rewards do not count. No retry helps, so neither the gateway nor the client retries."""
     most = PoolConfig().max_agent_rewards
     events = [reward_event(f"step-{number}", 0.5, kind="agent") for number in range(most + 1)]
     token = stack.token("talkative:0:0", agent_rewards=True)
@@ -344,9 +344,8 @@ async def test_number_of_agent_rewards_is_bounded(stack: GatewayStack, gateway: 
         for first in range(0, most, 256):
             await agent.annotate(*events[first : first + 256])
         await agent.annotate(events[0])
-    refused = pytest.raises(ResourceExhausted, match=f"max_agent_rewards = {most}")
-    connection = AgentSession.connect(gateway.address, token, owns_rollout=False, retry_for_s=0.0)
-    async with connection as agent:
+    refused = pytest.raises(LimitReached, match=f"max_agent_rewards = {most}")
+    async with own(gateway, token) as agent:
         with refused:
             await agent.annotate(events[-1])
         with refused:

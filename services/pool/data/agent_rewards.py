@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.errors import ResourceExhausted
+from forge.core.errors import LimitReached
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2
 from services.pool.storage.keys import reward_key, trajectory_key
@@ -22,7 +22,7 @@ def check_agent_rewards(
     *,
     most: int,
 ) -> None:
-    """Raises `ResourceExhausted` if the new ones of `rewards` exceed the limit; 0: no limit.
+    """Raises `LimitReached` if the new ones of `rewards` exceed the limit; 0: no limit.
 
     A stored event id is not new.
     """
@@ -40,7 +40,7 @@ def check_agent_rewards(
         for _, payload in records.scan(Table.REWARDS, prefix=trajectory)
     )
     if stored + len(new) > most:
-        raise ResourceExhausted(
+        raise LimitReached(
             f"{name} has {stored} rewards of its agent; {len(new)} more exceed "
             f"max_agent_rewards = {most}"
         )
