@@ -1,15 +1,17 @@
-"""Errors of trees computed by several ranks: `python -m tests.support.rl.ranks`.
+"""Errors of trees computed by several ranks: `python -m tests.support.rl.ranks [--all]`.
 
 Prints one JSON object: {"<ranks> <family> <type> <kind>, rank <rank>": the largest relative error
 of loss and gradients}. All ranks compute a case, and one of them compares it. The ranks are forks
 of one process that has imported what is slow to import and has not yet used autograd, which does
-not survive a fork.
+not survive a fork. A collective costs more than the model, so each shape, each family and each way
+to run short of memory is computed once, and their products only with `--all`.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -40,11 +42,22 @@ RANKS = 4
 BALANCE = 0.1
 FAMILIES = ("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
-"""Full attention, windows, balanced experts: the families that ranks compute differently. They have
-all shapes of trees; the others those of `CUT`."""
+"""Full attention, windows, balanced experts: the families that ranks compute differently."""
 CUT = ("think_stripped", "compacted", "roots")
-RANDOM = 4
+ALL = "--all" in sys.argv
+RANDOM = 4 if ALL else 2
 """Random forests, for each of the families that differ."""
+SHORTAGES = ((0, False), (3, True), (1, True), (2, False)) if ALL else ((0, False), (3, True))
+"""Rank that runs out of memory, and whether it does so in the backward pass."""
+
+
+def kinds_of(family: str, *, ranks: int) -> tuple[str, ...]:
+    """The shapes of trees that a family is compared on."""
+    if ALL:
+        return KINDS if family in DIFFERENT else CUT
+    if ranks == RANKS and family == "qwen3":
+        return KINDS
+    return (*CUT, "single_token") if ranks == RANKS and family in DIFFERENT else ("compacted",)
 
 
 def samples_of(kind: str) -> list[Sample]:
@@ -190,11 +203,11 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
     found = comparisons.found
     with wide_norms():
         for family in FAMILIES:
-            for kind in KINDS if family in DIFFERENT else CUT:
+            for kind in kinds_of(family, ranks=RANKS):
                 comparisons.add(family, kind, torch.float64, world)
-        for kind in ("forked", "compacted", "single_token", "temperatures"):
+        for kind in ("compacted", "single_token"):
             found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, world)
-        for short, backward in ((0, False), (1, True), (3, True), (2, False)):
+        for short, backward in SHORTAGES:
             found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
                 world, short=short, backward=backward
             )
@@ -203,13 +216,13 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
             for number in range(RANDOM):
                 kind = f"{'split' if number % 2 else 'whole'} {number} random"
                 comparisons.add(family, kind, torch.float64, world)
-    for family in FAMILIES:
+    for family in FAMILIES if ALL else DIFFERENT:
         comparisons.add(family, "forked", torch.float32, world)
     comparisons.add("qwen3", "forked", torch.float32, world, checkpointing=True)
     if rank < 2:
         with wide_norms():
             for family in DIFFERENT:
-                for kind in KINDS if family == "qwen3" else CUT:
+                for kind in kinds_of(family, ranks=2):
                     comparisons.add(family, kind, torch.float64, pair)
     dist.barrier()
     Path(f"{results}-{rank}").write_text(json.dumps(found))

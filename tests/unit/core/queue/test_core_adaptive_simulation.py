@@ -19,7 +19,7 @@ from benchmarks.support.window_settings import (
 )
 
 SIZE = Size(concurrency=256, steps=120)
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def outcomes(setting: str, state: str, size: Size = SIZE) -> list[Outcome]:

@@ -37,11 +37,11 @@ from tests.support.rl.models import (
 )
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
-"""`make properties` computes twenty times as many."""
-TREES = 10_000 if FUZZ else 500
-FORESTS = 3_200 if FUZZ else 180
+"""`make properties` computes fifty times as many."""
+TREES = 10_000 if FUZZ else 200
+FORESTS = 3_200 if FUZZ else 70
 """Of some three to four trees each."""
-EXPERT_FORESTS = 150 if FUZZ else 30
+EXPERT_FORESTS = 150 if FUZZ else 12
 SAMPLES = 200
 """Of which forests are drawn; over three tokens, so that they share prefixes of every length."""
 ROOTS, LONGEST = 8, 10

@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import settings
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.hypothesis]
+
+FUZZ = settings.get_current_profile_name() == "fuzz"
+"""`make properties` computes every shape for every family."""
 
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
 
@@ -18,7 +22,7 @@ LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
 def found() -> dict[str, float]:
     """All cases, from one start of four ranks over gloo."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.rl.ranks"],
+        [sys.executable, "-m", "tests.support.rl.ranks", *(["--all"] if FUZZ else [])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
