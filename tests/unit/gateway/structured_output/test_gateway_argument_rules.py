@@ -190,7 +190,7 @@ def test_required_call_satisfies_its_schema(name: str, schema: str, added: bool)
     tools = [tool("look", SCHEMAS[schema]), tool("take", SCHEMAS["texts"])]
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
     output = BUILT_IN[name]()
-    for seed in range(3):
+    for seed in range(2):
         for required in ("", "look"):
             asked = request(tools, required, parallel_calls=bool(seed))
             opening = output.opening(required or None)

@@ -37,7 +37,7 @@ from tests.support.rl.models import (
 )
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
-"""`make properties` computes fifty times as many."""
+"""`make properties` computes some fifty times as many."""
 TREES = 10_000 if FUZZ else 200
 FORESTS = 3_200 if FUZZ else 70
 """Of some three to four trees each."""
