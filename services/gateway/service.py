@@ -6,7 +6,7 @@ Owns no state. The server verifies the session token before a handler runs.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -39,7 +39,7 @@ from services.gateway.reward_rules import admitted_rewards
 from services.gateway.sessions import Sessions
 from services.gateway.tenants import Tenants
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import Turn
+from services.gateway.turns.types import Piece, Turn
 
 FULL_NAME = "forge.v1.GatewayService"
 SCOPES = {
@@ -96,9 +96,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidArgument(
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
-        claims = self._claims_for(request)
+        claims = self._claims_for(request, context)
         turns = self._models.turns_or_policy(claims, request.model)
-        _read_labels(context)
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
@@ -109,10 +108,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stream=request.stream,
             arrived=Moment.now(),
         )
-        async with (
-            self._sessions.use_session(claims) as session,
-            aclosing(turns.run_turn(session, turn_request)) as events,
-        ):
+        async with self._run(turns, claims, turn_request, context) as events:
             async for event in events:
                 if isinstance(event, Turn):
                     yield _last_chat_response(event, streamed=request.stream)
@@ -120,14 +116,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 deltas = [delta.text for delta in event.deltas if isinstance(delta, TextDelta)]
                 if deltas:
                     yield gateway_pb2.ChatResponse(delta="".join(deltas))
-        _tell_changes(context, turn_request)
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        claims = self._claims_for(request)
+        claims = self._claims_for(request, context)
         turns = self._models.turns_or_policy(claims, request.model)
-        _read_labels(context)
         turn_request = TurnRequest(
             prompt_ids=_prompt_ids(request.prompt_ids, turns.model.vocabulary_tokens),
             sampling=_sampling(request.sampling),
@@ -135,10 +129,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stream=request.stream,
             arrived=Moment.now(),
         )
-        async with (
-            self._sessions.use_session(claims) as session,
-            aclosing(turns.run_turn(session, turn_request)) as events,
-        ):
+        async with self._run(turns, claims, turn_request, context) as events:
             async for event in events:
                 if isinstance(event, Turn):
                     for response in _last_generate_responses(event, streamed=request.stream):
@@ -146,7 +137,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     continue
                 for tokens in split(event.tokens):
                     yield gateway_pb2.GenerateResponse(tokens=tokens)
-        _tell_changes(context, turn_request)
 
     async def Annotate(
         self, request: gateway_pb2.AnnotateRequest, context: Any
@@ -178,12 +168,28 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             turns=summary.turns, sampled_tokens=summary.sampled_tokens
         )
 
-    def _claims_for(self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest) -> Claims:
-        """Returns the claims of a request for a turn. Raises `RequestTooLarge`."""
+    def _claims_for(
+        self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: Any
+    ) -> Claims:
+        """Returns the claims of a request for a turn, and reads its size and its labels. Raises
+        `RequestTooLarge`."""
         claims, size_bytes = current_claims(), request.ByteSize()
         self._tenants.check_size(claims.tenant, size_bytes)
         SIZE_BYTES.set(size_bytes)
+        _read_labels(context)
         return claims
+
+    @asynccontextmanager
+    async def _run(
+        self, turns: Turns, claims: Claims, request: TurnRequest, context: Any
+    ) -> AsyncIterator[AsyncIterator[Piece | Turn]]:
+        """Returns the events of a turn; after them, sends the changes of the request."""
+        async with (
+            self._sessions.use_session(claims) as session,
+            aclosing(turns.run_turn(session, request)) as events,
+        ):
+            yield events
+        _tell_changes(context, request)
 
 
 def _prompt_ids(ids: bytes, vocabulary: int) -> bytes:

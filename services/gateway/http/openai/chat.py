@@ -6,18 +6,14 @@ its HTTP status.
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from aiohttp import web
 
 from forge.core.conversation.messages import to_openai
-from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
@@ -25,13 +21,16 @@ from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
-from services.gateway.http.errors import Failure, openai_error
 from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.completion_object import (
+    CompletionObject,
+    error_event,
+    finish_reason,
+    usage_of,
+)
 from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.parameters import decode_request
-from services.gateway.sessions import Session
-from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -101,71 +100,38 @@ class ChatCompletions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Completion:
+class Completion(CompletionObject):
     """The answer to one request."""
 
-    turns: Turns
-    session: Session
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole: ClassVar[str] = "chat.completion"
+    chunk: ClassVar[str] = "chat.completion.chunk"
+
     request: TurnRequest
-    model: str
-    """Name of the model in the request, and in the answer."""
     choices: int
     logprobs: bool
-    include_usage: bool
     echo: bool = False
     """The answer begins with the prefill."""
     token_ids: bool = False
     """The ids of prompt and answer are returned."""
     ids_as_text: bool = False
     """Log-probs name tokens by their ids."""
-    completion_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        turns = await self._turns()
-        return self.envelope(
-            "chat.completion",
-            [self._choice(index, turn) for index, turn in enumerate(turns)],
-            system_fingerprint=fingerprint(turns),
-            usage=usage(turns),
-            **self.prompt_ids(turns[0].prompt_ids),
-        )
+        turns = await self.finished([self.request] * self.choices)
+        choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
+        return self.complete_object(choices, turns) | self.prompt_ids(turns[0].prompt_ids)
 
-    async def _turns(self) -> list[Turn]:
-        if self.choices == 1:
-            # A failed TaskGroup and its error keep the request until the next garbage collection.
-            return [await self.turns.finish_turn(self.session, self.request)]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.turns.finish_turn(self.session, self.request))
-                for _ in range(self.choices)
-            ]
-        return [task.result() for task in tasks]
+    def usage(self, turns: list[Turn]) -> dict[str, Any]:
+        """As `CompletionObject.usage`; the choices have one prompt."""
+        return usage_of(turns)
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the answer as server-sent events, simultaneous ones together; the last item is an
         `Ending`."""
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
         return choices[0].events() if len(choices) == 1 else merged(choices, end=self.end)
-
-    def end(self, turns: list[Turn]) -> bytes:
-        """Returns the events after those of all choices."""
-        done = b"data: [DONE]\n\n"
-        if not self.include_usage:
-            return done
-        return sse(self.envelope("chat.completion.chunk", [], usage=usage(turns))) + done
-
-    def envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Returns an object with the fields that all events share."""
-        return {
-            "id": self.completion_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
 
     def prompt_ids(self, ids: bytes) -> dict[str, Any]:
         """Returns the field with the ids of the prompt, if they are requested."""
@@ -254,33 +220,7 @@ class _StreamedChoice(Choice):
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
-        return self._completion.envelope("chat.completion.chunk", [choice])
-
-
-def finish_reason(turn: Turn) -> str:
-    """Returns OpenAI's finish reason of a turn."""
-    if turn.sampled.finish_reason == common_pb2.FINISH_REASON_LENGTH:
-        return "length"
-    return "tool_calls" if turn.message.tool_calls else "stop"
-
-
-def usage(turns: list[Turn]) -> dict[str, Any]:
-    """Returns the usage of all choices; their common prompt counts once."""
-    prompt_tokens = max((turn.prompt_tokens for turn in turns), default=0)
-    sampled_tokens = sum(turn.sampled.tokens for turn in turns)
-    cached_tokens = max((turn.sampled.cached_tokens for turn in turns), default=0)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": sampled_tokens,
-        "total_tokens": prompt_tokens + sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def fingerprint(turns: list[Turn]) -> str:
-    """Returns the newest weight version among the sampled tokens."""
-    versions = [v for turn in turns for v in int32_array(turn.sampled.columns.weight_versions)[-1:]]
-    return f"weights-{max(versions)}" if versions else ""
+        return self._completion.chunk_object([choice])
 
 
 def token_logprobs(turn: Turn, *, ids_as_text: bool = False) -> list[dict[str, Any]]:
@@ -298,8 +238,3 @@ def _logprob(token_id: int, text: str, logprob: float, as_id: bool) -> dict[str,
         "logprob": logprob,
         "bytes": list(text.encode()),
     }
-
-
-def error_event(error: ForgeError) -> bytes:
-    """Returns the event of an error in a stream."""
-    return sse(openai_error(Failure.of(error)))

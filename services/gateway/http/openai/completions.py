@@ -1,18 +1,15 @@
 """OpenAI's completions: text or token ids in, text and token ids out, complete or streamed.
 
 For agents that render prompts themselves. A turn over ids is recorded like any other; its answer is
-not parsed. `chat` owns the events of several choices.
+not parsed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -24,12 +21,15 @@ from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai import completions_schema as schema
-from services.gateway.http.openai.chat import error_event, fingerprint, finish_reason, usage
+from services.gateway.http.openai.completion_object import (
+    CompletionObject,
+    error_event,
+    finish_reason,
+    usage_of,
+)
 from services.gateway.http.openai.fields import COMPLETIONS
 from services.gateway.http.parameters import decode_request
-from services.gateway.sessions import Session
 from services.gateway.turns.answer_parser import TokenLogprob
-from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -78,6 +78,7 @@ class Completions:
                 model=asked.model,
                 requests=[one for one in prompts for _ in range(schema.answers_of(asked))],
                 prompts=len(prompts),
+                include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
                 asked=asked,
             )
             if not asked.stream:
@@ -88,54 +89,28 @@ class Completions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Completion:
+class Completion(CompletionObject):
     """The answers to one request."""
 
-    turns: Turns
-    session: Session
-    model: str
+    id_prefix: ClassVar[str] = "cmpl"
+    whole: ClassVar[str] = "text_completion"
+    chunk: ClassVar[str] = "text_completion"
+
     requests: Sequence[TurnRequest]
     """One per choice: the choices of a prompt are adjacent."""
     prompts: int
     asked: schema.CompletionRequest
-    completion_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.turns.finish_turn(self.session, request))
-                for request in self.requests
-            ]
-        turns = [task.result() for task in tasks]
+        turns = await self.finished(self.requests)
         choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
-        return self.envelope(
-            choices, system_fingerprint=fingerprint(turns), usage=self._usage(turns)
-        )
+        return self.complete_object(choices, turns)
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the answers as server-sent events; the last item is an `Ending`."""
         choices = [_StreamedChoice(self, index) for index in range(len(self.requests))]
         return merged(choices, end=self.end)
-
-    def end(self, turns: list[Turn]) -> bytes:
-        """Returns the events after those of all choices."""
-        options = self.asked.stream_options
-        if options is None or not options.include_usage:
-            return b"data: [DONE]\n\n"
-        return sse(self.envelope([], usage=self._usage(turns))) + b"data: [DONE]\n\n"
-
-    def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Returns an object with the fields that all events share."""
-        return {
-            "id": self.completion_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
 
     def choice(self, index: int, text: str) -> dict[str, Any]:
         """Returns a choice without end."""
@@ -167,9 +142,10 @@ class Completion:
             choice["token_ids"] = list(int32_array(turn.sampled.ids))
         return choice
 
-    def _usage(self, turns: list[Turn]) -> dict[str, Any]:
+    def usage(self, turns: list[Turn]) -> dict[str, Any]:
+        """As `CompletionObject.usage`: the sum over the prompts."""
         each = len(self.requests) // self.prompts
-        groups = [usage(turns[at : at + each]) for at in range(0, len(turns), each)]
+        groups = [usage_of(turns[at : at + each]) for at in range(0, len(turns), each)]
         prompt, sampled, cached = (
             sum(one["prompt_tokens"] for one in groups),
             sum(one["completion_tokens"] for one in groups),
@@ -201,9 +177,9 @@ class _StreamedChoice(Choice):
                 if isinstance(piece, Turn):
                     self.turn = piece
                     last = completion.choice(index, "") | completion.end_of(piece)
-                    yield sse(completion.envelope([last]))
+                    yield sse(completion.chunk_object([last]))
                 elif choice := self._new(piece):
-                    yield sse(completion.envelope([choice]))
+                    yield sse(completion.chunk_object([choice]))
 
     def _new(self, piece: Piece) -> dict[str, Any]:
         """Returns the choice with the new part of the answer; {} without one."""
