@@ -59,7 +59,8 @@ from services.pool.storage.change_trackers import (
     Since,
 )
 from services.pool.storage.erasures import note_erasures
-from services.pool.storage.group_index import NewestSettled, is_whole, tag_prefix, trained_after
+from services.pool.storage.group_index import tag_prefix
+from services.pool.storage.indexed_groups import NewestSettled, is_whole, trained_after
 from services.pool.storage.journal import (
     Changes,
     ReplicaState,

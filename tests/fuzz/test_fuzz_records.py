@@ -25,7 +25,7 @@ from services.pool.data.group_scan import count_settled, find_newest_settled
 from services.pool.data.stats import Tally
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.change_log import changes_after, number_before
-from services.pool.storage.group_index import is_whole, trained_after
+from services.pool.storage.indexed_groups import is_whole, trained_after
 from services.pool.storage.journal import replica_state
 from services.pool.storage.record_copies import _fetched, copied_records, units_of
 from services.pool.storage.record_names import describe

@@ -22,7 +22,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data import reads
 from services.pool.metrics import UNQUEUED_GROUPS
-from services.pool.storage import erasures, group_index, settled_counts
+from services.pool.storage import erasures, indexed_groups, settled_counts
 from services.pool.storage.keys import task_of_queue_key
 from services.pool.storage.records import Records, is_intact_entry
 from services.pool.storage.tables import Table
@@ -138,7 +138,7 @@ class TaskScan:
 class BoundedScan:
     """Pending groups in queue order, then the newest settled ones, in brief."""
 
-    def __init__(self, read: Read, newest: group_index.NewestSettled) -> None:
+    def __init__(self, read: Read, newest: indexed_groups.NewestSettled) -> None:
         self._read = read
         self._pending = GroupScan(read, brief=True, table=Table.PENDING)
         self._settled = TaskScan(read, newest.task_ids)
@@ -151,7 +151,7 @@ class BoundedScan:
             page = self._pending.next_page(**limits)
             if page is not None:
                 return page
-            self._lost = self._read(group_index.unindexed) if self._pending.damaged else []
+            self._lost = self._read(indexed_groups.unindexed) if self._pending.damaged else []
         if self._lost:
             task_ids, self._lost = self._lost[:limit], self._lost[limit:]
             return self._read(partial(groups_by_record, task_ids=task_ids, brief=True))
@@ -199,12 +199,12 @@ class ErasedScan:
 Scan = GroupScan | TaskScan | BoundedScan | ErasedScan
 
 
-def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSettled | None:
+def find_newest_settled(records: Records, *, limit: int) -> indexed_groups.NewestSettled | None:
     """None if an index lacks an entry: then only the queue has every group."""
-    if not group_index.is_whole(records):
+    if not indexed_groups.is_whole(records):
         log.error("group_index_incomplete", groups=records.count(Table.GROUPS))
         return None
-    return group_index.newest_settled(records, limit)
+    return indexed_groups.newest_settled(records, limit)
 
 
 def count_settled(records: Records, found: pool_pb2.SettledGroups) -> bool:
@@ -229,6 +229,6 @@ def count_settled(records: Records, found: pool_pb2.SettledGroups) -> bool:
     except DataLoss as error:
         log.error("settled_counts_damaged", error=str(error))
         return False
-    found.next_train_index = group_index.next_queue_index(records, common_pb2.PURPOSE_TRAIN)
-    found.next_eval_index = group_index.next_queue_index(records, common_pb2.PURPOSE_EVAL)
+    found.next_train_index = indexed_groups.next_queue_index(records, common_pb2.PURPOSE_TRAIN)
+    found.next_eval_index = indexed_groups.next_queue_index(records, common_pb2.PURPOSE_EVAL)
     return True

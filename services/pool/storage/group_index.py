@@ -6,9 +6,9 @@
     tags            tag, place             groups with a tag
     settled counts  see `SettledCounts`    counters of settled groups, for schedulers
 
-A scan reads pending groups and a bounded number of settled ones through them. Owns their keys, and
-keeps them equal to the records of groups, states and trajectories; `rebuild` makes them from
-these. A settled group stays counted until a rewind.
+Owns their keys, and keeps them equal to the records of groups, states and trajectories; `rebuild`
+makes them from these. A settled group stays counted until a rewind. Not here: what scans read
+through them (`indexed_groups`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ SETTLED_STATES = frozenset(
 )
 INDEXED_STATES = SETTLED_STATES | {common_pb2.GROUP_STATE_MOVED}
 """States of groups in the settled order; scans omit moved ones."""
-_ORDER = struct.Struct(">BQ")
-_TRAINED, _OTHER, _MOVED = 1, 2, 3
-_MS = 1000
+ORDER = struct.Struct(">BQ")
+"""Start of a key of the settled order: a kind, and the step or the time in units of 1/`MS` s."""
+TRAINED, OTHER, MOVED = 1, 2, 3
+MS = 1000
 _TAG_BYTES = 16
 INDEXES = (Table.PENDING, Table.SETTLED_ORDER, Table.TAGS)
 
@@ -79,14 +80,14 @@ def task_of_entry(table: Table, key: bytes) -> TaskId:
         case Table.TAGS:
             return task_of_queue_key(key[_TAG_BYTES:])
         case _:
-            return TaskId(key[_ORDER.size :].decode())
+            return TaskId(key[ORDER.size :].decode())
 
 
 def _order_key(task_id: str, state: common_pb2.GroupRecord) -> bytes:
     if state.state == common_pb2.GROUP_STATE_TRAINED:
-        return _ORDER.pack(_TRAINED, state.step) + group_key(task_id)
-    kind = _MOVED if state.state == common_pb2.GROUP_STATE_MOVED else _OTHER
-    return _ORDER.pack(kind, round(state.settled_unix_s * _MS)) + group_key(task_id)
+        return ORDER.pack(TRAINED, state.step) + group_key(task_id)
+    kind = MOVED if state.state == common_pb2.GROUP_STATE_MOVED else OTHER
+    return ORDER.pack(kind, round(state.settled_unix_s * MS)) + group_key(task_id)
 
 
 def enter_new(records: Records, group: common_pb2.GroupRecord) -> None:
@@ -289,7 +290,7 @@ def stored_groups(
         except DataLoss:
             damaged.add(TaskId(key.decode()))
             continue
-        yield common_pb2.GroupRecord.FromString(payload), _state_of(records, key.decode())
+        yield common_pb2.GroupRecord.FromString(payload), state_of(records, key.decode())
     if not damaged:
         return
     for key, value in records.scan_sealed(Table.QUEUE):
@@ -298,104 +299,9 @@ def stored_groups(
         purpose, queue_index = place_of_queue_key(key)
         task = common_pb2.Task(task_id=task_of_queue_key(key), purpose=purpose, group_size=1)
         group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
-        yield group, _state_of(records, task.task_id)
+        yield group, state_of(records, task.task_id)
 
 
-def _state_of(records: Records, task_id: str) -> common_pb2.GroupRecord:
+def state_of(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """The state of a group; pending if it is absent or damaged."""
     return intact_state(records, task_id) or common_pb2.GroupRecord()
-
-
-# What a scan reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestSettled:
-    """The settled groups of a bounded scan, and where it stops."""
-
-    task_ids: list[TaskId]
-    """The longest settled first: those that were trained, then the others."""
-    left_out_step: int
-    """Last step that trained a group that is left out; 0 when none is."""
-    left_out_unix_s: float
-    """When the newest of the others that are left out was settled; 0 when none is."""
-
-
-def is_whole(records: Records) -> bool:
-    """Whether the indexes have as many groups as are stored."""
-    indexed = records.count(Table.PENDING) + records.count(Table.SETTLED_ORDER)
-    return indexed == records.count(Table.GROUPS)
-
-
-def newest_settled(records: Records, limit: int) -> NewestSettled:
-    """At least `limit` groups that were trained, to the end of a step, and `limit` others."""
-    trained: list[TaskId] = []
-    step = 0
-    for order, task_id in _backwards(records, _TRAINED):
-        if len(trained) >= limit and order != step:
-            step = order
-            break
-        trained.append(task_id)
-        step = order
-    else:
-        step = 0
-    others: list[TaskId] = []
-    left_out_ms = 0
-    for order, task_id in _backwards(records, _OTHER):
-        if len(others) >= limit:
-            left_out_ms = order
-            break
-        others.append(task_id)
-    return NewestSettled(
-        task_ids=trained[::-1] + others[::-1],
-        left_out_step=step,
-        left_out_unix_s=left_out_ms / _MS,
-    )
-
-
-def trained_after(records: Records, step: int) -> list[TaskId]:
-    """Groups that are trained, by a later step, in the order of steps."""
-    after = _ORDER.pack(_TRAINED, min(step + 1, 2**64 - 1))
-    found = []
-    for key, _ in records.scan_sealed(Table.SETTLED_ORDER, after=after):
-        if key[0] != _TRAINED:
-            break
-        found.append(task_of_entry(Table.SETTLED_ORDER, key))
-    return found
-
-
-def unindexed(records: Records) -> list[TaskId]:
-    """Groups that are not settled and have no intact entry among the pending."""
-    pending = {
-        task_of_queue_key(key)
-        for key, value in records.scan_sealed(Table.PENDING)
-        if is_intact_entry(key, value)
-    }
-    tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
-    missing = (task_id for task_id in tasks if task_id not in pending)
-    return [each for each in missing if _state_of(records, each).state not in INDEXED_STATES]
-
-
-def not_moved(records: Records, limit: int) -> list[TaskId]:
-    """Settled groups, then pending ones, that did not move to another shard."""
-    found: list[TaskId] = []
-    for table in (Table.SETTLED_ORDER, Table.PENDING):
-        for key, value in records.scan_sealed(table):
-            if len(found) == limit:
-                return found
-            if table is Table.SETTLED_ORDER and key[0] == _MOVED:
-                break
-            if is_intact_entry(key, value):
-                found.append(task_of_entry(table, key))
-    return found
-
-
-def next_queue_index(records: Records, purpose: int) -> int:
-    """One above the highest queue index of a purpose."""
-    last = next(records.keys_backwards(Table.QUEUE, prefix=bytes([purpose])), None)
-    return 0 if last is None else place_of_queue_key(last)[1] + 1
-
-
-def _backwards(records: Records, kind: int) -> Iterator[tuple[int, TaskId]]:
-    """Settled groups of a kind, the last first, each with its step or time."""
-    for key in records.keys_backwards(Table.SETTLED_ORDER, prefix=bytes([kind])):
-        yield _ORDER.unpack_from(key)[1], task_of_entry(Table.SETTLED_ORDER, key)

@@ -18,7 +18,8 @@ from services.pool.maintenance.backup import backup, check
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.maintenance.repair import copy_in, repair
 from services.pool.service import begin_scan
-from services.pool.storage.group_index import INDEXES, counted_rollouts, unindexed
+from services.pool.storage.group_index import INDEXES, counted_rollouts
+from services.pool.storage.indexed_groups import unindexed
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.records import Records

@@ -1,4 +1,4 @@
-"""The life of an actor: messages, crashes, restarts and the end."""
+"""The life of an actor: messages, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import pytest_asyncio
 
 from forge.core.errors import (
     ActorStopped,
@@ -28,14 +27,6 @@ from tests.support.runtime.actors import Crash, Double, Doubler, Gate, Refuse, T
 from tests.support.runtime.waiting import until
 
 AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)
-
-
-@pytest_asyncio.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    """An actor system that is stopped after the test."""
-    made = ActorSystem("test")
-    yield made
-    await made.stop()
 
 
 both = pytest.mark.parametrize("kind", [Doubler, ThreadDoubler])
@@ -192,76 +183,6 @@ async def test_message_of_a_caller_that_gave_up_is_not_handled(system: ActorSyst
     assert gate.seen == ["first", "last"]
 
 
-async def test_stop_finishes_the_current_message_and_answers_the_others(
-    system: ActorSystem,
-) -> None:
-    """Every pending ask has an answer after stop, and no other message is handled."""
-    gate = Gate()
-    ref = await system.spawn(lambda: gate, name="gate")
-    in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=30))
-    await gate.entered.wait()
-    waiting = asyncio.create_task(ref.ask("waiting", timeout_s=30))
-    await asyncio.sleep(0)
-    stopping = asyncio.create_task(ref.stop())
-    with pytest.raises(ActorStopped):
-        await waiting
-    gate.open.set()
-    await stopping
-    assert await in_hand == "in hand"
-    assert gate.seen == ["in hand"]
-
-
-async def test_stop_cancels_a_message_that_takes_too_long(system: ActorSystem) -> None:
-    """After its time-out; that caller gets an answer too."""
-    gate = Gate()
-    ref = await system.spawn(lambda: gate, name="gate")
-    stuck = asyncio.create_task(ref.ask("stuck", timeout_s=30))
-    await gate.entered.wait()
-    await ref.stop(timeout_s=0.01)
-    with pytest.raises(ActorStopped, match="in mid-message"):
-        await stuck
-
-
-async def test_stop_during_a_start_is_raised_to_the_spawner(system: ActorSystem) -> None:
-    """The spawner does not wait for an actor that will never exist."""
-
-    class Slow(Doubler):
-        async def started(self) -> None:
-            await asyncio.Event().wait()
-
-    spawning = asyncio.create_task(system.spawn(Slow, name="slow"))
-    await asyncio.sleep(0)
-    await system.stop(timeout_s=0.01)
-    with pytest.raises(ActorStopped, match="slow was stopped in its start"):
-        await asyncio.wait_for(spawning, 30)
-
-
-async def test_stop_ends_a_back_off_at_once(system: ActorSystem) -> None:
-    """A stopping actor does not wait for the pause before a restart."""
-    ref = await system.spawn(Doubler, name="a", restart=Restart(backoff_s=300, max_backoff_s=300))
-    with pytest.raises(KeyError):
-        await ref.ask(Crash(), timeout_s=30)
-    waiting = asyncio.create_task(ref.ask(Double(1), timeout_s=30))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(ref.stop(), 30)
-    with pytest.raises(ActorStopped):
-        await waiting
-
-
-async def test_actor_may_stop_itself(system: ActorSystem) -> None:
-    """Stop inside receive closes the mailbox and does not wait for its own end."""
-
-    class Suicidal(Actor):
-        async def receive(self, message: Any) -> Any:
-            await ref.stop()
-            return "done"
-
-    ref = await system.spawn(Suicidal, name="a")
-    assert await ref.ask("go", timeout_s=30) == "done"
-    with pytest.raises(ActorStopped):
-        ref.tell("more")
-
-
 async def test_cancelled_inner_task_is_a_crash(system: ActorSystem) -> None:
     """A CancelledError from within restarts the actor like any other bug."""
 
@@ -364,23 +285,6 @@ async def test_started_and_stopped_frame_every_incarnation(
     await ref.stop()
     assert events == ["started", "stopped"] * (len(events) // 2)
     assert len(events) in (4, 6)
-
-
-async def test_system_stops_the_youngest_actor_first(system: ActorSystem) -> None:
-    """A later actor may depend on an earlier one, never the other way round."""
-    order: list[str] = []
-
-    class Last(Actor):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def stopped(self) -> None:
-            order.append(self.name)
-
-    for name in ("store", "writer", "servicer"):
-        await system.spawn(lambda name=name: Last(name), name=name)  # type: ignore[misc]
-    await system.stop()
-    assert order == ["servicer", "writer", "store"]
 
 
 async def test_tell_is_safe_from_any_thread(system: ActorSystem) -> None:

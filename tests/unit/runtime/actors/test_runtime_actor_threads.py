@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from forge.core.errors import ActorStopped, NotFound, ResourceExhausted
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.actors.supervision import Restart
 from tests.support.runtime.waiting import until
-
-
-@pytest_asyncio.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    """An actor system that is stopped after the test."""
-    made = ActorSystem("test")
-    yield made
-    await made.stop()
 
 
 class Batcher(ThreadActor):
