@@ -31,13 +31,13 @@ setup: .venv/.installed  ## Install everything into .venv
 hooks: setup  ## Check each commit before it is made (pre-commit)
 	@.venv/bin/pre-commit install
 
-# Three at a time on two cores: most tests wait for processes more than they compute. A file's tests share what it
+# Four at a time on two cores: most tests wait for processes more than they compute. A file's tests share what it
 # starts, and the long ones come first.
 test: setup  ## The whole default suite: real etcd, real processes
-	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-loaded: setup  ## The same beside 16 busy processes, for waits that are too short
-	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
 	@$(PY) -m pytest tests/clients
@@ -76,7 +76,7 @@ dist: setup  ## Build wheel and source distribution in dist/
 
 coverage: setup  ## The default suite with the lines it reaches, in all its processes
 	@rm -f .coverage* unfinished.coverage.*
-	@$(PY) -m coverage run -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 	@$(PY) -m tests.support.suite.coverage_files
 	@$(PY) -m coverage combine --quiet
 	@$(PY) -m coverage report --skip-covered --sort=cover

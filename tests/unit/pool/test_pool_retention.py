@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forge.core.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
-    Unavailable,
 )
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import FREED
 from forge.core.trajectory import parse_trajectory_id
-from forge.runtime.rpc.remote import Remote
-from forge.v1 import common_pb2, trainer_pb2
+from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.data.commands import FreeGroups, SetGroupStates
 from services.pool.data.freeing import Freed
 from services.pool.maintenance import backup
-from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.settled_counts import group_counts
-from services.pool.storage.settled_index import SettledGroup
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from services.scheduler.state.messages import FindNew
@@ -377,54 +370,3 @@ def test_repeated_state_keeps_its_first_time(store):
     )
     (entry,) = store.settled(after=b"", limit=10)
     assert (entry.settled_unix_s, entry.step) == (SETTLED_S, 1)
-
-
-settled = st.builds(
-    SettledGroup,
-    key=st.just(b"k"),
-    task_id=st.just("task"),
-    settled_unix_s=st.floats(0, 1e9),
-    step=st.integers(0, 100),
-)
-
-
-@given(settled, st.integers(0, 100), st.floats(0, 2e9), st.floats(0, 1e9), st.booleans())
-def test_uncovered_group_is_never_due(group, covered_step, now_unix_s, keep_age_s, pressed):
-    """For any age, size and pressure."""
-    policy = RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=1)
-    due = policy.due(group, covered_step=covered_step, now_unix_s=now_unix_s, pressed=pressed)
-    assert not due or group.step <= covered_step
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """Stands in for an instance and its stub; silent without a step."""
-
-    step: int | None
-    instance_id: str = "trainer"
-
-    async def GetTrainerStatus(self, request, *, timeout: float):
-        if self.step is None:
-            raise Unavailable("the trainer is gone")
-        return trainer_pb2.GetTrainerStatusResponse(oldest_checkpoint_step=self.step)
-
-
-@dataclass(frozen=True)
-class Trainers(Remote[Any]):
-    """Stands in for a Remote."""
-
-    steps: tuple[int | None, ...]
-
-    def instances(self) -> tuple[Any, ...]:
-        return tuple(map(Trainer, self.steps))
-
-    def stub(self, instance: Any) -> Any:
-        return instance
-
-
-@pytest.mark.parametrize(
-    ("steps", "covered"), [((), 0), ((7,), 7), ((7, 5), 5), ((7, 0), 0), ((7, None), 0)]
-)
-async def test_slowest_trainer_decides_the_coverage(steps, covered):
-    """No trainer, one without a checkpoint and one that does not answer cover nothing."""
-    assert await TrainersCoverage(Trainers(steps))() == covered
