@@ -32,7 +32,7 @@ from forge.agents.rollout import RolloutResult
 from forge.agents.runner import Runner
 from forge.client.scheduler import SyncScheduler
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.scheduler.cluster import CALL_S, ids_of, make_task
 

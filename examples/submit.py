@@ -22,7 +22,7 @@ from forge.agents.environments.base import Domain
 from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.agents.plugins import load_attribute
 from forge.client.operator import Operator
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1.common_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, Task
 

@@ -54,7 +54,7 @@ class Connection:
         from forge.runtime.coordination import Coordinator, Login
         from forge.runtime.coordination.etcd_roles import etcd_user
         from forge.runtime.rpc import Channels
-        from forge.runtime.security import Security
+        from forge.runtime.security.credentials import Security
 
         security = Security(
             self.bearer or self.keyring(),

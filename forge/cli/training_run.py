@@ -35,7 +35,7 @@ from forge.client.task_files import write_tasks
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 
 READY_TIMEOUT_S = 180.0

@@ -24,7 +24,7 @@ from forge.runtime.rpc.chunks import chunked
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.rpc.streams import flowing
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2, inference_pb2, scheduler_pb2, trainer_pb2
 from forge.v1.inference_pb2_grpc import InferenceServiceStub
 from forge.v1.trainer_pb2_grpc import TrainerServiceStub

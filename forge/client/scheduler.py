@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels, blocking_channel
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 if TYPE_CHECKING:

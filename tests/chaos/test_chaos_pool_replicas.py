@@ -17,7 +17,7 @@ from forge.core.placement.sharding import choose_shard
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2_grpc
 from tests.support.pool.account import Ledger

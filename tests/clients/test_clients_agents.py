@@ -16,7 +16,7 @@ import pytest
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.clients import coding_job
 from tests.support.clients.matrix import Row

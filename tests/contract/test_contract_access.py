@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from forge import v1
 from forge.core.errors import NotFound
 from forge.runtime.rpc import RpcServer, current_claims
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from services.gateway import service as gateway
 from services.gateway.config import ConnectionSettings

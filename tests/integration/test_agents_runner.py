@@ -22,7 +22,7 @@ from forge.client.operator import Operator
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.gateway.stack import START_S, GatewayStack, recorded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import TRAINER_STANDBYS
 from services.trainer.lineage import Lineage

@@ -29,7 +29,7 @@ from examples.custom_domain import Dice
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2
 from tests.support.gateway.stack import START_S, GatewayStack, recorded
 from tests.support.runtime.etcd import EtcdServer

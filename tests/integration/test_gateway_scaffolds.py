@@ -17,7 +17,7 @@ from forge.agents.scaffolds.blackbox import BlackBox
 from forge.core.errors import InvalidArgument
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded
 
 FAMILY = "chatml"

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from forge.core.errors import NotFound
 from forge.runtime.rpc import Channels, RpcServer, interceptor
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import (
     inference_pb2,

@@ -12,7 +12,7 @@ import pytest
 from forge.client.operator import Operator
 from forge.core.errors import ConfigError, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.etcd import Certificates, EtcdServer, free_port
 from tests.support.runtime.waiting import LIMIT_S

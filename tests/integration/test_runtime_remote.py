@@ -18,7 +18,7 @@ from forge.core.errors import (
 )
 from forge.runtime.coordination import Coordinator, Registration
 from forge.runtime.rpc import Channels, Remote, RpcServer
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.echo import FULL_NAME, EchoServicer, EchoStub, add_to_server
 from tests.support.runtime.waiting import LIMIT_S

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound, StaleFence, Unavailable
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server

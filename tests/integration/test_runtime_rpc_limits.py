@@ -12,7 +12,7 @@ import grpc.aio
 from forge.runtime.rpc import RpcServer
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.server import ConnectionLimits
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
 from tests.support.runtime.waiting import until

@@ -12,8 +12,8 @@ import pytest_asyncio
 from forge.core.errors import Unauthenticated
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels, Remote
-from forge.runtime.security import Security
 from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import trainer_pb2
 from forge.v1.trainer_pb2_grpc import TrainerServiceStub

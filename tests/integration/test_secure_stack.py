@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2
 from tests.support.gateway.chat_templates import make_tokenizer
 from tests.support.gateway.stack import START_S, GatewayStack

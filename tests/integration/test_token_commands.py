@@ -14,7 +14,7 @@ import pytest_asyncio
 from forge.cli.connection import person
 from forge.core.errors import FailedPrecondition
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.issued_tokens import read_revocations, records, renew, revoke
 from forge.runtime.security.tokens import Claims, Keyring, unverified_claims
 from tests.support.runtime.command import run_command

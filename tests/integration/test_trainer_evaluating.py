@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until

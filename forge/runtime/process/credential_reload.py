@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from forge.core.errors import ConfigError
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.telemetry import log
 
 PERIOD_S = 2.0

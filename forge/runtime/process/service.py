@@ -44,9 +44,9 @@ from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.security import Security
 from forge.runtime.security.audit import configure_audit
 from forge.runtime.security.bearer import bearer_of
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.issued_tokens import follow_revocations, read_revocations
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.telemetry import configure_logging, log

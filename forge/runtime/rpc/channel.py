@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from forge.runtime.renewable_channel import RenewableChannel
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import audience_of
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)

@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from forge.core.errors import ForgeError, InvalidArgument, PermissionDenied, Unauthenticated
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
-from forge.runtime.security import Security
 from forge.runtime.security.audit import REFUSED, write_audit
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import ANONYMOUS, Claims, audience_of
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
 

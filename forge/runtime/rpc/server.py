@@ -21,7 +21,7 @@ from forge.core.errors import ConfigError
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES, MAX_REFUSED_BYTES
 from forge.runtime.rpc.clock import ClockServicer
 from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import clock_pb2, clock_pb2_grpc
 
 __all__ = ["ConnectionLimits", "RpcServer", "current_claims"]

@@ -9,7 +9,3 @@ From low to high:
     credentials     the credentials of one process, and the tokens of its calls
     issued_tokens   the record of issued and revoked tokens in etcd
 """
-
-from forge.runtime.security.credentials import Security
-
-__all__ = ["Security"]

@@ -16,7 +16,7 @@ import msgspec
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, StaleFence
 from forge.runtime.coordination import Coordinator, Versioned
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.runtime.telemetry import log
 

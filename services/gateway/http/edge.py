@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import bind_context
 from services.gateway.conversation.call_labels import LABELS, split_key, with_headers

@@ -18,7 +18,7 @@ from forge.agents.rollout import Gateway, Rollout
 from forge.agents.scaffolds.command import Command, command_words
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded
 

@@ -18,7 +18,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2, inference_pb2_grpc

@@ -15,7 +15,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import FULL_NAME, WeightServicer, layout_of, weight_responses
 from forge.v1 import inference_pb2 as pb

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner, split
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.runtime.etcd import EtcdServer

@@ -10,7 +10,7 @@ from forge.client.retry import retried
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.v1 import common_pb2
 from services.pool.store import PoolStore
 from tests.support.pool.account import Ledger, audit

@@ -9,7 +9,7 @@ from pathlib import Path
 from forge.runtime.coordination import Coordinator, Login
 from forge.runtime.coordination.etcd_roles import etcd_user
 from forge.runtime.coordination.etcd_users import apply_roles, password_file
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tls import Tls
 from tests.support.runtime.etcd import Certificates, EtcdServer
 

@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from forge.v1.pool_pb2_grpc import PoolServiceStub

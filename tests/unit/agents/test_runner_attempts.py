@@ -21,7 +21,7 @@ from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.core.errors import ResourceExhausted
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2
 from forge.v1 import scheduler_pb2 as pb

@@ -11,7 +11,7 @@ from forge.agents.gateways import AVOID_S, Gateways, least_loaded
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from tests.support.agents.scripted_gateway import Instances
 

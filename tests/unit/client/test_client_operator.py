@@ -18,7 +18,7 @@ from forge.client.operator import BATCH_BYTES, BATCH_TASKS, Operator, batches
 from forge.core.errors import DeadlineExceeded, PermissionDenied
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.support.agents.scripted_gateway import Instances

@@ -14,7 +14,7 @@ from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.process.ports import free_ports
 from forge.runtime.rpc import RpcServer
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2 as pb
 from forge.v1 import scheduler_pb2_grpc

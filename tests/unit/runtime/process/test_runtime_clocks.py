@@ -15,7 +15,7 @@ from forge.runtime.process.clock_watch import ClockWatch, read_clocks
 from forge.runtime.process.service import CLOCK_OFFSET_KEY, ServiceContext
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 
 KEYRING = Keyring.from_bytes(b"k" * 32)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.security import Security
 from forge.runtime.security.bearer import Bearer
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tls import is_loopback
 from forge.runtime.security.tokens import Claims, Keyring, narrow, sign_text
 from forge.runtime.settings import ServiceConfig
