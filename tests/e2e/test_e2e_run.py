@@ -23,7 +23,7 @@ from forge.cli.connection import of_run
 from forge.client.operator import Operator
 from forge.client.pool import PoolReader
 from forge.runtime.coordination import Coordinator, Instance
-from forge.runtime.security import Security
+from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun, still_alive, wait_for_death
