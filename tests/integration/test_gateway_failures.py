@@ -15,7 +15,8 @@ from openai import APIError, APIStatusError, RateLimitError
 
 from forge.core.token_columns import int32_bytes
 from forge.runtime.coordination import Coordinator
-from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, pool_pb2
+from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.support.gateway.durable_turns import durable_turns, until_durable
 from tests.support.gateway.stack import (
     SHARD,
     START_S,
@@ -55,25 +56,6 @@ async def ask(client: Any, history: list[Any], **settings: Any) -> str:
     content = str(answer.choices[0].message.content)
     history.append({"role": "assistant", "content": content})
     return content
-
-
-async def durable(stack: GatewayStack, coordinator: Coordinator, trajectory_id: str) -> int:
-    """Turns of a trajectory that are on disk."""
-    client = await stack.pool_client(coordinator)
-    request = pool_pb2.GetSummariesRequest(trajectory_ids=[trajectory_id])
-    summaries = (await client.stub.GetSummaries(request)).summaries
-    await client.close()
-    return summaries[0].turns if summaries else 0
-
-
-async def until_durable(
-    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, turns: int
-) -> None:
-
-    async def all_durable() -> bool:
-        return await durable(stack, coordinator, trajectory_id) >= turns
-
-    await until(all_durable)
 
 
 async def test_killed_gateway_is_replaced_by_another(
@@ -276,7 +258,7 @@ async def test_stopping_gateway_finishes_its_calls(
         said += chunk.choices[0].delta.content or ""
     assert said == "to the very end"
     assert await asyncio.to_thread(process.wait, START_S) == 0
-    assert await durable(stack, coordinator, trajectory_id) == 1
+    assert await durable_turns(stack, coordinator, trajectory_id) == 1
 
 
 async def test_overload_is_refused_with_a_hint(

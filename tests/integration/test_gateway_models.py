@@ -22,6 +22,7 @@ from forge.core.trajectory import NO_PARENT
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.support.gateway.chat_templates import save_model
+from tests.support.gateway.durable_turns import until_durable
 from tests.support.gateway.external_api import KEY, ExternalServer, external_server
 from tests.support.gateway.stack import GatewayStack, recorded, token_tree
 from tests.support.runtime.waiting import until
@@ -144,6 +145,7 @@ async def test_session_is_rebuilt_with_turns_of_other_models(
     there = stack.openai(plain, token)
     async with stack.agent(gateway, token) as agent:
         assert (await agent.open()).turns == 2
+    await until_durable(stack, own_coordinator, trajectory_id, 2)
     history = [user("SAY[[one]]"), {"role": "assistant", "content": first}, user("SAY[[three]]")]
     raw = await there.chat.completions.with_raw_response.create(model="policy", messages=history)
     assert raw.headers["x-forge-turn"] == "2"

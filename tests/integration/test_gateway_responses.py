@@ -11,9 +11,9 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types.responses import Response
 
 from forge.runtime.coordination import Coordinator, Instance
-from forge.v1 import common_pb2, pool_pb2
+from forge.v1 import common_pb2
+from tests.support.gateway.durable_turns import until_durable
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
-from tests.support.runtime.waiting import until
 
 FAMILY = "qwen3"
 TOOL: Any = {
@@ -175,19 +175,19 @@ async def test_responses_outlive_their_gateway_and_the_session_in_memory(
         metadata={"step": "1"},
         stream=False,
     )
-    await until_durable(stack, own_coordinator, trajectory_id, turns=1)
+    await until_durable(stack, own_coordinator, trajectory_id, 1)
     other = await stack.gateway(own_coordinator, "gateway-1")
     # It has room for one session: the next is asked to come again until that one is on disk.
     client = stack.openai(other, token, max_retries=5)
     crowd = stack.openai(other, stack.token("crowd:0:0"), max_retries=5)
     asked: dict[str, Any] = {"instructions": "Be brief.", "stream": False}
     second = await ask(client, input="SAY[[two]]", previous_response_id=first.id, **asked)
-    await until_durable(stack, own_coordinator, trajectory_id, turns=2)
+    await until_durable(stack, own_coordinator, trajectory_id, 2)
     await ask(crowd, input="SAY[[x]]", stream=False)
     assert await client.responses.retrieve(first.id) == first
     third = await ask(client, input="SAY[[three]]", previous_response_id=second.id, **asked)
     assert third.output_text == "three"
-    await until_durable(stack, own_coordinator, trajectory_id, turns=3)
+    await until_durable(stack, own_coordinator, trajectory_id, 3)
     # The first gateway still has the session as it left it.
     back = stack.openai(gateway, token)
     await ask(back, input="SAY[[four]]", previous_response_id=third.id, **asked)
@@ -205,27 +205,13 @@ async def test_deletion_outlives_the_session_in_memory(
     gone = await ask(client, input="SAY[[gone]]", stream=False)
     kept = await ask(client, input="SAY[[kept]]", stream=False)
     await client.responses.delete(gone.id)
-    await until_durable(stack, own_coordinator, trajectory_id, turns=2)
+    await until_durable(stack, own_coordinator, trajectory_id, 2)
     second = await stack.gateway(own_coordinator, "gateway-1")
     # It has room for one session, and may still have another test's.
     other = stack.openai(second, token, max_retries=5)
     assert await other.responses.retrieve(kept.id) == kept
     with pytest.raises(NotFoundError, match=gone.id):
         await other.responses.retrieve(gone.id)
-
-
-async def until_durable(
-    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, *, turns: int
-) -> None:
-    client = await stack.pool_client(coordinator)
-    request = pool_pb2.GetSummariesRequest(trajectory_ids=[trajectory_id])
-
-    async def durable() -> bool:
-        summaries = (await client.stub.GetSummaries(request)).summaries
-        return any(summary.turns >= turns for summary in summaries)
-
-    await until(durable)
-    await client.close()
 
 
 async def test_unknown_and_foreign_responses_are_not_found(
