@@ -191,7 +191,7 @@ class PoolModel:
                 self.groups[record.task.task_id] = Group(record=record)
         self.fence = command.fence
 
-    def _set_states(self, command: SetGroupStates) -> None:
+    def _set_states(self, command: SetGroupStates) -> list[str]:
         self._check_fence(command.fence)
         new: list[tuple[Group, common_pb2.GroupRecord]] = []
         for task_id, state in command.states.items():
@@ -211,6 +211,8 @@ class PoolModel:
             settled_unix_s = group.settled_unix_s or command.now_unix_s
             group.settled_unix_s = settled_unix_s if group.indexed else 0.0
         self.fence = command.fence
+        # No command here has `tombstone_freed`.
+        return []
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:

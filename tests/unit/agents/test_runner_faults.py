@@ -134,7 +134,9 @@ class Time:
         return self.now_s
 
     async def _pass(self, tasks: Any, *, timeout: float | None = None) -> Any:
-        self.now_s += (timeout or 0.0) + self.held_up_s
+        # The end of cancelled work takes no time.
+        if not any(task.cancelling() for task in tasks):
+            self.now_s += (timeout or 0.0) + self.held_up_s
         return await self._wait(tasks, timeout=None if timeout is None else 0.0)
 
     async def limit(self, *, crowding: float = 1.0, waited_s: Callable[[], float]) -> float:

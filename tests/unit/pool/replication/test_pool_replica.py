@@ -48,6 +48,9 @@ class Etcd:
         self.written = True
         raise StaleFence("not to be led")
 
+    async def raise_above(self, floor: int) -> None:
+        assert self.fence > floor
+
     async def resign(self) -> None:
         self.resigned = True
 
