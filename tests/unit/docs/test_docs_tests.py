@@ -36,8 +36,8 @@ def test_each_folder_of_test_helpers_is_in_their_map() -> None:
     assert rows == names
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "forge", "services"])
-def test_no_file_of_the_product_is_longer_than_400_lines(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "forge", "services", "tests"])
+def test_no_file_is_longer_than_400_lines(folder: str) -> None:
     """Generated stubs have their own length."""
     generated = ROOT / "forge" / "v1"
     files = [path for path in (ROOT / folder).rglob("*.py") if generated not in path.parents]
