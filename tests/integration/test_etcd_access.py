@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from etcd3aio.auth import PermissionType
+from etcd3aio.auth import AuthService, PermissionType
 from etcd3aio.kv import prefix_range_end
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
@@ -221,11 +222,12 @@ async def test_refused_candidate_leads_once_it_is_permitted(secure: SecureEtcd) 
     channel = await open_channel(secure.endpoint, secure.credentials)
     root = Etcd(channel, endpoints=secure.endpoint, cluster=CLUSTER, login=secure.login("root"))
     await root.log_in()
-    await root.administer(
-        lambda auth: auth.role_grant_permission(
-            "secure.pool", "/forge/secure/leader/other", perm_type=PermissionType.READWRITE
-        )
+    grant = partial(
+        AuthService.role_grant_permission, role="secure.pool", perm_type=PermissionType.READWRITE
     )
+    # The campaign begins with the leader's key.
+    for key in ("other/fence", "leader/other"):
+        await root.administer(partial(grant, key=f"/forge/secure/{key}"))
     await root.close()
     leadership = await campaign
     assert leadership.alive
