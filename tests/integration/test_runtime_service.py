@@ -282,16 +282,18 @@ async def test_service_that_is_not_ready_can_be_stopped(start: Start) -> None:
     assert process.events()[-4:] == ["draining", "echo_drained", "echo_stopped", "stopped"]
 
 
-async def test_service_that_cannot_be_registered_is_drained(
+async def test_service_that_waits_for_its_registration_is_drained(
     start: Start, own_etcd: EtcdServer
 ) -> None:
-    """Its accepted work is finished; its supervisor starts it again."""
+    """SIGTERM meanwhile: its accepted work is finished."""
     process = start("--becomes-ready", "false", endpoint=own_etcd.endpoint)
     assert await process.next_notice() == "READY=1"
     address = (await process.logged("waiting_to_be_ready"))["address"]
     own_etcd.kill()
     await say(address, "ready")
-    assert await process.ended() == 1
+    await process.logged("registration_waits")
+    process.child.terminate()
+    assert await process.ended() == 0
     assert [event for event in process.events() if event.startswith("echo")] == [
         *("echo_drained", "echo_stopped")
     ]

@@ -29,7 +29,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from services.inference.router.fleet import Fleet, Worker
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
-from services.inference.router.open_calls import Ping, answers, pause
+from services.inference.router.open_calls import Ping, is_silent, pause
 from services.inference.router.versions import Versions
 
 OVERCOMMIT = 1.25
@@ -327,7 +327,7 @@ class RouterActor(Actor):
     async def _watch(self, worker: Worker) -> None:
         """Ping a worker that left discovery while it has requests; without an answer end them."""
         while worker.running or worker.calls:
-            if not await answers(self._ping, worker.address):
+            if await is_silent(self._ping, worker.address):
                 log.warning("worker_lost", worker=worker.instance_id, calls=len(worker.calls))
                 worker.calls.lose()
                 return

@@ -67,15 +67,19 @@ class OpenCalls:
             call.cancel()
 
 
-async def answers(ping: Ping, address: str) -> bool:
-    """Whether the process at `address` answers; also with an error of its own."""
+async def is_silent(ping: Ping, address: str) -> bool:
+    """Whether the process at `address` gives no answer at all.
+
+    A refusal is none of silence: a worker at the end of its drain takes no new call while the last
+    pieces of its answers travel, and the calls of one that has ended end with their connection.
+    """
     try:
         await ping(address)
-    except (Unavailable, DeadlineExceeded):
-        return False
-    except ForgeError:
+    except DeadlineExceeded:
         return True
-    return True
+    except ForgeError:
+        return False
+    return False
 
 
 async def pause() -> None:
