@@ -1,7 +1,7 @@
 """Draws one trajectory as a tree: branches, turns, tokens, labels, rewards and texts.
 
-A branch is a line of turns of which each continues the answer of the one before. A turn that shares
-less than that with its parent, or is not the first to continue it, begins a branch of its own.
+In a branch each turn continues the answer of the turn before. A turn that shares less with its
+parent, or is not the first to continue it, begins a new branch.
 """
 
 from __future__ import annotations

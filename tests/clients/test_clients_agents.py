@@ -40,7 +40,7 @@ from tests.support.runtime.waiting import until
 
 RETRY_S = 240.0
 OVERFLOW_TOKENS, OVERFLOW_LINES = 8000, 1200
-"""A context, and lines of a tool's result of which it holds one and not two."""
+"""A context, and the lines of a tool's results: it holds one result, not two."""
 IN_PATH = [
     Client(name="openai", program="openai_chat.py", protocol="chat", stream=True),
     Client(name="anthropic", program="anthropic_messages.py", protocol="messages", stream=True),

@@ -47,8 +47,9 @@ from services.inference.engines.kv_store.store import KvStore
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
 _MAX_WAITING = 1024
-_PASS_TOKENS = {True: 512, False: 4096}
-"""Tokens of one pass, by whether it runs on a CPU: a prompt that arrives waits for one pass."""
+_CPU_PASS_TOKENS = 512
+"""A prompt that arrives waits for one pass, which takes long on a CPU."""
+_GPU_PASS_TOKENS = 4096
 
 
 def _build_policy(options: EngineOptions) -> Policy:
@@ -185,6 +186,7 @@ class EmbeddedPrefill(_Embedded):
         """Build the model and start the actor."""
         policy = await asyncio.to_thread(_build_policy, options)
         store = _kv_store(options, policy)
+        fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
 
         def actor() -> PrefillActor:
             return PrefillActor(
@@ -192,7 +194,7 @@ class EmbeddedPrefill(_Embedded):
                 _prefix_cache(options, policy),
                 _stored(store, policy),
                 block_tokens=options.block_tokens,
-                pass_tokens=options.pass_tokens or _PASS_TOKENS[policy.device.type == "cpu"],
+                pass_tokens=options.pass_tokens or fitting,
                 threads=options.threads,
             )
 

@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Abort, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill_pass import PrefillPass
-from services.inference.engines.embedded.prefill_schedule import Reading, next_pass
+from services.inference.engines.embedded.prefill_schedule import Reading, WaitingPrefixes, next_pass
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -86,6 +85,8 @@ class PrefillActor(ThreadActor):
         self._threads = threads
         self._pending: dict[bytes, _Pending] = {}
         """By the ids of the prompt, the oldest first."""
+        self._prefixes: WaitingPrefixes | None = None
+        """Of the waiting prompts; None when it has to be made anew."""
 
     def started(self) -> None:
         """Set the threads of torch."""
@@ -93,20 +94,27 @@ class PrefillActor(ThreadActor):
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Let prompts join and leave; a swap first finishes those that have joined."""
-        return [self._take(message) for message in messages]
+        joining = sum(one.prompt.tokens for one in messages if isinstance(one, Read))
+        answers = [self._take(message, joining) for message in messages]
+        # It would keep the keys and values of finished prompts.
+        self._prefixes = None
+        return answers
 
     def work(self) -> bool:
         """Run one forward pass; False when no prompt is left."""
         self._pass()
         return bool(self._pending)
 
-    def _take(self, message: Any) -> ForgeError | None:
+    def _take(self, message: Any, joining_tokens: int) -> ForgeError | None:
+        """`joining_tokens`: of all prompts of the batch."""
         match message:
             case Read():
-                self._join(message)
+                self._join(message, joining_tokens)
             case Abort(request_id=request_id):
+                self._prefixes = None
                 self._abort(request_id)
             case Swap():
+                self._prefixes = None
                 while self._pending:
                     self._pass()
                 return self._swap(message)
@@ -122,14 +130,16 @@ class PrefillActor(ThreadActor):
             self._stored.serve(swap.kv_identity)
         return None
 
-    def _join(self, read: Read) -> None:
+    def _join(self, read: Read, joining_tokens: int) -> None:
         if self._policy.version == 0:
             self._deliver([(read, Unavailable("no weights have been loaded yet"))])
             return
         pending = self._pending.get(read.prompt.ids)
         if pending is None:
-            pending = _Pending(reading=self._begin(read.prompt))
+            prefixes = self._waiting_prefixes(joining_tokens)
+            pending = _Pending(reading=self._begin(read.prompt, prefixes))
             self._pending[read.prompt.ids] = pending
+            prefixes.add(pending.reading)
         pending.requests.append(read)
 
     def _abort(self, request_id: str) -> None:
@@ -147,8 +157,18 @@ class PrefillActor(ThreadActor):
             for one in self._pending.values()
         )
 
+    def _waiting_prefixes(self, joining_tokens: int) -> WaitingPrefixes:
+        """Made once for the prompts that join together, after the last change of the others."""
+        if self._prefixes is None:
+            readings = [pending.reading for pending in self._pending.values()]
+            tokens = joining_tokens + sum(reading.prompt.tokens for reading in readings)
+            self._prefixes = WaitingPrefixes(
+                readings, tokens=tokens, block_tokens=self._block_tokens
+            )
+        return self._prefixes
+
     @torch.inference_mode()
-    def _begin(self, prompt: Prompt) -> Reading:
+    def _begin(self, prompt: Prompt, prefixes: WaitingPrefixes) -> Reading:
         """Find a prompt's part in the cache, in the store, and in a waiting prompt."""
         shape = self._policy.kv_shape
         # The last token is always computed: its logits give the first token of the answer.
@@ -163,26 +183,10 @@ class PrefillActor(ThreadActor):
         self._cache.read(match, reading.kv)
         self._read_stored(reading, limit)
         reading.done = reading.filled = reading.cached
-        source, shared = self._longest_shared(prompt, limit)
+        source, shared = prefixes.longest(prompt, limit_tokens=limit)
         if source is not None and shared > reading.cached:
             reading.source, reading.shared, reading.done = source, shared, shared
         return reading
-
-    def _longest_shared(self, prompt: Prompt, limit: int) -> tuple[Reading | None, int]:
-        """Return the waiting reading with the longest common prefix in whole blocks."""
-        if not self._pending:
-            return None, 0
-        readings = [pending.reading for pending in self._pending.values()]
-        index = PrefixCache(
-            block_tokens=self._block_tokens,
-            capacity_tokens=sum(reading.prompt.tokens for reading in readings),
-        )
-        owners: dict[int, Reading] = {}
-        for reading in readings:
-            for placed in index.insert(reading.prompt.ids):
-                owners[placed.slot] = reading
-        found = index.match(prompt.ids, limit_tokens=limit)
-        return (owners[found.slots[-1]], found.tokens) if found.slots else (None, 0)
 
     def _read_stored(self, reading: Reading, limit_tokens: int) -> None:
         if self._stored is None:

@@ -1,4 +1,4 @@
-"""Which tokens of which prompts the next forward pass computes. No model, no messages.
+"""Plans forward passes: the prompts that a pass reads, and how many tokens of each. No model.
 
 A pass has a budget of tokens. The oldest prompt gets at least half of it, the others share the
 rest, the one with the fewest tokens left first. So a short prompt does not wait for a long one, and
@@ -8,11 +8,12 @@ no prompt waits for ever.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from forge.core.placement.prefix_cache import PrefixCache
 from services.inference.engines.base import Prompt
 
 _MASK_ELEMENTS = 1 << 24
@@ -63,6 +64,27 @@ class Span:
     reading: Reading
     start: int
     end: int
+
+
+class WaitingPrefixes:
+    """The prefixes of waiting readings, each inserted once."""
+
+    def __init__(self, readings: Iterable[Reading], *, tokens: int, block_tokens: int) -> None:
+        """`tokens`: of `readings` and of all that will be added."""
+        self._index = PrefixCache(block_tokens=block_tokens, capacity_tokens=tokens)
+        self._owners: dict[int, Reading] = {}
+        for reading in readings:
+            self.add(reading)
+
+    def add(self, reading: Reading) -> None:
+        """Let later prompts share the prefixes of a reading."""
+        for placed in self._index.insert(reading.prompt.ids):
+            self._owners[placed.slot] = reading
+
+    def longest(self, prompt: Prompt, *, limit_tokens: int) -> tuple[Reading | None, int]:
+        """Return the reading with the longest common prefix in whole blocks, and its length."""
+        found = self._index.match(prompt.ids, limit_tokens=limit_tokens)
+        return (self._owners[found.slots[-1]], found.tokens) if found.slots else (None, 0)
 
 
 def next_pass(pending: Sequence[Reading], *, budget: int) -> list[Span]:

@@ -1,4 +1,4 @@
-"""Which tokens of which prompts a pass of prefill computes."""
+"""The plan of a prefill pass: its prompts, and the tokens of each."""
 
 from __future__ import annotations
 
