@@ -13,11 +13,11 @@ from typing import Any
 
 # The SDK imports this at the first call, which would hold up the event loop.
 import openai.resources.completions  # noqa: F401
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from benchmarks.support.scaffold_agents.attempt import MODEL, Attempt
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.rollout import Rollout
+from forge.agents.scaffolds.openai_client import shared_client
 
 SYSTEM = "Solve the task. {task}"
 TOOLS = "Tools: {signatures}"
@@ -30,13 +30,7 @@ class Text:
     """A loop over a transcript that the agent itself writes."""
 
     def __init__(self, *, timeout_s: float, tls_ca: str = "") -> None:
-        self._base = AsyncOpenAI(
-            api_key="set per rollout",
-            base_url="http://set-per-rollout",
-            timeout=timeout_s,
-            max_retries=4,
-            http_client=DefaultAsyncHttpxClient(verify=tls_ca or True, trust_env=False),
-        )
+        self._base = shared_client(timeout_s=timeout_s, tls_ca=tls_ca)
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
         """As `Scaffold.run`."""

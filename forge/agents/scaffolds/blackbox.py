@@ -5,7 +5,6 @@ It gets only a base URL and a key, as any existing agent.
 
 from __future__ import annotations
 
-import ssl
 from typing import Any, cast
 
 # The SDK imports this at the first call, which would hold up the event loop.
@@ -14,13 +13,13 @@ from openai import (
     APIConnectionError,
     AsyncOpenAI,
     BadRequestError,
-    DefaultAsyncHttpxClient,
     InternalServerError,
 )
 
 from forge.agents.conversation import Conversation
 from forge.agents.environments.base import Episode, Message, Transcript
 from forge.agents.rollout import Rollout
+from forge.agents.scaffolds.openai_client import shared_client
 from forge.core.errors import InvalidArgument, Unavailable
 
 
@@ -28,17 +27,7 @@ class BlackBox:
     """Chat completions with tools, until an answer without a call."""
 
     def __init__(self, *, timeout_s: float, tls_ca: str = "") -> None:
-        # One connection pool for all rollouts: a client per rollout would cost 50 ms each.
-        self._base = AsyncOpenAI(
-            api_key="set per rollout",
-            base_url="http://set-per-rollout",
-            timeout=timeout_s,
-            max_retries=4,
-            http_client=DefaultAsyncHttpxClient(
-                verify=ssl.create_default_context(cafile=tls_ca) if tls_ca else True,
-                trust_env=False,
-            ),
-        )
+        self._base = shared_client(timeout_s=timeout_s, tls_ca=tls_ca)
         self._models: dict[str, str] = {}
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
