@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.formats import CallDelta, OutputFormat, collect
+from forge.core.formats import SAMPLE_TOOLS, CallDelta, OutputFormat, collect, reads_channels
 from forge.core.formats.base import ElementFormat
 from services.gateway.model.chat_model import ChatModel
 
@@ -181,7 +181,8 @@ def _written(output: OutputFormat, names: Sequence[str]) -> str:
 
 def _read(output: OutputFormat, text: str) -> list[tuple[str, Any]] | None:
     """Parses the calls of an answer; returns None if it is malformed."""
-    parser = output.parser()
+    # A format with channels parses calls for tools alone; formats without types need none.
+    parser = output.parser(SAMPLE_TOOLS if reads_channels(output) else ())
     answer = collect([*parser.feed(text), *parser.finish()], parser.error)
     if answer.error:
         return None

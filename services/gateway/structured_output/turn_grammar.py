@@ -34,6 +34,8 @@ from services.gateway.structured_output.response_format import check_schema_of
 
 KEPT_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.+)/"
+_ANY_TOKENS = "<[*]>*"
+"""Special tokens too."""
 _ANY_ARGUMENTS = {"type": "object"}
 
 
@@ -93,7 +95,7 @@ def turn_grammar(
     # Most requests end here, before the expensive part.
     if not wanted and not any(_is_strict(tool) for tool in callable_tools or ()):
         return None
-    if reads_channels(model.format):
+    if reads_channels(model.format) and request.required_tool is None:
         if answer is not None:
             raise InvalidArgument(
                 f"a response format is not supported: in the model's format ({model.format.name}) "
@@ -139,9 +141,9 @@ def _lark(
         rules = _rules(calls, answer, opening=opening, required=required_tool is not None)
         if rules is None:
             return "", calls is not None and calls.unenforced
-        # The opening of a required call has already ended the reasoning.
+        # A required call comes without reasoning; the opening has ended what the template began.
         start, more = "body", list[str]()
-        if not opening:
+        if required_tool is None and not opening:
             start, more = _reasoning(model, inside=inside), _reasoning_rules(model)
         text = "\n".join(["%llguidance {}", f"start: {start}", *rules, *more])
         if calls is None or not calls.enforced or len(text.encode()) <= MAX_GRAMMAR_BYTES:
@@ -171,6 +173,7 @@ class _Calls:
         self, model: ChatModel, tools: Tools, required_tool: str | None, *, several: bool
     ) -> None:
         self._model = model
+        self._required_tool = required_tool
         self._tools: Tools = [
             tool for tool in tools if required_tool in (None, "", tool["function"]["name"])
         ]
@@ -196,12 +199,16 @@ class _Calls:
         self._notation = None
 
     def required(self, opening: str) -> list[str] | None:
-        """Returns the rules of an answer that begins with a call; `opening` is in the prompt."""
+        """Returns the rules of an answer that begins with a call; `opening` is in the prompt.
+
+        Without rules for arguments only the rest of the format's opening is forced.
+        """
         if self._model.reasoning is not None:
             opening = opening.removeprefix(self._model.reasoning.closing)
-        if self._notation is None or not self._notation.opening.startswith(opening):
-            return None
-        return ["body: calls", *self._calls(self._notation, behind=opening)]
+        if self._notation is not None and self._notation.opening.startswith(opening):
+            return ["body: calls", *self._calls(self._notation, behind=opening)]
+        rest = self._model.format.opening(self._required_tool or None).removeprefix(opening)
+        return [f"body: {spelt(self._model, rest)} {_ANY_TOKENS}"] if rest else None
 
     def beside_answer(self) -> list[str]:
         """Returns the rules of calls that replace an answer with a response format."""

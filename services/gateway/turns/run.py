@@ -28,6 +28,7 @@ from services.gateway.model.other_model import OtherModel
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.sessions import Session, Sessions
+from services.gateway.structured_output.forced_opening import opening_of
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
 from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, Record
@@ -79,7 +80,7 @@ class Turns:
         await check(request)
         if self.other is None:
             request = with_policy(request, session.claims.sampling, self._bounds)
-        opening = self._opening(request)
+        opening = opening_of(self.model, request)
         with self._sessions.count_call(session):
             call = SampleCall(
                 self._streams,
@@ -140,7 +141,9 @@ class Turns:
         `run_turn`."""
         request = self._with_template(session, request)
         with self._sessions.admit(session):
-            prompt = await self._record.draft(session, request, opening=self._opening(request))
+            prompt = await self._record.draft(
+                session, request, opening=opening_of(self.model, request)
+            )
         return prompt.ids
 
     def context_limit(self, claims: Claims) -> int:
@@ -191,17 +194,6 @@ class Turns:
             sampling=sampling,
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
         )
-
-    def _opening(self, request: TurnRequest) -> str:
-        opening = request.prefill
-        if request.required_tool is not None:
-            opening = self.model.format.opening(request.required_tool or None)
-        reasoning = self.model.reasoning
-        if not opening or reasoning is None:
-            return opening
-        # If the template opens the reasoning, the reasoning must end before the opening.
-        template = self.model.template_with(request.template_kwargs)
-        return reasoning.closing + opening if template.opens_reasoning else opening
 
     async def _end(self, session: Session, end: EndCall | EndOther) -> int:
         # Shielded: an agent that leaves at this moment must not cancel the record.
