@@ -1,10 +1,17 @@
 """Samples token ids from logits, with the exact log-probability of each in its distribution.
 
-Randomness is counter-based: the draw at a position depends on the row's seed and the position
+Randomness is counter-based: the noise at a position depends on the row's seed and the position
 alone. So a row's tokens do not depend on the other rows of its batch, and a worker that takes over
 a request continues with the same draws.
 
-Shape suffixes: B rows, V vocabulary, K a block of the vocabulary.
+A draw is a race: each event has an exponential time, its noise over its probability, and the
+earliest wins; that is a draw from the distribution. Two similar distributions with the same noise
+mostly draw the same token, at least in (1 - tv) / (1 + tv) of all draws with one race, where tv is
+their total variation (arXiv 2408.07978). So a draft head's draw with the noise of a position
+foretells the policy's. There are two races, of the blocks of the vocabulary and of the tokens of
+the winning block: one noise per token would cost more than the softmax.
+
+Shape suffixes: B rows, V vocabulary, K tokens of a block of the vocabulary, N noise of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _NUCLEUS_GUESS = 256
 """Most nuclei are within this number of likeliest tokens, which saves the full sort."""
-_CDF_BLOCK = 256
+_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +46,19 @@ class SampledBatch:
     temperature 1, with their other cuts."""
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """One number in [0, 1) per row, a function of (seed, position): two rounds of splitmix64."""
+def race_noise(seeds: Sequence[int], positions: Sequence[int], *, vocabulary: int) -> torch.Tensor:
+    """Exponential noise per row for `sample`, float64 [B, N], all above 0: a function of (seed,
+    position) alone."""
     state = np.asarray(seeds, dtype=np.uint64)
     counter = np.asarray(positions, dtype=np.uint64)
-    # The mixing relies on the wrap-around of uint64.
-    mixed = _mix(_mix(state + _GOLDEN) + counter * _GOLDEN)
-    return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
+    count = -(-vocabulary // _BLOCK) + _BLOCK
+    # Three rounds of splitmix64. The mixing relies on the wrap-around of uint64.
+    mixed_B = _mix(_mix(state + _GOLDEN) + counter * _GOLDEN)
+    numbers_N = np.arange(1, count + 1, dtype=np.uint64)
+    mixed_BN = _mix(mixed_B[:, None] + numbers_N * _GOLDEN)
+    uniform_BN = (mixed_BN >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    # Between 0 and 1, both excluded: a noise of 0 would win for a token without probability.
+    return torch.from_numpy(-np.log1p(-(uniform_BN + 2.0**-54)))
 
 
 def sample(
@@ -54,11 +67,11 @@ def sample(
     temperature_B: torch.Tensor,
     top_p_B: torch.Tensor,
     top_k_B: torch.Tensor,
-    uniform_B: torch.Tensor,
+    noise_BN: torch.Tensor,
     min_p_B: torch.Tensor | None = None,
     keep_all: bool = False,
 ) -> SampledBatch:
-    """One token per row, by inverting the cumulative distribution at `uniform_B`.
+    """One token per row, by the races of `noise_BN`, from `race_noise`.
 
     Order of the cuts: temperature, min-p, top-k (0 keeps all), then top-p on what is left,
     renormalized. Temperature 0 takes the likeliest token. Ties at a cut are kept. `keep_all`
@@ -78,7 +91,7 @@ def sample(
     logits_BV = _cut_top_k(logits_BV, top_k_B)
     logits_BV = _cut_top_p(logits_BV, top_p_B)
     logprobs_BV = logits_BV.log_softmax(-1)
-    ids_B = _invert_cdf(logprobs_BV.exp(), uniform_B)
+    ids_B = _race(logprobs_BV.exp(), noise_BN)
     logprobs_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     if bool(greedy_B.any()):
         ids_B = torch.where(greedy_B, logits_BV.argmax(-1), ids_B)
@@ -144,30 +157,16 @@ def _cut_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     return cut_BV
 
 
-def _invert_cdf(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds `uniform_B` times the row's sum.
-
-    Two levels, blocks and then the tokens of one block: a cumulative sum over the vocabulary costs
-    more than the softmax.
-    """
+def _race(probs_BV: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
+    """The winning token of the winning block, never one without probability."""
     rows, vocabulary = probs_BV.shape
-    padded = -(-vocabulary // _CDF_BLOCK) * _CDF_BLOCK
-    if padded != vocabulary:
-        probs_BV = torch.nn.functional.pad(probs_BV, (0, padded - vocabulary))
-    blocks = probs_BV.view(rows, -1, _CDF_BLOCK)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    target_B = uniform_B.double() * ends[:, -1]
-    block_B = _first_above(ends, target_B)
-    block_BK = blocks[torch.arange(rows, device=blocks.device), block_B].double()
-    start_B = ends.gather(1, block_B[:, None])[:, 0] - block_BK.sum(-1)
-    token_B = _first_above(block_BK.cumsum(-1), target_B - start_B)
-    return (block_B * _CDF_BLOCK + token_B).clamp(max=vocabulary - 1)
-
-
-def _first_above(ends_BK: torch.Tensor, target_B: torch.Tensor) -> torch.Tensor:
-    """Index of the first cumulative sum above the target, never of a token without probability."""
-    # NaN sorts above every number: the clamp keeps its index inside the row.
-    first_B = torch.searchsorted(ends_BK, target_B[:, None], right=True)[:, 0]
-    # The last token with probability: the cumulative sum is constant after it.
-    last_B = torch.searchsorted(ends_BK, ends_BK[:, -1:].contiguous())[:, 0]
-    return torch.minimum(first_B, last_B).clamp(max=ends_BK.shape[-1] - 1)
+    count = noise_BN.shape[-1] - _BLOCK
+    padding = count * _BLOCK - vocabulary
+    if padding:
+        probs_BV = torch.nn.functional.pad(probs_BV, (0, padding))
+    blocks = probs_BV.view(rows, count, _BLOCK)
+    block_B = (blocks.sum(-1, dtype=torch.float64) / noise_BN[:, :count]).argmax(-1)
+    block_BK = blocks[torch.arange(rows, device=blocks.device), block_B]
+    token_B = (block_BK.double() / noise_BN[:, count:]).argmax(-1)
+    # Logits that are not finite may choose a token of the padding.
+    return (block_B * _BLOCK + token_B).clamp(max=vocabulary - 1)

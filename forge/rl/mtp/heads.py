@@ -64,6 +64,19 @@ class MtpHeads(nn.ModuleList):
     def __init__(self, count: int, *, channels: int, embedding_channels: int) -> None:
         super().__init__([MtpHead(channels, embedding_channels) for _ in range(count)])
 
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, Tensor], *, channels: int, embedding_channels: int
+    ) -> MtpHeads:
+        """Heads that use these tensors of `named_tensors`, without a copy. Raises like `check`."""
+        numbers = {name.removeprefix(PREFIX).partition(".")[0] for name in tensors}
+        with torch.device("meta"):
+            heads = cls(len(numbers), channels=channels, embedding_channels=embedding_channels)
+        heads.check(tensors)
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        heads.load_state_dict(own, assign=True)
+        return heads.requires_grad_(False).eval()
+
     def named_tensors(self) -> dict[str, Tensor]:
         """`mtp.<k from 0>.<weight>`: the tensors themselves, not copies."""
         return {PREFIX + name: tensor for name, tensor in self.state_dict().items()}

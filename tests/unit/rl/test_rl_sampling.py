@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge.rl.sampling import SampledBatch, sample, uniforms
+from forge.rl.sampling import SampledBatch, race_noise, sample
 
 
 def draw(
@@ -25,7 +25,7 @@ def draw(
         temperature_B=torch.full((rows,), temperature),
         top_p_B=torch.full((rows,), top_p),
         top_k_B=torch.full((rows,), top_k),
-        uniform_B=uniforms(seeds or range(rows), [0] * rows),
+        noise_BN=race_noise(seeds or range(rows), [0] * rows, vocabulary=logits.shape[-1]),
     )
 
 
@@ -77,7 +77,7 @@ def test_min_p_keeps_tokens_near_the_likeliest() -> None:
         temperature_B=torch.ones(2000),
         top_p_B=torch.ones(2000),
         top_k_B=torch.zeros(2000, dtype=torch.long),
-        uniform_B=uniforms(range(2000), [0] * 2000),
+        noise_BN=race_noise(range(2000), [0] * 2000, vocabulary=700),
         min_p_B=torch.tensor([0.2, 0.0]).repeat(1000),
     )
     assert kept[drawn.ids[::2]].all()
@@ -98,7 +98,7 @@ def test_rows_keep_their_own_settings() -> None:
         temperature_B=torch.tensor([0.0, 0.5, 1.0]),
         top_p_B=torch.tensor([1.0, 0.6, 1.0]),
         top_k_B=torch.tensor([0, 10, 0]),
-        uniform_B=uniforms([1, 2, 3], [0, 0, 0]),
+        noise_BN=race_noise([1, 2, 3], [0, 0, 0], vocabulary=50),
     )
     assert drawn.ids[0] == logits[0].argmax()
     assert drawn.logprobs[0] == 0
@@ -117,18 +117,11 @@ def test_greedy_row_takes_the_likeliest_token_with_log_prob_zero() -> None:
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
-    """Tokens of probability zero at either end and in between, for draws at the edges."""
+    """Tokens of probability zero at either end and in between, whatever their noise is."""
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [3, 301, 302]] = 0.0
-    edges = torch.tensor([0.0, 1 / 3, 2 / 3, 1 - 2**-24])
-    drawn = sample(
-        logits.expand(4, -1),
-        temperature_B=torch.ones(4),
-        top_p_B=torch.ones(4),
-        top_k_B=torch.zeros(4),
-        uniform_B=edges,
-    )
-    assert set(drawn.ids.tolist()) <= {3, 301, 302}
+    drawn = draw(logits.expand(2000, -1))
+    assert set(drawn.ids.tolist()) == {3, 301, 302}
     assert drawn.logprobs.isfinite().all()
 
 
@@ -140,25 +133,45 @@ def test_nan_logits_give_no_finite_log_prob() -> None:
         temperature_B=torch.tensor([0.0, 1.0]),
         top_p_B=torch.ones(2),
         top_k_B=torch.zeros(2),
-        uniform_B=torch.zeros(2),
+        noise_BN=race_noise([1, 2], [0, 0], vocabulary=10),
     )
     assert not drawn.logprobs.isfinite().any()
 
 
-def test_draws_depend_on_seed_and_position_alone() -> None:
-    """The same pair gives the same number in any batch; another pair gives another one."""
-    alone = uniforms([7], [12])
-    among = uniforms([1, 7, 2**64 - 1], [3, 12, 12])
-    assert among[1] == alone[0]
-    assert len({*uniforms([7, 7, 8], [12, 13, 12]).tolist()}) == 3
+@pytest.mark.parametrize(("vocabulary", "change"), [(5, 2.0), (1000, 0.3)])
+def test_similar_distributions_draw_the_same_token(vocabulary: int, change: float) -> None:
+    """With the same noise, in at least (1 - tv) / (1 + tv) of all draws less a little for the
+    second race; independent draws would agree far less often."""
+    torch.manual_seed(4)
+    logits = torch.randn(vocabulary) * 2
+    other = logits + change * torch.randn(vocabulary)
+    p, q = logits.softmax(-1), other.softmax(-1)
+    variation = float((p - q).abs().sum() / 2)
+    rows = 20_000
+    ids, others = (draw(one.expand(rows, -1)).ids for one in (logits, other))
+    agreed = float((ids == others).float().mean())
+    assert 0.02 < variation < 0.5
+    assert agreed > (1 - variation) / (1 + variation) - 0.02
+    assert agreed > float((p * q).sum()) + 0.1
 
 
-def test_draws_are_uniform() -> None:
-    """Consecutive positions and consecutive seeds both fill [0, 1) evenly."""
-    for seeds, positions in (([5] * 20_000, range(20_000)), (range(20_000), [5] * 20_000)):
-        numbers = uniforms(list(seeds), list(positions)).numpy()
-        assert numbers.min() >= 0
-        assert numbers.max() < 1
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    """The same pair gives the same noise in any batch; another pair gives another one."""
+    alone = race_noise([7], [12], vocabulary=600)
+    among = race_noise([1, 7, 2**64 - 1], [3, 12, 12], vocabulary=600)
+    assert torch.equal(among[1], alone[0])
+    assert len({*race_noise([7, 7, 8], [12, 13, 12], vocabulary=600)[:, 0].tolist()}) == 3
+
+
+@pytest.mark.parametrize("place", [0, 2, 200])
+def test_noise_is_exponential_and_uncorrelated(place: int) -> None:
+    """Over consecutive positions and over consecutive seeds, and between the places of a row."""
+    count = 20_000
+    for seeds, positions in (([5] * count, range(count)), (range(count), [5] * count)):
+        noise = race_noise(list(seeds), list(positions), vocabulary=600).numpy()
+        numbers = np.exp(-noise[:, place])
+        assert noise.min() > 0
         counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
         assert abs(counts - 1000).max() < 5 * np.sqrt(1000)
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+        assert abs(np.corrcoef(numbers, np.exp(-noise[:, place + 1]))[0, 1]) < 0.03

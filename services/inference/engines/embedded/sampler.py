@@ -17,7 +17,7 @@ import torch
 
 from forge.core.errors import ForgeError
 from forge.core.token_columns import int32_array
-from forge.rl.sampling import sample, uniforms
+from forge.rl.sampling import race_noise, sample
 from services.inference.engines.base import Likeliest, Prompt, Sampling, Tokens
 from services.inference.engines.grammar_masks import Matcher, mask_words
 
@@ -89,7 +89,9 @@ def draw(
         temperature_B=torch.tensor([s.temperature for s in settings], device=device),
         top_p_B=torch.tensor([s.top_p for s in settings], device=device),
         top_k_B=torch.tensor([s.top_k for s in settings], device=device),
-        uniform_B=uniforms([s.seed for s in settings], positions).to(device),
+        noise_BN=race_noise(
+            [s.seed for s in settings], positions, vocabulary=logits_RV.shape[-1]
+        ).to(device),
         min_p_B=torch.tensor([s.min_p for s in settings], device=device),
         keep_all=any(s.top_logprobs for s in settings),
     )
