@@ -455,9 +455,17 @@ class FetchKvResponse(_message.Message):
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_STATE_FIELD_NUMBER: _builtins.int
+    LAST_STATE_XXH3_64_FIELD_NUMBER: _builtins.int
     from_token: _builtins.int
     tokens: _builtins.int
     weight_version: _builtins.int
+    last_state: _builtins.bytes
+    """With the last slice, if the weights have draft heads: the model's last hidden state of the prompt's
+    last token, in the array's type. A decode instance without it drafts from its second step on.
+    """
+    last_state_xxh3_64: _builtins.int
+    """XXH3-64 of `last_state`, seed 0. A receiver refuses another one with DATA_LOSS."""
     @_builtins.property
     def block(self) -> _common_pb2.Chunk: ...
     @_builtins.property
@@ -474,10 +482,12 @@ class FetchKvResponse(_message.Message):
         from_token: _builtins.int = ...,
         tokens: _builtins.int = ...,
         weight_version: _builtins.int = ...,
+        last_state: _builtins.bytes = ...,
+        last_state_xxh3_64: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "last_state", b"last_state", "last_state_xxh3_64", b"last_state_xxh3_64", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from forge.core.errors import InvalidArgument
+from xxhash import xxh3_64_intdigest
+
+from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import (
     TOKEN_BYTES,
@@ -266,12 +268,16 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
     array = NamedTensor(name=_KV, dtype=span.dtype, shape=span.shape, data=span.data)
     if slices:
         for piece in tensors.slices(array):
-            yield FetchKvResponse(
+            response = FetchKvResponse(
                 slice=piece,
                 from_token=span.from_token,
                 tokens=span.tokens,
                 weight_version=span.version,
             )
+            if span.last_state and piece.offset_bytes + len(piece.data) == piece.whole_bytes:
+                response.last_state = span.last_state
+                response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
+            yield response
         return
     tensors.require_serializable(array)
     tensor = Tensor(name=_KV, dtype=span.dtype, shape=span.shape, data=bytes(span.data))
@@ -290,13 +296,17 @@ class SpanAssembler:
         self._joiner = Joiner()
 
     def add(self, response: FetchKvResponse) -> KvSpan | None:
-        """Return the span at its last response. Raises `DataLoss` for a misplaced response."""
+        """Return the span at its last response. Raises `DataLoss` for a misplaced or damaged
+        response."""
         if not response.HasField("slice"):
             whole = self._joiner.add(response.block)
             return None if whole is None else _read_block(whole)
         array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
         if array is None:
             return None
+        state = response.last_state
+        if state and xxh3_64_intdigest(state) != response.last_state_xxh3_64:
+            raise DataLoss("last_state is damaged: wrong checksum")
         return KvSpan(
             from_token=response.from_token,
             tokens=response.tokens,
@@ -304,6 +314,7 @@ class SpanAssembler:
             dtype=array.dtype,
             shape=array.shape,
             data=array.data,
+            last_state=state,
         )
 
 

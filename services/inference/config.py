@@ -56,6 +56,17 @@ class KvSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSettings:
+    """Drafts by the draft heads among the weights (the trainer's mtp table)."""
+
+    most_drafts: Annotated[int, Meta(ge=0, le=8)] = 4
+    """Most tokens that decode drafts for one step; 0: none, and heads are not loaded."""
+    adaptive: bool = True
+    """Draft as many as pay by measured acceptance and speed, perhaps none; false: always as many as
+    there are heads, up to most_drafts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig(ServiceConfig):
     """Samples from the policy: a router, or one of the workers behind it."""
 
@@ -94,6 +105,7 @@ class InferenceConfig(ServiceConfig):
     pass_tokens: Annotated[int, Meta(ge=0)] = 0
     """prefill: most tokens of one forward pass; 0: 512 on a CPU, 4096 on a GPU."""
     kv: KvSettings = field(default_factory=KvSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for a malformed group, and frozen weights in the policy's."""

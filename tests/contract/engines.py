@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from forge.core.named_tensor import NamedTensor
+from forge.rl.mtp.heads import MtpHead, MtpHeads
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
@@ -88,6 +89,35 @@ def published(model: PreTrainedModel) -> dict[str, NamedTensor]:
             data=to_bytes(tensor),
         )
     return tensors
+
+
+def draftable(*, seed: int = 0) -> PreTrainedModel:
+    """A llama whose layers change little: its next token depends mostly on the last one, as
+    `with_heads` drafts it."""
+    model = reference("llama", seed=seed)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data *= 0.1
+    return model
+
+
+def with_heads(
+    tensors: Mapping[str, NamedTensor], *, count: int = 3, channels: int = 64
+) -> dict[str, NamedTensor]:
+    """The weights with draft heads, which draft as if the model had no layers."""
+    with torch.random.fork_rng():
+        heads = MtpHeads(count, channels=channels, embedding_channels=channels)
+    for head in heads:
+        assert isinstance(head, MtpHead)
+        head.fuse.weight.data = torch.cat([torch.zeros(channels, channels), torch.eye(channels)], 1)
+        head.down.weight.data.zero_()
+    drafted = {
+        name: NamedTensor(
+            name=name, dtype="float32", shape=tuple(one.shape), data=to_bytes(one.detach())
+        )
+        for name, one in heads.named_tensors().items()
+    }
+    return {**tensors, **drafted}
 
 
 def is_greedy(model: PreTrainedModel, ids: list[int], sampled: list[int]) -> bool:

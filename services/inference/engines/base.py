@@ -150,6 +150,9 @@ class KvSpan:
     shape: tuple[int, ...]
     """[layers, 2, kv_heads, tokens, head_size]."""
     data: bytes | memoryview
+    last_state: bytes = b""
+    """The model's last hidden state of the prompt's last token, in `dtype`, for draft heads; empty
+    without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +251,10 @@ class EngineOptions:
     """Most requests that sample at the same time."""
     kv_store: KvStoreOptions | None = None
     """None: keys and values stay in this worker."""
+    draft_tokens: int = 0
+    """Most tokens that draft heads draft for one step; 0: no drafts."""
+    adaptive_drafts: bool = True
+    """Draft as many as pay by the measured speed, else always `draft_tokens`."""
     request_timeout_s: float
     """Deadline of one message to the engine."""
 

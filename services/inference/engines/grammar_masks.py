@@ -51,6 +51,9 @@ class Matcher(Protocol):
     def check(self) -> None:
         """Raises `InvalidArgument` after a token outside the grammar or its limits."""
 
+    def copy(self) -> Matcher:
+        """Return the same state, to be advanced by itself."""
+
 
 class GrammarMatcher:
     """The state of one answer in its grammar."""
@@ -95,6 +98,12 @@ class GrammarMatcher:
                 f"the grammar cannot be followed: {one_line(self._matcher.get_error())}"
             )
 
+    def copy(self) -> GrammarMatcher:
+        """As `Matcher.copy`."""
+        return GrammarMatcher(
+            self._matcher.deep_copy(), stop_ids=self._stop_ids, stop=self._stop, end=self._end
+        )
+
 
 class LengthMatcher:
     """Allows stop tokens only after `least` tokens, and otherwise what `inner` allows."""
@@ -127,6 +136,11 @@ class LengthMatcher:
         """As `Matcher.check`."""
         if self._inner is not None:
             self._inner.check()
+
+    def copy(self) -> LengthMatcher:
+        """As `Matcher.copy`."""
+        inner = None if self._inner is None else self._inner.copy()
+        return LengthMatcher(inner, least=self._left, stop=self._stop)
 
 
 class Grammars:

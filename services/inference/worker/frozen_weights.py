@@ -23,8 +23,8 @@ from services.inference.worker.metrics import WEIGHT_VERSION
 VERSION = 1
 """Version of frozen weights: the number in a turn's record tells nothing of their age, the name of
 their model does."""
-_NO_MODEL = ("mtp.safetensors", "master.safetensors")
-"""Files of a checkpoint beside its model."""
+_NO_MODEL = ("master.safetensors",)
+"""Files of a checkpoint beside its model and its draft heads."""
 _DTYPES = {
     "F32": "float32",
     "BF16": "bfloat16",

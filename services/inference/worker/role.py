@@ -53,6 +53,8 @@ async def _start_engine(context: ServiceContext) -> Engine:
         pass_tokens=config.pass_tokens,
         max_running=config.max_running,
         kv_store=_kv_store(config.kv),
+        draft_tokens=config.speculation.most_drafts,
+        adaptive_drafts=config.speculation.adaptive,
         request_timeout_s=config.request_timeout_s,
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)

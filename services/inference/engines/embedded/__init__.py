@@ -3,9 +3,13 @@
 engine.py        the engines of both roles
 prefill.py       the actor that reads prompts
 decode.py        the actor that samples, with continuous batching
+decode_step.py   one step of it: drafts, a forward pass, accepted tokens
+sequences.py     its requests
 messages.py      messages of both actors
 sampler.py       from logits to tokens, with grammars
 model.py         the model: its architecture, its forward pass, its weights
+model_head.py    the end of the model: hidden states, logits, draft heads
+speculation/     drafts, their grammar masks, and how many of them pay
 held_prompts.py  prompts that wait for the fetch of a decode worker
 tensor_bytes.py  tensors as bytes and back
 

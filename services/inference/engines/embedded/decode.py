@@ -15,31 +15,21 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
-from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, Finish, Piece, Prompt, Tokens
-from services.inference.engines.embedded.kv.decode_attention import SlabStep
+from services.inference.engines.base import BrokenWeights, KvSpan, Piece, Prompt
+from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunks
-from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
-from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import adopt
-from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
+from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.embedded.tensor_bytes import from_bytes
-from services.inference.engines.grammar_masks import Matcher
 
-STREAM_INTERVAL_S = 0.05
-"""Shortest time between two pieces of a streamed request."""
-CHECKPOINT_TOKENS = 64
-"""Tokens in a piece of an unstreamed request; a crash loses at most so many."""
 WAITING_SHARE = 1 / 8
 """Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""
 _MIXED = -1
@@ -48,75 +38,27 @@ _LOOKAHEAD_TOKENS = 512
 """A new sequence gets a row for at most this many further tokens; a longer one moves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrived:
-    """A prompt's keys and values: the cached, pinned part and the fetched part."""
-
-    cached: Match
-    fetched: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    """A pinned prefix of a request that fetches its other keys and values."""
-
-    match: Match
-    version: int
-    """Version of the weights that computed the prefix."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Sequence(Branch):
-    """A waiting or running request."""
-
-    prompt: Prompt
-    stream: bool
-    deliver: Deliver
-    asked_s: float
-    sampled: array[int]
-    """All sampled tokens, the first from prefill; the slabs do not have the last one yet."""
-    most_sampled: int
-    version: int
-    """Version of all its keys and values."""
-    arrived: _Arrived | None
-    """Set until it has its row."""
-    matcher: Matcher | None
-    began_s: float = 0.0
-    sent_s: float = 0.0
-    unsent: list[tuple[DrawnToken, int]] = field(default_factory=list)
-    """Tokens with the version of the weights that sampled each."""
-
-    @property
-    def ids(self) -> bytes:
-        return self.prompt.ids + self.sampled.tobytes()
-
-    def take_unsent(self) -> Tokens:
-        unsent, self.unsent = self.unsent, []
-        return tokens_of(unsent, self.prompt.sampling)
-
-
 class DecodeActor(ThreadActor):
     """Owns the model, the running sequences and the prefix cache of a decode instance."""
 
     def __init__(
         self,
-        policy: Policy,
+        step: DecodeStep,
         cache: KvCache,
-        slabs: Slabs[_Sequence],
-        trunks: Trunks | None,
         stored: StoredKv | None = None,
         *,
         max_running: int,
         max_waiting: int,
         threads: int,
     ) -> None:
-        self._policy = policy
+        self._step = step
+        self._policy = step.policy
+        self._running = step.running
+        self._trunks = step.trunks
         self._cache = cache
-        self._running = slabs
-        self._trunks = trunks
         self._stored = stored
-        self._waiting: deque[_Sequence] = deque()
-        self._reserved: dict[str, _Reservation] = {}
+        self._waiting: deque[DecodeSequence] = deque()
+        self._reserved: dict[str, Reservation] = {}
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._threads = threads
@@ -146,14 +88,14 @@ class DecodeActor(ThreadActor):
         """Run one decode step; False when no request is left."""
         self._admit()
         if len(self._running):
-            self._step()
+            self._run_step()
         self._deliver()
         return bool(len(self._running) or self._waiting)
 
     def _reserve(self, prompt: Prompt) -> int:
         self._unreserve(prompt.request_id)
         match = self._cache.match(prompt.ids, pin=True)
-        self._reserved[prompt.request_id] = _Reservation(match, self._policy.version)
+        self._reserved[prompt.request_id] = Reservation(match, self._policy.version)
         return match.tokens
 
     def _unreserve(self, request_id: str) -> None:
@@ -189,7 +131,7 @@ class DecodeActor(ThreadActor):
             blocks = self._cache.match(prompt.ids, pin=True)
         room = self._policy.limits.context_tokens - prompt.tokens
         self._waiting.append(
-            _Sequence(
+            DecodeSequence(
                 prompt=prompt,
                 stream=join.stream,
                 deliver=join.deliver,
@@ -197,11 +139,22 @@ class DecodeActor(ThreadActor):
                 sampled=array("i", join.first.ids),
                 most_sampled=min(prompt.sampling.max_tokens, room),
                 version=span.version if of_one else _MIXED,
-                arrived=_Arrived(cached=match, fetched=fetched),
+                arrived=Arrived(cached=match, fetched=fetched),
                 matcher=join.matcher,
+                state=self._state(span),
                 prompt_blocks=blocks,
             )
         )
+
+    def _state(self, span: KvSpan) -> torch.Tensor | None:
+        """The hidden state that came with a hand-off; None without a fitting one, which only
+        delays drafts by a step."""
+        policy = self._policy
+        fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
+        if policy.drafts is None or not span.last_state or not fitting:
+            return None
+        state = from_bytes(span.last_state, dtype=span.dtype, shape=(policy.head.channels,))
+        return state.to(policy.device)
 
     def _require_room_to_wait(self, arriving_bytes: int) -> None:
         """Raises ResourceExhausted if waiting keys and values would exceed their share of the
@@ -247,7 +200,7 @@ class DecodeActor(ThreadActor):
                 )
             self._waiting.popleft()
 
-    def _place(self, sequence: _Sequence) -> bool:
+    def _place(self, sequence: DecodeSequence) -> bool:
         """Give a sequence its row; return False without room."""
         if self._trunks is not None:
             self._trunks.seat(sequence, self._running)
@@ -261,7 +214,7 @@ class DecodeActor(ThreadActor):
         sequence.began_s = sequence.sent_s = time.monotonic()
         return True
 
-    def _fill(self, sequence: _Sequence) -> None:
+    def _fill(self, sequence: DecodeSequence) -> None:
         """Copy a prompt's keys and values to its row, without those in its trunk."""
         assert sequence.arrived is not None
         cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
@@ -275,39 +228,23 @@ class DecodeActor(ThreadActor):
         sequence.arrived = None
 
     @torch.inference_mode()
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         self._make_room()
-        sequences = list(self._running)
-        if not sequences:
+        if not len(self._running):
             return
-        trunk_slabs = self._trunks.slabs.occupied if self._trunks is not None else []
-        step = SlabStep(self._running.occupied, trunk_slabs)
-        device = self._policy.device
-        logits_NV = self._policy.forward(
-            torch.tensor([sequence.sampled[-1] for sequence in sequences], device=device),
-            step.positions_N,
-            step,
-        )
-        # Before any leaves: the removal of one sequence moves another one in its slab.
-        for sequence in sequences:
-            sequence.tokens += 1
-        positions = [sequence.base + sequence.tokens for sequence in sequences]
-        prompts = [sequence.prompt for sequence in sequences]
-        matchers = [sequence.matcher for sequence in sequences]
-        answers = [sequence.sampled for sequence in sequences]
-        drawn = draw(logits_NV, prompts, positions=positions, matchers=matchers, answers=answers)
+        outcomes = self._step.run()
         now_s = time.monotonic()
-        for row, sequence in enumerate(sequences):
-            if row in drawn.failed:
-                self._leave(sequence)
-                self._send_error(sequence, drawn.failed[row])
-            else:
-                self._advance(sequence, drawn.row(row), now_s)
+        for sequence, outcome in outcomes:
+            self._advance(sequence, outcome, now_s)
 
     def _make_room(self) -> None:
-        """Make room for a token each, oldest first; full slabs evict the youngest."""
+        """Make room for the next step's tokens, oldest first; without room for all of them, for one
+        token. Full slabs evict the youngest."""
+        self._step.plan()
         by_age = sorted(self._running, key=lambda sequence: sequence.began_s)
         for sequence in by_age:
+            if not self._running.promote(sequence):
+                sequence.step_tokens = 1
             while not self._running.promote(sequence):
                 youngest = by_age.pop()
                 self._leave(youngest)
@@ -315,21 +252,26 @@ class DecodeActor(ThreadActor):
                 if youngest is sequence:
                     break
 
-    def _advance(self, sequence: _Sequence, drawn: DrawnToken, now_s: float) -> None:
+    def _advance(self, sequence: DecodeSequence, outcome: Outcome, now_s: float) -> None:
         version = self._policy.version
-        if sequence.version != version or not math.isfinite(drawn.logprob):
-            sequence.version = _MIXED
-        if not math.isfinite(drawn.logprob):
+        finish = None
+        for drawn in outcome.tokens:
+            if sequence.version != version or not math.isfinite(drawn.logprob):
+                sequence.version = _MIXED
+            if not math.isfinite(drawn.logprob):
+                self._leave(sequence)
+                broken = BrokenWeights(f"weights {version} gave a log-prob that is not finite")
+                self._send_error(sequence, broken)
+                return
+            sequence.sampled.append(drawn.token)
+            sequence.unsent.append((drawn, version))
+            if sequence.matcher is not None:
+                sequence.matcher.advance(drawn.token)
+            finish = sequence.finish_with(drawn.token, sampled=len(sequence.sampled))
+        if outcome.failure is not None:
             self._leave(sequence)
-            broken = BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-            self._send_error(sequence, broken)
-            return
-        sequence.sampled.append(drawn.token)
-        sequence.unsent.append((drawn, version))
-        if sequence.matcher is not None:
-            sequence.matcher.advance(drawn.token)
-        finish = self._finish(sequence, drawn.token)
-        if finish is not None:
+            self._send_error(sequence, outcome.failure)
+        elif finish is not None:
             self._leave(sequence)
             piece = Piece(
                 tokens=sequence.take_unsent(),
@@ -338,23 +280,11 @@ class DecodeActor(ThreadActor):
                 decode_s=now_s - sequence.began_s,
             )
             self._outbox.append((sequence.deliver, piece))
-        elif self._is_due(sequence, now_s):
+        elif sequence.is_due(now_s):
             sequence.sent_s = now_s
             self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
 
-    def _finish(self, sequence: _Sequence, token: int) -> Finish | None:
-        if token in sequence.prompt.sampling.stop_ids:
-            return Finish.STOP
-        if len(sequence.sampled) >= sequence.most_sampled:
-            return Finish.LENGTH
-        return None
-
-    def _is_due(self, sequence: _Sequence, now_s: float) -> bool:
-        if sequence.stream:
-            return now_s - sequence.sent_s >= STREAM_INTERVAL_S
-        return len(sequence.unsent) >= CHECKPOINT_TOKENS
-
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: DecodeSequence) -> None:
         """Free the row; cache its keys and values if the present weights computed them."""
         if sequence.version == self._policy.version:
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
@@ -369,7 +299,7 @@ class DecodeActor(ThreadActor):
             self._trunks.leave(sequence)
         self._unpin(sequence)
 
-    def _unpin(self, sequence: _Sequence) -> None:
+    def _unpin(self, sequence: DecodeSequence) -> None:
         if sequence.arrived is not None:
             self._cache.unpin(sequence.arrived.cached)
             sequence.arrived = None
@@ -377,12 +307,12 @@ class DecodeActor(ThreadActor):
             self._cache.unpin(sequence.prompt_blocks)
             sequence.prompt_blocks = None
 
-    def _refuse(self, sequence: _Sequence, reason: str) -> None:
+    def _refuse(self, sequence: DecodeSequence, reason: str) -> None:
         request = sequence.prompt.request_id
         refusal = ResourceExhausted(f"request {request} {reason}", retry_after_s=0.5)
         self._send_error(sequence, refusal)
 
-    def _send_error(self, sequence: _Sequence, error: ForgeError) -> None:
+    def _send_error(self, sequence: DecodeSequence, error: ForgeError) -> None:
         if sequence.unsent:
             self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
         self._outbox.append((sequence.deliver, error))

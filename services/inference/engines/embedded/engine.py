@@ -32,6 +32,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.decode import DecodeActor
+from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
@@ -40,6 +41,8 @@ from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
+from services.inference.engines.embedded.speculation.depth import DepthChooser
+from services.inference.engines.embedded.speculation.drafter import HeadDrafter
 from services.inference.engines.embedded.stored_kv import StoredKv, architecture
 from services.inference.engines.grammar_masks import Grammars, Matcher
 from services.inference.engines.kv_store.store import KvStore
@@ -59,6 +62,7 @@ def _build_policy(options: EngineOptions) -> Policy:
         dtype=options.dtype,
         device=options.device,
         context_tokens=options.context_tokens,
+        draft_tokens=options.draft_tokens,
     )
 
 
@@ -259,6 +263,7 @@ class EmbeddedPrefill(_Embedded):
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
             data=tensor_bytes.to_bytes(kv),
+            last_state=b"" if held.state is None else tensor_bytes.to_bytes(held.state),
         )
 
     def release(self, request_id: str) -> None:
@@ -297,11 +302,16 @@ class EmbeddedDecode(_Embedded):
         def actor() -> DecodeActor:
             cache = _prefix_cache(options, policy)
             slabs = _slabs(options, policy)
-            return DecodeActor(
+            step = DecodeStep(
                 policy,
-                cache,
                 slabs,
                 _trunks(policy, cache, slabs),
+                HeadDrafter(policy),
+                DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts),
+            )
+            return DecodeActor(
+                step,
+                cache,
                 _stored(store, policy),
                 max_running=options.max_running,
                 max_waiting=_MAX_WAITING,

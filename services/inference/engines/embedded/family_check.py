@@ -36,6 +36,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.decode import DecodeActor
+from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
@@ -43,6 +44,8 @@ from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Join, Reserve
 from services.inference.engines.embedded.model import Policy, read_config
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
+from services.inference.engines.embedded.speculation.depth import DepthChooser
+from services.inference.engines.embedded.speculation.drafter import HeadDrafter
 
 TOLERANCE = 1e-3
 """Largest error of a log-prob, in nats. Norms and rotary embeddings are float32 in the model's own
@@ -241,9 +244,8 @@ class _Pair:
                 running=slabs,
                 least_tokens=2 * _BLOCK_TOKENS,
             )
-        self._decode = DecodeActor(
-            policy, decoded, slabs, trunks, max_running=16, max_waiting=16, threads=1
-        )
+        step = DecodeStep(policy, slabs, trunks, HeadDrafter(policy), DepthChooser(0))
+        self._decode = DecodeActor(step, decoded, max_running=16, max_waiting=16, threads=1)
         self._decode.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
 
     def sample(self, prompts: Sequence[list[int]], *, vocabulary: int) -> list[_Answer]:

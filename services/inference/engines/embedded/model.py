@@ -16,14 +16,16 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.named_tensor import NamedTensor
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
+from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, ModelLimits, UnfitWeights
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.model_head import DraftHeads, ModelHead
 from services.inference.engines.embedded.tensor_bytes import (
     DTYPES,
     NAMES,
@@ -40,6 +42,8 @@ class StagedWeights:
     tensors: tuple[torch.Tensor, ...]
     rounded: bool
     """Whether they were published or are served in 16 bits."""
+    drafts: DraftHeads | None = None
+    """The draft heads; None without any that fit."""
 
     def digest(self, architecture: bytes) -> bytes:
         """16 bytes that name these weights in this architecture, whatever their version is."""
@@ -71,16 +75,32 @@ class _Weight:
 class Policy:
     """One causal LM. `version` is 0 until weights have been swapped in."""
 
-    def __init__(self, model: torch.nn.Module, *, limits: ModelLimits) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, limits: ModelLimits, draft_tokens: int = 0
+    ) -> None:
+        """`draft_tokens`: most draft heads that are served."""
         self.limits = limits
         self.version = 0
+        self.drafts: DraftHeads | None = None
+        """The draft heads of this version of the weights."""
+        self.head = ModelHead(model)
+        self._draft_tokens = draft_tokens
+        self._draft_note = ""
         self._model = model
         self._weights = _Weight.all_of(model)
         self.dtype, self.device = self._weights[0].served.dtype, self._weights[0].served.device
         self.kv_shape = _probe(self)
 
     @classmethod
-    def build(cls, model_path: str, *, dtype: str, device: str, context_tokens: int = 0) -> Policy:
+    def build(
+        cls,
+        model_path: str,
+        *,
+        dtype: str,
+        device: str,
+        context_tokens: int = 0,
+        draft_tokens: int = 0,
+    ) -> Policy:
         """Build the architecture of `model_path`/config.json, with undefined weights.
 
         `dtype` "auto" takes the config's, or float32 where the device has no bfloat16;
@@ -104,7 +124,8 @@ class Policy:
             context_tokens=min(context_tokens or longest, longest),
             vocabulary=text.vocab_size,
         )
-        return cls(model.to(device).eval().requires_grad_(False), limits=limits)
+        model = model.to(device).eval().requires_grad_(False)
+        return cls(model, limits=limits, draft_tokens=draft_tokens)
 
     def forward(
         self,
@@ -114,7 +135,8 @@ class Policy:
         *,
         logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`."""
+        """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`; then
+        `head.states` has the states of these rows."""
         output = self._model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],
@@ -128,8 +150,8 @@ class Policy:
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:
         """Check and convert a set of weights; the served weights stay.
 
-        Tied weights may have any or all of their names; drafting heads are ignored. Raises
-        UnfitWeights.
+        Tied weights may have any or all of their names; draft heads that do not fit are left out.
+        Raises UnfitWeights.
         """
         known = {name for weight in self._weights for name in weight.names}
         unknown = sorted(
@@ -148,7 +170,40 @@ class Policy:
             staged.append(self._converted(tensors[name], weight.served, version=version))
             kinds = (DTYPES[tensors[name].dtype], weight.served.dtype)
             rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
-        return StagedWeights(version=version, tensors=tuple(staged), rounded=rounded)
+        return StagedWeights(
+            version=version,
+            tensors=tuple(staged),
+            rounded=rounded,
+            drafts=self._stage_drafts(tensors, version=version),
+        )
+
+    def _stage_drafts(
+        self, tensors: Mapping[str, NamedTensor], *, version: int
+    ) -> DraftHeads | None:
+        """Return the heads, None without any that fit; log a reason once, until it changes."""
+        if not self._draft_tokens:
+            return None
+        found = {name: one for name, one in tensors.items() if name.startswith(PREFIX)}
+        drafts, note = None, "the weights have no draft heads"
+        if found:
+            try:
+                drafts = self.head.stage_drafts(
+                    {name: from_named(one) for name, one in found.items()},
+                    dtype=self.dtype,
+                    most=self._draft_tokens,
+                )
+                note = ""
+            except ForgeError as error:
+                note = str(error)
+        if note != self._draft_note:
+            self._draft_note = note
+            log.info(
+                "decoding_without_drafts" if note else "decoding_with_drafts",
+                weight_version=version,
+                reason=note,
+                heads=0 if drafts is None else len(drafts),
+            )
+        return drafts
 
     def _converted(
         self, received: NamedTensor, served: torch.Tensor, *, version: int
@@ -175,10 +230,12 @@ class Policy:
         """Serve `staged` from the next forward pass on; changes pointers, copies nothing. Returns
         the weights served before."""
         before = tuple(weight.served.data for weight in self._weights)
-        replaced = StagedWeights(version=self.version, tensors=before, rounded=staged.rounded)
+        replaced = StagedWeights(
+            version=self.version, tensors=before, rounded=staged.rounded, drafts=self.drafts
+        )
         for weight, tensor in zip(self._weights, staged.tensors, strict=True):
             weight.served.data = tensor
-        self.version = staged.version
+        self.version, self.drafts = staged.version, staged.drafts
         return replaced
 
 

@@ -38,6 +38,8 @@ class HeldPrompt:
     kv: torch.Tensor
     """[layers, 2, heads, tokens, head_size]."""
     version: int
+    state: torch.Tensor | None = None
+    """The last token's hidden state; None without draft heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,10 @@ class PrefillActor(ThreadActor):
             reading.done = reading.filled = span.end
             reading.compute_s += took_s * size / sum(sizes)
             reading.logits = logits_V
+        if self._policy.drafts is not None:
+            for span, state_C in zip(spans, self._policy.head.states, strict=True):
+                # A copy: a view would keep the whole pass.
+                span.reading.state = state_C.clone()
         self._answer([span.reading for span in spans if not span.reading.left])
 
     def _answer(self, complete: Iterable[Reading]) -> None:
@@ -268,6 +274,7 @@ class PrefillActor(ThreadActor):
             ),
             kv=reading.kv,
             version=version,
+            state=reading.state,
         )
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:

@@ -45,6 +45,8 @@ class Reading:
     """Its share of the time of its passes."""
     logits: torch.Tensor | None = None
     """Logits of the last computed token, shape [vocabulary]."""
+    state: torch.Tensor | None = None
+    """The model's last hidden state of that token, shape [channels]; None without draft heads."""
 
     @property
     def start(self) -> int:

@@ -1,10 +1,11 @@
-"""One decode step's attention: a new token for every running sequence.
+"""One decode step's attention: a new token for every running sequence, and its drafts.
 
 Each sequence reads its own slab row. All sequences of a trunk read it together, and the two results
 are merged by their log-sum-exp.
 
-Shape suffixes: N sequences, R rows of a slab, K sequences of one trunk, M sequences that read
-trunks, H key-value heads, G query heads per key-value head, Q = H * G, T tokens, D head size.
+Shape suffixes: N new tokens, R rows of a slab, S new tokens of each row, padded to the most of a
+row, K tokens that read one trunk, M tokens that read trunks, H key-value heads, G query heads per
+key-value head, Q = H * G, T tokens, D head size.
 """
 
 from __future__ import annotations
@@ -27,50 +28,43 @@ _PADDED_SEQUENCES = 16
 
 
 class SlabStep:
-    """The KvPass of one step: token i of the pass is of the i-th sequence of the slabs."""
+    """The KvPass of one step: its tokens are those of the slabs' sequences, in order, each with as
+    many as its `step_tokens`."""
 
     def __init__(self, slabs: Sequence[Slab], trunk_slabs: Sequence[Slab]) -> None:
         device = slabs[0].layers[0].device
         self._dtype = slabs[0].layers[0].dtype
-        self._slabs = slabs
-        self._rows_R = [torch.arange(len(slab.rows), device=device) for slab in slabs]
-        self._own_R = [
-            torch.tensor([row.tokens for row in slab.rows], device=device) for slab in slabs
-        ]
-        self._lengths = [_length(slab, [row.tokens + 1 for row in slab.rows]) for slab in slabs]
-        rows = [row for slab in slabs for row in slab.rows]
-        self.positions_N = torch.tensor([row.base + row.tokens for row in rows], device=device)
-        numbers = {id(row): number for number, row in enumerate(rows)}
+        self._slabs = [_SlabTokens.of(slab) for slab in slabs]
+        positions: list[int] = []
+        numbers: dict[int, range] = {}
+        for row in (row for slab in slabs for row in slab.rows):
+            numbers[id(row)] = range(len(positions), len(positions) + row.step_tokens)
+            first = row.base + row.tokens
+            positions += range(first, first + row.step_tokens)
+        self.positions_N = torch.tensor(positions, device=device)
         self._reads = [
             _TrunkRead.of(slab, trunks, numbers) for slab in trunk_slabs for trunks in _reads(slab)
         ]
-        self._bias: dict[int | None, list[torch.Tensor]] = {}
+        self._bias: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store the new keys and values, then attend; see `KvPass`."""
         layer, q_NQD, k_NHD, v_NHD, scale, window, _ = heads
         q_NHGD = q_NQD.view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
-        bias = self._bias_for(window)
+        bias = self._bias_for(window, q_NHGD.shape[2])
         out, lse = [], []
         start = 0
-        for index, slab in enumerate(self._slabs):
-            end = start + len(slab.rows)
-            k_RHTD, v_RHTD = slab.layers[layer]
-            k_RHTD[self._rows_R[index], :, self._own_R[index]] = k_NHD[start:end]
-            v_RHTD[self._rows_R[index], :, self._own_R[index]] = v_NHD[start:end]
-            seen = slice(0, self._lengths[index])
-            own = (
-                q_NHGD[start:end],
-                k_RHTD[: end - start, :, seen],
-                v_RHTD[: end - start, :, seen],
-            )
+        for index, tokens in enumerate(self._slabs):
+            new = slice(start, start + tokens.count)
+            start = new.stop
+            k_RHTD, v_RHTD = tokens.store(layer, k_NHD[new], v_NHD[new])
+            own = (tokens.padded(q_NHGD[new]), k_RHTD, v_RHTD)
             if self._reads:
                 read, read_lse = _attention_with_lse(*own, bias=bias[index], scale=scale)
-                lse.append(read_lse)
+                lse.append(tokens.unpadded(read_lse[..., None])[..., 0])
             else:
                 read = attention(*own, bias=bias[index], heads=heads)
-            out.append(read)
-            start = end
+            out.append(tokens.unpadded(read))
         out_NHGD = torch.cat(out) if len(out) > 1 else out[0]
         if self._reads:
             self._merge_trunks(layer, q_NHGD, out_NHGD, torch.cat(lse), scale=scale)
@@ -93,13 +87,100 @@ class SlabStep:
             own = out_NHGD[asking].to(share.dtype)
             out_NHGD[asking] = torch.lerp(own, trunk_out.to(share.dtype), share).to(self._dtype)
 
-    def _bias_for(self, window: int | None) -> list[torch.Tensor]:
-        if window not in self._bias:
-            self._bias[window] = [
-                _bias(own_R, length, window=window, dtype=self._dtype)
-                for own_R, length in zip(self._own_R, self._lengths, strict=True)
+    def _bias_for(self, window: int | None, groups: int) -> list[torch.Tensor]:
+        if (window, groups) not in self._bias:
+            self._bias[window, groups] = [
+                tokens.bias(window=window, groups=groups, dtype=self._dtype)
+                for tokens in self._slabs
             ]
-        return self._bias[window]
+        return self._bias[window, groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlabTokens:
+    """The new tokens of one slab's rows."""
+
+    slab: Slab
+    count: int
+    length: int
+    """Tokens of the slab to look at."""
+    rows_N: torch.Tensor
+    """The row of each token, ..."""
+    places_N: torch.Tensor
+    """... and its place there."""
+    widest: int
+    """S."""
+    table_RS: torch.Tensor | None
+    """The number of each row's s-th token, its first one's beyond its own; None if all rows have S
+    tokens."""
+    numbers_N: torch.Tensor | None
+    """The place of each token in the flattened table."""
+
+    @classmethod
+    def of(cls, slab: Slab) -> _SlabTokens:
+        """The tokens of a slab with rows."""
+        device = slab.layers[0].device
+        rows: list[int] = []
+        places: list[int] = []
+        table: list[list[int]] = []
+        numbers: list[int] = []
+        widest = max(row.step_tokens for row in slab.rows)
+        for number, row in enumerate(slab.rows):
+            own = range(len(rows), len(rows) + row.step_tokens)
+            table.append([*own, *[own.start] * (widest - len(own))])
+            numbers += range(number * widest, number * widest + len(own))
+            rows += [number] * len(own)
+            places += range(row.tokens, row.tokens + len(own))
+        ragged = len(rows) < widest * len(slab.rows)
+        return cls(
+            slab=slab,
+            count=len(rows),
+            length=_length(slab, [row.tokens + row.step_tokens for row in slab.rows]),
+            rows_N=torch.tensor(rows, device=device),
+            places_N=torch.tensor(places, device=device),
+            widest=widest,
+            table_RS=torch.tensor(table, device=device) if ragged else None,
+            numbers_N=torch.tensor(numbers, device=device) if ragged else None,
+        )
+
+    def store(
+        self, layer: int, k_NHD: torch.Tensor, v_NHD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values; return those of all rows, [R, H, T, D] each."""
+        k_RHTD, v_RHTD = self.slab.layers[layer]
+        k_RHTD[self.rows_N, :, self.places_N] = k_NHD
+        v_RHTD[self.rows_N, :, self.places_N] = v_NHD
+        seen = (slice(0, len(self.slab.rows)), slice(None), slice(0, self.length))
+        return k_RHTD[seen], v_RHTD[seen]
+
+    def padded(self, q_NHGD: torch.Tensor) -> torch.Tensor:
+        """By rows, [R, H, S * G, D]."""
+        if self.widest == 1:
+            return q_NHGD
+        if self.table_RS is None:
+            q_RSHGD = q_NHGD.view(-1, self.widest, *q_NHGD.shape[1:])
+        else:
+            q_RSHGD = q_NHGD[self.table_RS]
+        return q_RSHGD.transpose(1, 2).flatten(2, 3)
+
+    def unpadded(self, out_RHQX: torch.Tensor) -> torch.Tensor:
+        """The inverse, [N, H, G, X]."""
+        if self.widest == 1:
+            return out_RHQX
+        rows, heads, _, size = out_RHQX.shape
+        out = out_RHQX.reshape(rows, heads, self.widest, -1, size).transpose(1, 2).flatten(0, 1)
+        return out if self.numbers_N is None else out[self.numbers_N]
+
+    def bias(self, *, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """[R, 1, S * G, T], or [R, 1, 1, T] for one token each."""
+        places_RS = self.places_N
+        if self.table_RS is not None:
+            places_RS = places_RS[self.table_RS]
+        bias = attention_bias(places_RS.flatten(), self.length, window=window, dtype=dtype)
+        if self.widest == 1:
+            return bias[:, None, None]
+        by_row = bias.view(len(self.slab.rows), 1, self.widest, 1, self.length)
+        return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +193,22 @@ class _TrunkRead:
     bias: torch.Tensor | None
     """[R, 1, 1, T]; None when all trunks have the same length."""
     table: torch.Tensor
-    """[R, K], the number of the sequence that reads there; padding beyond a trunk's own."""
+    """[R, K], the number of the token that reads there; padding beyond a trunk's own."""
     asking: torch.Tensor
-    """[M], the numbers of the reading sequences, each once."""
+    """[M], the numbers of the reading tokens, each once."""
     places: torch.Tensor
     """[M], the place of each in the flattened table."""
 
     @classmethod
-    def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, int]) -> _TrunkRead:
-        """`numbers`: the number of each sequence by its id()."""
+    def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, range]) -> _TrunkRead:
+        """`numbers`: those of each sequence's tokens, by its id()."""
         kv = slab.layers[0]
-        widest = max(len(trunk.sequences) for trunk in trunks)
+        reading = [[n for one in trunk.sequences for n in numbers[id(one)]] for trunk in trunks]
+        widest = max(map(len, reading))
         table: list[list[int]] = []
         asking: list[int] = []
         places: list[int] = []
-        for row, trunk in enumerate(trunks):
-            own = [numbers[id(sequence)] for sequence in trunk.sequences]
+        for row, own in enumerate(reading):
             table.append(own + [0] * (widest - len(own)))
             asking += own
             places += range(row * widest, row * widest + len(own))
@@ -136,7 +217,7 @@ class _TrunkRead:
         bias = None
         if set(lengths) != {longest}:
             last_R = torch.tensor(lengths, device=kv.device) - 1
-            bias = _bias(last_R, longest, window=None, dtype=kv.dtype)
+            bias = attention_bias(last_R, longest, window=None, dtype=kv.dtype)[:, None, None]
         return cls(
             slab=slab,
             rows=slice(trunks[0].row, trunks[-1].row + 1),
@@ -150,7 +231,7 @@ class _TrunkRead:
     def attend(
         self, layer: int, q_NHGD: torch.Tensor, *, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the asking sequences read, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
+        """What the asking tokens read, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
         k_RHTD, v_RHTD = self.slab.layers[layer][:, self.rows, :, : self.length]
         q_RKHGD = q_NHGD[self.table]
         rows, asking, heads, groups, head_size = q_RKHGD.shape
@@ -196,10 +277,3 @@ def _length(slab: Slab, needed: Sequence[int]) -> int:
     """How much of a slab to look at."""
     longest = -(-max(needed) // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
     return min(slab.class_tokens, longest)
-
-
-def _bias(
-    positions_R: torch.Tensor, length: int, *, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """The bias of rows with one query each: [R, 1, 1, length]."""
-    return attention_bias(positions_R, length, window=window, dtype=dtype)[:, None, None]

@@ -33,6 +33,8 @@ class SlabRow:
     """Tokens with keys and values in this row."""
     base: int = 0
     """Tokens before them, with keys and values in a trunk."""
+    step_tokens: int = 1
+    """Tokens that the next step computes."""
     slab: Slab = field(init=False)
     row: int = field(init=False)
 
@@ -156,11 +158,13 @@ class Slabs(Generic[Row]):
             row.slab.resize(0)
 
     def promote(self, row: Row) -> bool:
-        """Make room for one more token; return False without room in a larger class."""
-        if row.tokens < row.slab.class_tokens:
+        """Make room for the tokens of the next step; return False without room in a larger
+        class."""
+        needed = row.tokens + row.step_tokens
+        if needed <= row.slab.class_tokens:
             return True
-        slab = self._class_for(row.tokens + 1)
-        if not self._make_room(slab):
+        slab = self._class_for(needed)
+        if slab.class_tokens < needed or not self._make_room(slab):
             return False
         before, place, kv = row.slab, row.row, row.slab.kv(row)
         slab.append(row)

@@ -1,0 +1,176 @@
+"""One decode step over all running sequences: drafts, one forward pass, draws, accepted tokens.
+
+The pass computes the last sampled token of each sequence and its drafts. Row s of a sequence draws
+the token behind s drafts, so rows count as long as each draft before them was drawn, too. Keys and
+values of rejected drafts stay behind the end of their row, where the next step overwrites them.
+
+Shape suffixes: N rows, C hidden channels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forge.core.errors import ForgeError
+from services.inference.engines.embedded.kv.decode_attention import SlabStep
+from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.metrics import (
+    ACCEPTED,
+    DRAFT_DEPTH,
+    DRAFT_GAIN,
+    DRAFTED,
+)
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.sampler import Drawn, DrawnToken, draw
+from services.inference.engines.embedded.sequences import DecodeSequence
+from services.inference.engines.embedded.speculation.depth import DepthChooser
+from services.inference.engines.embedded.speculation.drafter import Draft, Drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step gave one sequence."""
+
+    tokens: list[DrawnToken]
+    """In order; after one that ends the answer, or whose log-prob is not finite, none follows."""
+    failure: ForgeError | None = None
+    """Why no token can follow these."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Acceptance:
+    """Counts by head."""
+
+    offered: list[int] = field(default_factory=list)
+    """Drafts behind accepted drafts alone."""
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, head: int, *, accepted: bool) -> None:
+        while len(self.offered) <= head:
+            self.offered.append(0)
+            self.accepted.append(0)
+        self.offered[head] += 1
+        self.accepted[head] += accepted
+
+
+class DecodeStep:
+    """Runs steps; owns the choice of the number of drafts."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        running: Slabs[DecodeSequence],
+        trunks: Trunks | None,
+        drafter: Drafter,
+        depth: DepthChooser,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policy = policy
+        self.running = running
+        self.trunks = trunks
+        self._drafter = drafter
+        self._depth = depth
+        self._clock = clock
+
+    def plan(self) -> None:
+        """Set `step_tokens` of all running sequences for the next step."""
+        depth = self._depth.choose(len(self.running), most=self._drafter.most)
+        for sequence in self.running:
+            drafts = depth if sequence.state is not None else 0
+            sequence.step_tokens = 1 + min(drafts, sequence.left - 1)
+
+    def run(self) -> list[tuple[DecodeSequence, Outcome]]:
+        """Run a step over all running sequences, which have room for their `step_tokens`."""
+        began_s = self._clock()
+        sequences = list(self.running)
+        depth = max(sequence.step_tokens for sequence in sequences) - 1
+        drafts = self._drafter.draft(sequences)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            sequence.step_tokens = 1 + len(draft.ids)
+        drawn = self._verify(sequences, drafts)
+        states_NC = self.policy.head.states
+        counts = _Acceptance()
+        outcomes = []
+        row = 0
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            outcome = _outcome(sequence, draft, drawn, row, counts)
+            # The failed row has computed its token, too.
+            sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
+            if self._drafter.most and outcome.tokens:
+                # A copy: a view would keep the states of the whole step.
+                sequence.state = states_NC[row + len(outcome.tokens) - 1].clone()
+            row += sequence.step_tokens
+            outcomes.append((sequence, outcome))
+        self._observe(drafts, counts, depth=depth, seconds=self._clock() - began_s)
+        return outcomes
+
+    def _verify(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
+        """The forward pass, and a draw in each of its rows."""
+        trunk_slabs = self.trunks.slabs.occupied if self.trunks is not None else []
+        step = SlabStep(self.running.occupied, trunk_slabs)
+        ids: list[int] = []
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            ids += (sequence.sampled[-1], *draft.ids)
+        ids_N = torch.tensor(ids, device=self.policy.device)
+        logits_NV = self.policy.forward(ids_N, step.positions_N, step)
+        rows = [
+            (sequence, draft, index)
+            for sequence, draft in zip(sequences, drafts, strict=True)
+            for index in range(1 + len(draft.ids))
+        ]
+        return draw(
+            logits_NV,
+            [sequence.prompt for sequence, _, _ in rows],
+            positions=[sequence.position + index for sequence, _, index in rows],
+            matchers=[draft.matcher_after(index, sequence) for sequence, draft, index in rows],
+            answers=[sequence.answer_with(draft.ids[:index]) for sequence, draft, index in rows],
+        )
+
+    def _observe(
+        self, drafts: Sequence[Draft], counts: _Acceptance, *, depth: int, seconds: float
+    ) -> None:
+        most = self._drafter.most
+        if not most:
+            return
+        self._depth.observe(
+            sequences=len(drafts),
+            depth=depth,
+            seconds=seconds,
+            offered=counts.offered,
+            accepted=counts.accepted,
+        )
+        for head in range(depth):
+            DRAFTED.labels(str(head + 1)).inc(sum(len(draft.ids) > head for draft in drafts))
+        for head, accepted in enumerate(counts.accepted):
+            ACCEPTED.labels(str(head + 1)).inc(accepted)
+        best = self._depth.best(len(drafts), most=most)
+        DRAFT_DEPTH.set(best)
+        DRAFT_GAIN.set(self._depth.gain(len(drafts), best))
+
+
+def _outcome(
+    sequence: DecodeSequence, draft: Draft, drawn: Drawn, first_row: int, counts: _Acceptance
+) -> Outcome:
+    """The tokens of one sequence, whose rows begin at `first_row`."""
+    tokens: list[DrawnToken] = []
+    for index in range(1 + len(draft.ids)):
+        row = first_row + index
+        if row in drawn.failed:
+            return Outcome(tokens=tokens, failure=drawn.failed[row])
+        token = drawn.row(row)
+        tokens.append(token)
+        sampled = len(sequence.sampled) + len(tokens)
+        accepted = index < len(draft.ids) and token.token == draft.ids[index]
+        if index < len(draft.ids):
+            counts.count(index, accepted=accepted)
+        ended = sequence.finish_with(token.token, sampled=sampled) is not None
+        if not accepted or ended or not math.isfinite(token.logprob):
+            break
+    return Outcome(tokens=tokens)

@@ -1,0 +1,92 @@
+"""The end of a model: from last hidden states to logits, of the policy and of its draft heads.
+
+Owns the states of the last pass and the use of the draft heads (`forge.rl.mtp`), which read the
+model's own embedding and head; both change with its weights. Not here: which drafts are kept.
+
+Shapes: R rows, C hidden channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from forge.core.errors import InvalidArgument
+from forge.rl.model.capabilities import logit_scale
+from forge.rl.mtp.heads import MtpHead, MtpHeads
+from services.inference.engines.embedded.tensor_bytes import is_finite
+
+
+class ModelHead:
+    """The language-model head of one model, and the states that it read last."""
+
+    def __init__(self, model: Any) -> None:
+        head = model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        self._weight: torch.Tensor | None = weight if isinstance(weight, torch.Tensor) else None
+        self._embedding: torch.nn.Module = model.get_input_embeddings()
+        config = model.config.get_text_config(decoder=True)
+        self._scale = logit_scale(config)
+        self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
+        self.channels: int = 0 if self._weight is None else self._weight.shape[1]
+        """Width of the states; 0 for a model without a separate head."""
+        self.states = torch.zeros(0, self.channels)
+        """[R, C], of the rows of the last logits."""
+        if self._weight is not None:
+            head.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        self.states = given[0].flatten(0, -2)
+
+    def stage_drafts(
+        self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, most: int
+    ) -> DraftHeads:
+        """Return at most `most` draft heads with these tensors. Raises InvalidArgument for heads of
+        another model and for NaN or infinity."""
+        embedding = self._embedding.weight
+        assert isinstance(embedding, torch.Tensor)
+        served = {
+            name: one.to(dtype=dtype, device=embedding.device) for name, one in tensors.items()
+        }
+        heads = MtpHeads.of(served, channels=self.channels, embedding_channels=embedding.shape[1])
+        if not all(is_finite(one) for one in served.values()):
+            raise InvalidArgument("MTP heads have NaN or infinity")
+        return DraftHeads(self, heads, most=most)
+
+    def embed(self, ids_R: torch.Tensor) -> torch.Tensor:
+        """The model's embeddings of tokens, [R, C]."""
+        embedded: torch.Tensor = self._embedding(ids_R)
+        return embedded
+
+    def logits(self, states_RC: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] from states, float32, as the training of the heads computes them."""
+        assert self._weight is not None
+        logits_RV = torch.nn.functional.linear(states_RC, self._weight).float()
+        if self._scale != 1.0:
+            logits_RV = logits_RV * self._scale
+        if self._softcap:
+            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
+        return logits_RV
+
+
+class DraftHeads:
+    """The draft heads of one version of the weights."""
+
+    def __init__(self, head: ModelHead, heads: MtpHeads, *, most: int) -> None:
+        self._head = head
+        self._heads = list(heads)[:most]
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def draft(
+        self, number: int, states_RC: torch.Tensor, ids_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Head `number`, from 0: its states [R, C] and logits [R, V], after the tokens `ids_R`; the
+        states before are those of the head before it, or the model's own for head 0."""
+        head = self._heads[number]
+        assert isinstance(head, MtpHead)
+        states_RC = head(states_RC, self._head.embed(ids_R).to(states_RC.dtype))
+        return states_RC, self._head.logits(head.out_norm(states_RC))

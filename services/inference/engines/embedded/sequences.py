@@ -1,0 +1,102 @@
+"""The requests of a decode instance, waiting or running: data and state of each answer."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forge.core.placement.prefix_cache import Match
+from services.inference.engines.base import Finish, Prompt, Tokens
+from services.inference.engines.embedded.kv.shared_prefixes import Branch
+from services.inference.engines.embedded.messages import Deliver
+from services.inference.engines.embedded.sampler import DrawnToken, tokens_of
+from services.inference.engines.grammar_masks import Matcher
+
+STREAM_INTERVAL_S = 0.05
+"""Shortest time between two pieces of a streamed request."""
+CHECKPOINT_TOKENS = 64
+"""Tokens in a piece of an unstreamed request; a crash loses at most so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A prompt's keys and values: the cached, pinned part and the fetched part."""
+
+    cached: Match
+    fetched: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A pinned prefix of a request that fetches its other keys and values."""
+
+    match: Match
+    version: int
+    """Version of the weights that computed the prefix."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeSequence(Branch):
+    """A waiting or running request."""
+
+    prompt: Prompt
+    stream: bool
+    deliver: Deliver
+    asked_s: float
+    sampled: array[int]
+    """All sampled tokens, the first from prefill; the slabs do not have the last one yet."""
+    most_sampled: int
+    version: int
+    """Version of all its keys and values."""
+    arrived: Arrived | None
+    """Set until it has its row."""
+    matcher: Matcher | None
+    state: torch.Tensor | None = None
+    """The model's hidden state that gave the last sampled token, [channels]; None if unknown."""
+    began_s: float = 0.0
+    sent_s: float = 0.0
+    unsent: list[tuple[DrawnToken, int]] = field(default_factory=list)
+    """Tokens with the version of the weights that sampled each."""
+
+    @property
+    def ids(self) -> bytes:
+        """Prompt and answer."""
+        return self.prompt.ids + self.sampled.tobytes()
+
+    @property
+    def position(self) -> int:
+        """Position of the next token."""
+        return self.prompt.tokens + len(self.sampled)
+
+    @property
+    def left(self) -> int:
+        """Most tokens that are still to be sampled."""
+        return self.most_sampled - len(self.sampled)
+
+    def answer_with(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The answer with drafts behind it, as the sampler needs it: for reweightings alone."""
+        if self.prompt.sampling.reweighting is None or not drafts:
+            return self.sampled
+        return [*self.sampled, *drafts]
+
+    def finish_with(self, token: int, *, sampled: int) -> Finish | None:
+        """Whether the answer ends with this token, its `sampled`-th."""
+        if token in self.prompt.sampling.stop_ids:
+            return Finish.STOP
+        if sampled >= self.most_sampled:
+            return Finish.LENGTH
+        return None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the unsent tokens are to be sent."""
+        if self.stream:
+            return now_s - self.sent_s >= STREAM_INTERVAL_S
+        return len(self.unsent) >= CHECKPOINT_TOKENS
+
+    def take_unsent(self) -> Tokens:
+        """Return the unsent tokens as columns, and forget them."""
+        unsent, self.unsent = self.unsent, []
+        return tokens_of(unsent, self.prompt.sampling)
