@@ -11,7 +11,7 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-first-agent test-wheel coverage lint docs dist protos \
-	protos-baseline chaos crash fuzz fuzz-http properties audit bench bench-peers families
+	protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -95,6 +95,9 @@ chaos: setup  ## Kill each service in the middle of a run, for real
 
 crash: setup  ## Kill the pool 200 times under load and read everything back
 	@FORGE_CRASH_ROUNDS=200 $(PY) -m pytest --timeout=7200 -s tests/integration/test_pool_crash.py
+
+drafts: setup  ## 100,000 answers with drafts against the model's own distribution
+	@FORGE_DRAFT_SAMPLES=100000 $(PY) -m pytest --timeout=7200 -s -k own tests/contract/test_contract_drafts.py
 
 fuzz: setup  ## Each fuzz target on N new random inputs
 	@$(PY) -m tests.fuzz --inputs $(N)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from services.inference.engines.base import Grammar, KvSpan, Reweighting, Sampling
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
@@ -90,7 +91,7 @@ async def drafting(model_path: Path) -> AsyncIterator[Pair]:
 
 
 def counted(metric: Any) -> float:
-    return sum(metric.labels(str(head + 1))._value.get() for head in range(HEADS))
+    return float(sum(metric.labels(str(head + 1))._value.get() for head in range(HEADS)))
 
 
 def assert_same(answer: Answer, expected: Answer) -> None:
@@ -121,9 +122,7 @@ async def test_drafts_are_accepted_and_rejected(drafting: Pair) -> None:
     assert 0.2 * drafted < accepted < 0.9 * drafted
 
 
-async def test_batch_of_all_kinds_of_requests_answers_as_alone(
-    plain: Pair, drafting: Pair
-) -> None:
+async def test_batch_of_all_kinds_of_requests_answers_as_alone(plain: Pair, drafting: Pair) -> None:
     """Rows with other acceptance, other lengths and shared prefixes change no answer."""
     common = prompt_ids(72, seed=1)
     requests = [
@@ -222,22 +221,23 @@ async def test_heads_change_with_the_weights(
     assert logged.count("decoding_without_drafts") in (0, 4)
 
 
+def exact_distribution(model: Any, ids: list[int], vocabulary: int) -> torch.Tensor:
+    """Of the second to fourth token behind `ids`: [vocabulary ** 3]. The first one is prefill's."""
+    words = torch.cartesian_prod(*[torch.arange(vocabulary)] * 4)
+    rows = torch.cat([torch.tensor(ids).expand(len(words), -1), words], 1)
+    logprobs = model(rows).logits.double().log_softmax(-1)[:, len(ids) - 1 : -1]
+    joint: torch.Tensor = logprobs.gather(2, words[..., None])[..., 0].sum(-1).exp()
+    return joint.view(vocabulary, -1).sum(0)
+
+
 async def test_sampled_distribution_is_the_model_s_own(tmp_path: Path) -> None:
     """Chi-square of three successive tokens against the exact probabilities, with three drafts in
     each step, for answers of consecutive seeds."""
     vocabulary, ids = 8, [1, 5, 2, 7]
-    config = replace_config(vocabulary)
+    config = LlamaConfig(**{**engines.CONFIGS["llama"].to_dict(), "vocab_size": vocabulary})
     config.save_pretrained(tmp_path)
-    torch.manual_seed(3)
-    model = engines.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval().requires_grad_(False)
-    expected = torch.zeros(vocabulary**3, dtype=torch.float64)
-    words = torch.cartesian_prod(*[torch.arange(vocabulary)] * 4)
-    rows = torch.cat([torch.tensor(ids).expand(len(words), -1), words], 1)
-    logprobs = model(rows).logits.double().log_softmax(-1)[:, len(ids) - 1 : -1]
-    joint = logprobs.gather(2, words[..., None])[..., 0].sum(-1).exp()
-    # The first token is prefill's; drafts begin behind it.
-    expected.index_add_(0, (words[:, 1:] * torch.tensor([vocabulary**2, vocabulary, 1])).sum(1), joint)
+    model = draftable(config)
+    expected = exact_distribution(model, ids, vocabulary)
     counts: Counter[int] = Counter()
     drafted, accepted = counted(DRAFTED), counted(ACCEPTED)
     async with embedded(tmp_path, draft_tokens=HEADS, adaptive_drafts=False) as pair:
@@ -257,9 +257,3 @@ async def test_sampled_distribution_is_the_model_s_own(tmp_path: Path) -> None:
     chance = float(torch.special.gammaincc(degrees / 2, statistic / 2))
     print(f"chi-square over {SAMPLES} samples, {len(seen)} cells: p = {chance:.3f}")
     assert chance > 1e-3
-
-
-def replace_config(vocabulary: int) -> Any:
-    """The llama with a small vocabulary."""
-    config = engines.CONFIGS["llama"].to_dict()
-    return engines.LlamaConfig(**{**config, "vocab_size": vocabulary})

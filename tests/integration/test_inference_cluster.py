@@ -16,7 +16,7 @@ from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.inference.worker.frozen_weights import VERSION
 from tests.contract import engines
-from tests.contract.engines import is_greedy, prompt_ids, published, reference
+from tests.contract.engines import is_greedy, prompt_ids, published, reference, with_heads
 from tests.contract.test_contract_engines import greedy_of
 from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample
 from tests.support.runtime.etcd import EtcdServer
@@ -43,8 +43,9 @@ async def running(
 
 @pytest_asyncio.fixture
 async def inference(running: InferenceCluster) -> InferenceCluster:
-    """With the first reference weights published; workers are the test's to ask for."""
-    await running.publisher.publish(published(reference("qwen3")))
+    """With the first reference weights and draft heads published; workers are the test's to ask
+    for."""
+    await running.publisher.publish(with_heads(published(reference("qwen3"))))
     return running
 
 
@@ -139,8 +140,11 @@ async def test_prefix_outlives_the_worker_that_computed_it(
 async def test_killed_decode_worker_is_replaced_in_mid_answer(
     inference: InferenceCluster,
 ) -> None:
-    """kill -9 of the sampling instance: another continues, and the caller sees no error."""
+    """kill -9 of the sampling instance, which drafts: another continues with the same tokens, and
+    the caller sees no error."""
     await serving(inference, decodes=2)
+    for name in await inference.workers("decode", 2):
+        assert "decoding_with_drafts" in inference.log(name)
     ids = prompt_ids(40)
     killed = ""
     # An answer may be over before this process has had its turn: then there is another.

@@ -139,6 +139,7 @@ class InferenceCluster:
                 str(START_S),
             ),
             *("--router.worker-wait-s", str(START_S)),
+            *("--speculation.adaptive", "false"),
         ]
         self._etcd, self._name = etcd, name
         self._processes: dict[str, ServiceProcess] = {}
@@ -231,6 +232,10 @@ class InferenceCluster:
 
         await until(forgotten)
         self._killed.clear()
+
+    def log(self, name: str) -> str:
+        """What a process has logged so far."""
+        return (self._folder / f"{name}.log").read_text(encoding="utf-8")
 
     def terminate(self, name: str) -> None:
         """SIGTERM, without waiting."""
