@@ -83,7 +83,7 @@ class DecodeStep:
         """Set `step_tokens` of all running sequences for the next step."""
         depth = self._depth.choose(len(self.running), most=self._drafter.most)
         for sequence in self.running:
-            drafts = depth if sequence.state is not None else 0
+            drafts = depth if self._drafter.is_ready(sequence) else 0
             sequence.step_tokens = 1 + min(drafts, sequence.left - 1)
 
     def run(self) -> list[tuple[DecodeSequence, Outcome]]:

@@ -2,9 +2,9 @@
 
 Runs a small random copy of the model, with the same kinds of layers and with windows, chunks and
 thresholds of a few tokens, through the engine's own actors: prompts read in several passes, beside
-shorter ones, with a shared and with a cached prefix; a hand-off; decode steps beside others. All
-log-probs must equal those of the model's own forward on each sequence alone. Weights arrive later;
-`probe` checks each version of them.
+shorter ones, with a shared and with a cached prefix; a hand-off; decode steps beside others, with
+drafts and without. All log-probs must equal those of the model's own forward on each sequence
+alone. Weights arrive later; `probe` checks each version of them.
 
 Owns the decision at the start of a worker, and of the table of families. Not here: the small
 configuration (`forge.rl.model.small_config`).
@@ -44,15 +44,20 @@ from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import Join, Reserve
 from services.inference.engines.embedded.model import Policy, read_config
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
+from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser
-from services.inference.engines.embedded.speculation.drafter import HeadDrafter
+from services.inference.engines.embedded.speculation.drafter import (
+    Draft,
+    Drafter,
+    HeadDrafter,
+)
 
 TOLERANCE = 1e-3
 """Largest error of a log-prob, in nats. Norms and rotary embeddings are float32 in the model's own
 forward too; a family that the engine does not know differs by nats."""
 _BLOCK_TOKENS = 4
 _PASS_TOKENS = 24
-_ANSWER_TOKENS = 4
+_ANSWER_TOKENS = 5
 _SEED = 5
 _CONTEXT_TOKENS = 96
 _LONGEST_TOKENS = 44
@@ -187,17 +192,22 @@ def _compare(model: Any, cases: Sequence[_Case]) -> list[tuple[str, float, bool]
     limits = ModelLimits(context_tokens=_CONTEXT_TOKENS, vocabulary=vocabulary)
     policy = Policy(model, limits=limits)
     policy.version = 1
-    answers = _Pair(policy).sample([case.ids for case in cases], vocabulary=vocabulary)
+    prompts = [case.ids for case in cases]
+    plain = _Pair(policy, HeadDrafter(policy)).sample(prompts, vocabulary=vocabulary)
+    drafter = _KnownAnswers([answer.ids for answer in plain], vocabulary)
+    drafted = _Pair(policy, drafter).sample(prompts, vocabulary=vocabulary)
     model.set_attn_implementation(own_attention)
     found = []
-    for case, answer in zip(cases, answers, strict=True):
+    decoded = [", decoded"] * len(plain) + [", decoded with drafts"] * len(drafted)
+    answers = zip([*cases, *cases], [*plain, *drafted], decoded, strict=True)
+    for case, answer, last_place in answers:
         own_NV = _own_logprobs(model, case.ids + answer.ids)[len(case.ids) - 1 : -1]
         engine_NV = torch.full_like(own_NV, torch.nan)
         for row, likeliest in enumerate(answer.likeliest):
             engine_NV[row, list(likeliest)] = torch.tensor([*likeliest.values()]).to(own_NV)
         errors_N = (engine_NV - own_NV).abs().amax(-1)
         same_N = engine_NV.argmax(-1) == own_NV.argmax(-1)
-        for place, rows in (("", slice(0, 1)), (", decoded", slice(1, None))):
+        for place, rows in (("", slice(0, 1)), (last_place, slice(1, None))):
             # NaN stays NaN, and is above any tolerance.
             error = float(errors_N[rows].max())
             found.append((case.name + place, error, bool(same_N[rows].all())))
@@ -212,6 +222,30 @@ def _own_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     return logprobs
 
 
+class _KnownAnswers:
+    """Drafts answers that are known, two tokens a step; for every other request the second one is
+    wrong."""
+
+    most = 2
+
+    def __init__(self, answers: Sequence[list[int]], vocabulary: int) -> None:
+        self._answers = answers
+        self._vocabulary = vocabulary
+
+    def is_ready(self, sequence: DecodeSequence) -> bool:
+        return True
+
+    def draft(self, sequences: Sequence[DecodeSequence]) -> list[Draft]:
+        return [self._of(sequence) for sequence in sequences]
+
+    def _of(self, sequence: DecodeSequence) -> Draft:
+        number, done = int(sequence.prompt.request_id), len(sequence.sampled)
+        ids = self._answers[number][done : done + sequence.step_tokens - 1]
+        if number % 2 and len(ids) > 1:
+            ids[1] = (ids[1] + 1) % self._vocabulary
+        return Draft(ids=ids)
+
+
 class _AtOnce:
     """Stands in for the event loop: calls at once."""
 
@@ -222,7 +256,7 @@ class _AtOnce:
 class _Pair:
     """Both actors of the engine, without threads."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, drafter: Drafter) -> None:
         shape = policy.kv_shape
         capacity = 64 * _CONTEXT_TOKENS * shape.token_bytes
 
@@ -244,7 +278,8 @@ class _Pair:
                 running=slabs,
                 least_tokens=2 * _BLOCK_TOKENS,
             )
-        step = DecodeStep(policy, slabs, trunks, HeadDrafter(policy), DepthChooser(0))
+        depth = DepthChooser(_KnownAnswers.most, adaptive=False)
+        step = DecodeStep(policy, slabs, trunks, drafter, depth)
         self._decode = DecodeActor(step, decoded, max_running=16, max_waiting=16, threads=1)
         self._decode.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
 

@@ -85,7 +85,7 @@ class Policy:
         """The draft heads of this version of the weights."""
         self.head = ModelHead(model)
         self._draft_tokens = draft_tokens
-        self._draft_note = ""
+        self._draft_note: str | None = None
         self._model = model
         self._weights = _Weight.all_of(model)
         self.dtype, self.device = self._weights[0].served.dtype, self._weights[0].served.device
@@ -198,7 +198,7 @@ class Policy:
         if note != self._draft_note:
             self._draft_note = note
             log.info(
-                "decoding_without_drafts" if note else "decoding_with_drafts",
+                "draft_heads_not_served" if note else "draft_heads_served",
                 weight_version=version,
                 reason=note,
                 heads=0 if drafts is None else len(drafts),

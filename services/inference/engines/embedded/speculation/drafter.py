@@ -38,6 +38,9 @@ class Drafter(Protocol):
     def most(self) -> int:
         """Most drafts of a sequence with the present weights."""
 
+    def is_ready(self, sequence: DecodeSequence) -> bool:
+        """Whether it can draft for this sequence now."""
+
     def draft(self, sequences: Sequence[DecodeSequence]) -> list[Draft]:
         """For each sequence at most `step_tokens` - 1 drafts, none of them a stop token: the step
         samples the token of that place in any case."""
@@ -53,6 +56,10 @@ class HeadDrafter:
     def most(self) -> int:
         """The number of heads."""
         return 0 if self._policy.drafts is None else len(self._policy.drafts)
+
+    def is_ready(self, sequence: DecodeSequence) -> bool:
+        """Only behind a known hidden state."""
+        return sequence.state is not None
 
     def draft(self, sequences: Sequence[DecodeSequence]) -> list[Draft]:
         """See `Drafter`."""
