@@ -13,6 +13,7 @@ from asyncio.subprocess import Process
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
+from weakref import WeakKeyDictionary
 
 PASSED: Final = frozenset(
     (
@@ -31,6 +32,18 @@ def clean_environment(extra: Collection[str] = ()) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in PASSED or name[:3] == "LC_" or name in extra
     }
+
+
+def start_turn() -> asyncio.Lock:
+    """Returns the lock that the start of a child holds: one start at a time in an event loop.
+
+    A start blocks its loop for milliseconds, on an overloaded host for longer. Starts of a hundred
+    rollouts in a row would hold up the leases and requests of all others.
+    """
+    return _START_TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+
+_START_TURNS: Final = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 
 def kill_group(process: Process) -> None:

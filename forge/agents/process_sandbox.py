@@ -12,14 +12,14 @@ import importlib.util
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from forge.agents import bubblewrap, seccomp
-from forge.agents.child import clean_environment, last_lines
+from forge.agents.child import clean_environment, last_lines, start_turn
 from forge.agents.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
 
@@ -69,7 +69,7 @@ class ProcessSandbox:
                 if not os.path.lexists(path):
                     raise ConfigError(f"{self.owner}_{setting}: there is no {path}")
         try:
-            with self.command(sys.executable, "-I", "-S", "-c", "") as (command, descriptors):
+            async with self.command(sys.executable, "-I", "-S", "-c", "") as (command, descriptors):
                 probe = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=DEVNULL,
@@ -88,31 +88,36 @@ class ProcessSandbox:
         """Returns the variables of the process."""
         return clean_environment(passed) | {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
-    @contextmanager
-    def command(self, *words: str) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    @asynccontextmanager
+    async def command(self, *words: str) -> AsyncIterator[tuple[tuple[str, ...], tuple[int, ...]]]:
         """Returns the command line that runs `words` in the sandbox, and the descriptors that it
-        needs, for one start. Raises `FailedPrecondition` without bubblewrap or libseccomp."""
-        with ExitStack() as stack:
-            system_calls = stack.enter_context(seccomp.filter_file(seccomp.deny_list()))
-            contents: list[str] = []
-            descriptors = [system_calls]
-            for path, text in self.files.items():
-                content = stack.enter_context(seccomp.filter_file(text.encode()))
-                contents += ("--perms", "0444", "--ro-bind-data", str(content), path)
-                descriptors.append(content)
-            yield (
-                (
+        needs, for one start: the process is started within the context. Contexts wait for each
+        other. Raises `FailedPrecondition` without bubblewrap or libseccomp."""
+        async with start_turn():
+            with ExitStack() as stack:
+                system_calls = stack.enter_context(seccomp.filter_file(seccomp.deny_list()))
+                contents: list[str] = []
+                descriptors = [system_calls]
+                for path, text in self.files.items():
+                    content = stack.enter_context(seccomp.filter_file(text.encode()))
+                    contents += ("--perms", "0444", "--ro-bind-data", str(content), path)
+                    descriptors.append(content)
+                # A thread, because hundreds of paths are looked up.
+                file_system = await asyncio.to_thread(self._file_system, contents)
+                command = (
                     bubblewrap.executable(),
                     *bubblewrap.namespaces(network=self.network),
-                    *self._file_system(tuple(contents)),
+                    *file_system,
                     *("--seccomp", str(system_calls)),
                     "--",
                     *words,
-                ),
-                tuple(descriptors),
-            )
+                )
+                yield command, tuple(descriptors)
 
-    def _file_system(self, contents: tuple[str, ...]) -> Iterator[str]:
+    def _file_system(self, contents: Sequence[str]) -> tuple[str, ...]:
+        return tuple(self._mounts(contents))
+
+    def _mounts(self, contents: Sequence[str]) -> Iterator[str]:
         """Later entries cover earlier ones. `contents`: the words of `files`."""
         sources = {path for entry in self._sources() for path in without_home(entry)}
         sources.discard(Path("/tmp"))

@@ -315,7 +315,8 @@ class _Worker:
                 memory_bytes=memory_bytes and memory_bytes + tmp, processes=self._limits.processes
             )
         )
-        with box.command(*words) if box else nullcontext((words, ())) as (command, descriptors):
+        starting = box.command(*words) if box else nullcontext((words, ()))
+        async with starting as (command, descriptors):
             self._process = await asyncio.create_subprocess_exec(
                 *group.words,
                 *command,

@@ -24,7 +24,7 @@ from typing import Final
 
 from forge.agents import bubblewrap, seccomp
 from forge.agents.bubblewrap import Bubblewrap
-from forge.agents.child import kill_group
+from forge.agents.child import kill_group, start_turn
 from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
@@ -177,20 +177,21 @@ class Sandbox:
         user = bubblewrap.UNPRIVILEGED_ID if wrapper else 0
         numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, user)
         filtered = seccomp.filter_file(wrapper.system_calls) if wrapper else nullcontext(-1)
-        with filtered as system_calls:
-            return await asyncio.create_subprocess_exec(
-                *group.words,
-                *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
-                *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
-                *map(str, numbers),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                env={},
-                cwd="/",
-                start_new_session=True,
-                pass_fds=(system_calls,) if wrapper else (),
-            )
+        async with start_turn():
+            with filtered as system_calls:
+                return await asyncio.create_subprocess_exec(
+                    *group.words,
+                    *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
+                    *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
+                    *map(str, numbers),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                    pass_fds=(system_calls,) if wrapper else (),
+                )
 
     async def _finish(self, process: Process, program: bytes) -> tuple[str, str]:
         """Returns output and error of the started process."""

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from forge.agents.child import kill_group
+from forge.agents.child import kill_group, start_turn
 from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
@@ -49,14 +49,23 @@ class BareLauncher:
         places = {"TMPDIR": str(directory), "FORGE_ANSWER": str(directory / ANSWER)}
         environment = {**request.inherited, **request.variables, **request.certificates, **places}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _START, *map(str, settings), *request.words),
-                env=environment,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
-            )
+            async with start_turn():
+                process = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        "-c",
+                        _START,
+                        *map(str, settings),
+                        *request.words,
+                    ),
+                    env=environment,
+                    stdin=DEVNULL,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    start_new_session=True,
+                )
             try:
                 yield Program(
                     process=process, answer=partial(read_answer, directory), wrapped=False

@@ -23,7 +23,7 @@ from typing import Final
 
 from forge.agents import seccomp
 from forge.agents.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.child import kill_group, last_lines
+from forge.agents.child import kill_group, last_lines, start_turn
 from forge.agents.launchers import container_removal
 from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
 from forge.agents.launchers.gateway_network import (
@@ -148,17 +148,18 @@ class ContainerLauncher:
         directory.chmod(0o755)
         (directory / _PROFILE).write_text(seccomp.container_profile())
         mounts = [f"{directory}:{_CERTIFICATES}:ro"] if request.certificates else []
-        return await asyncio.create_subprocess_exec(
-            *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
-            *self._options(request, directory, mounts),
-            *(word for variable in variables for word in ("--env", variable)),
-            *("--entrypoint", "/bin/sh", image, "-c", _START, "forge", *request.words),
-            env={**_engine_environment(), **variables},
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-        )
+        async with start_turn():
+            return await asyncio.create_subprocess_exec(
+                *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
+                *self._options(request, directory, mounts),
+                *(word for variable in variables for word in ("--env", variable)),
+                *("--entrypoint", "/bin/sh", image, "-c", _START, "forge", *request.words),
+                env={**_engine_environment(), **variables},
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+            )
 
     def _options(self, request: Request, directory: Path, mounts: Sequence[str]) -> list[str]:
         settings, limits = self._settings, self._limits

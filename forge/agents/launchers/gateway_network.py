@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from forge.agents.child import last_lines
+from forge.agents.child import last_lines, start_turn
 from forge.agents.launchers import namespace_listeners
 from forge.agents.launchers.handover import Handover
 from forge.agents.rollout import Gateway
@@ -73,12 +73,13 @@ async def _open(pid: int, addresses: list[Address], directory: str) -> list[int]
     names = host_names(addresses)
     words = [word for host, port in addresses for word in (names.get(host, host), str(port))]
     with Handover() as handover:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(namespace_listeners.__file__))),
-            *(str(pid), directory, *words),
-            stdin=handover.theirs.fileno(),
-            stderr=PIPE,
-        )
+        async with start_turn():
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(Path(namespace_listeners.__file__))),
+                *(str(pid), directory, *words),
+                stdin=handover.theirs.fileno(),
+                stderr=PIPE,
+            )
         handover.started()
         parcel = await handover.receive()
         _, errors = await process.communicate()

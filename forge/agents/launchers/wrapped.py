@@ -96,7 +96,7 @@ class SandboxLauncher:
         numbers = (channel, self._limits.memory_bytes, self._limits.processes, user)
         # The interpreter without its virtual environment starts faster.
         first = (os.path.realpath(sys.executable), "-I", "-S", str(Path(entry.__file__)))
-        with sandbox.command(*first, *map(str, numbers), self._home, *request.words) as (
+        async with sandbox.command(*first, *map(str, numbers), self._home, *request.words) as (
             command,
             descriptors,
         ):
