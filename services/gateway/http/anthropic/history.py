@@ -22,15 +22,13 @@ from typing import Any
 
 import msgspec
 
-from forge.core.conversation.messages import Image, Message, ToolCall, normal_role
+from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
+from services.gateway.http.heard import Heard, heard_image, heard_message, user_messages
 from services.gateway.http.images import REFUSED, GivenImage, ImagePolicy
 from services.gateway.http.prefill import split_prefill
-
-_Heard = tuple[str, Image | None]
-"""The text of a block, and the image that it stands for."""
 
 _USER = re.compile(rb'"role"\s*:\s*"user"')
 
@@ -216,26 +214,13 @@ def _assistant(blocks: Sequence[Block], where: str) -> Message:
 
 
 def _user(blocks: Sequence[Block], where: str, images: ImagePolicy) -> Iterator[Message]:
-    heard: list[_Heard] = []
-    for at, block in enumerate(blocks):
-        if block.type == "tool_result":
-            if heard:
-                yield _message("user", heard)
-                heard = []
-            yield _result(block, f"{where}.content[{at}]", images)
-        else:
-            heard.append(_heard(block, f"{where}.content[{at}]", images))
-    if heard or not blocks:
-        yield _message("user", heard)
-
-
-def _message(role: str, heard: Sequence[_Heard], tool_call_id: str = "") -> Message:
-    """Returns a message of texts and images."""
-    return Message(
-        role=role,
-        content="".join(text for text, _ in heard),
-        images=tuple(image for _, image in heard if image is not None),
-        tool_call_id=tool_call_id,
+    return user_messages(
+        [
+            _result(block, f"{where}.content[{at}]", images)
+            if block.type == "tool_result"
+            else _heard(block, f"{where}.content[{at}]", images)
+            for at, block in enumerate(blocks)
+        ]
     )
 
 
@@ -255,10 +240,10 @@ def _result(block: Block, where: str, images: ImagePolicy) -> Message:
     content = "" if block.content is None else block.content
     if isinstance(content, dict):
         raise InvalidArgument(f"{where}.content must be text or blocks of text")
-    heard: list[_Heard] = [(content, None)] if isinstance(content, str) else []
+    heard: list[Heard] = [(content, None)] if isinstance(content, str) else []
     for at, inner in enumerate(() if isinstance(content, str) else content):
         heard.append(_heard(inner, f"{where}.content[{at}]", images))
-    message = _message("tool", heard, tool_call_id=block.tool_use_id)
+    message = heard_message("tool", heard, tool_call_id=block.tool_use_id)
     text = message.content
     if block.is_error and not text.lower().startswith("error"):
         return replace(message, content=f"Error: {text}" if text else "Error")
@@ -269,17 +254,14 @@ def _texts(blocks: Sequence[Block], where: str) -> str:
     return "".join(_text(block, f"{where}.content[{at}]") for at, block in enumerate(blocks))
 
 
-def _heard(block: Block, where: str, images: ImagePolicy) -> _Heard:
+def _heard(block: Block, where: str, images: ImagePolicy) -> Heard:
     """Returns the text of a block, and its image."""
     if block.type != "image":
         return _text(block, where), None
     source = block.source or Source()
     data = bytes(source.data).decode(errors="replace").strip('"')
     image = GivenImage(part="image", media_type=source.media_type, base64=data, url=source.url)
-    try:
-        return images.text_of(image), image.facts()
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{where}: {error}") from None
+    return heard_image(image, images, where)
 
 
 def _text(block: Block, where: str) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
-from forge.core.conversation.messages import Image, Message, ToolCall
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.gemini.schema import GenerateContentRequest, shown
+from services.gateway.http.heard import Heard, heard_image, user_messages
 from services.gateway.http.images import GivenImage, ImagePolicy
 from services.gateway.http.prefill import split_prefill
 
@@ -197,28 +198,17 @@ def _answer(parts: Sequence[Part], where: str) -> Message:
 
 
 def _user(parts: Sequence[Part], where: str, images: ImagePolicy) -> Iterator[Message]:
-    heard: list[tuple[str, Image | None]] = []
-    for at, part in enumerate(parts):
-        if part.function_response is not None:
-            if heard:
-                yield _heard(heard)
-                heard = []
-            yield _result(part.function_response)
-        else:
-            heard.append(_seen(part, f"{where}.parts[{at}]", images))
-    if heard or not parts:
-        yield _heard(heard)
-
-
-def _heard(heard: Sequence[tuple[str, Image | None]]) -> Message:
-    return Message(
-        role="user",
-        content="".join(text for text, _ in heard),
-        images=tuple(image for _, image in heard if image is not None),
+    return user_messages(
+        [
+            _result(part.function_response)
+            if part.function_response is not None
+            else _seen(part, f"{where}.parts[{at}]", images)
+            for at, part in enumerate(parts)
+        ]
     )
 
 
-def _seen(part: Part, where: str, images: ImagePolicy) -> tuple[str, Image | None]:
+def _seen(part: Part, where: str, images: ImagePolicy) -> Heard:
     """Returns the text of a part, and the image that it stands for."""
     given = part.inline_data
     if part.snake_inline_data is not None:
@@ -234,10 +224,7 @@ def _seen(part: Part, where: str, images: ImagePolicy) -> tuple[str, Image | Non
         )
     data = kind.data if isinstance(kind, InlineData) else ""
     image = GivenImage(part="inlineData", media_type=kind.mime_type, base64=data)
-    try:
-        return images.text_of(image), image.facts()
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{where}: {error}") from None
+    return heard_image(image, images, where)
 
 
 def _call(call: FunctionCall, where: str) -> ToolCall:
