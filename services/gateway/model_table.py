@@ -71,10 +71,7 @@ class ModelTable:
         found = self.find(claims, name)
         if isinstance(found, ExternalApi):
             # Only requests of its own protocol reach it, as they are.
-            raise InvalidArgument(
-                f"model {name[:100]!r} is an external API of kind {found.kind}: this call is for "
-                "models that are served here"
-            )
+            raise InvalidArgument(found.refusal())
         return found
 
     def turns_or_policy(self, claims: Claims, name: str) -> Turns:

@@ -44,8 +44,8 @@ class NamedModel:
     url: str = ""
     """external, embeddings: base URL of the API, as its clients take it: https, or http on the
     loopback interface."""
-    protocol: Literal["openai", "anthropic"] = "openai"
-    """external: the protocol of the API; requests of the other one are refused."""
+    protocol: Literal["openai", "anthropic", "gemini"] = "openai"
+    """external: the protocol of the API; requests of other ones are refused."""
     key_file: str = ""
     """external, embeddings: file with the key of the API, closed to other users; empty: none."""
     upstream: str = ""

@@ -1,7 +1,7 @@
 """What a call of an external API leaves: its texts for the record, its usage, and its regular end.
 
-Reads the answer as it passes, complete or as server-sent events of OpenAI's and Anthropic's
-protocols. Its memory is bounded by what the record keeps.
+Reads the answer as it passes, complete or as server-sent events of OpenAI's, Anthropic's and
+Gemini's protocols. Its memory is bounded by what the record keeps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _LAST_EVENT = re.compile(
     re.MULTILINE,
 )
 _LONGEST_MARK = 32
+_GEMINI_ENDS = (b'"finishReason"', b'"blockReason"')
 
 
 class _Usage(msgspec.Struct):
@@ -28,6 +29,14 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    """The usage in Gemini's API."""
+
+    prompt_token_count: int | None = None
+    candidates_token_count: int | None = None
+    thoughts_token_count: int | None = None
 
 
 class _Inner(msgspec.Struct):
@@ -40,16 +49,18 @@ class _Message(msgspec.Struct):
     """Of the first event of Anthropic's stream."""
     response: _Inner | None = None
     """Of the last event of a Responses stream."""
+    metadata: _Metadata | None = msgspec.field(default=None, name="usageMetadata")
 
 
 class Answer:
     """The answer of one call, as it comes."""
 
-    def __init__(self, *, streamed: bool, recorded_bytes: int) -> None:
+    def __init__(self, *, streamed: bool, recorded_bytes: int, gemini: bool = False) -> None:
         self.prompt_tokens = self.sampled_tokens = 0
         self.ended = False
         """Whether the last event of a stream has come."""
         self._streamed = streamed
+        self._gemini = gemini
         self._recorded_bytes = recorded_bytes
         self._text = bytearray()
         self._received = 0
@@ -68,7 +79,8 @@ class Answer:
             self._read(bytes(self._line) + line if len(self._line) <= MAX_LINE_BYTES else b"")
             self._line.clear()
         self._line += rest[: MAX_LINE_BYTES + 1 - len(self._line)]
-        return self._last_event(piece)
+        # Gemini's last event is recognized by its content, and its clients read no comments.
+        return None if self._gemini else self._last_event(piece)
 
     def read_usage(self, content: bytes) -> None:
         """Reads the usage of an answer that is no stream."""
@@ -89,7 +101,11 @@ class Answer:
         return place if place >= 0 else None
 
     def _read(self, line: bytes) -> None:
-        if line.startswith(b"data:") and b'"usage"' in line:
+        if not line.startswith(b"data:"):
+            return
+        if self._gemini and any(word in line for word in _GEMINI_ENDS):
+            self.ended = True
+        if b'"usage' in line:
             self._count(line.removeprefix(b"data:"))
 
     def _count(self, content: bytes) -> None:
@@ -103,8 +119,15 @@ class Answer:
                 prompt = usage.prompt_tokens or usage.input_tokens or 0
                 sampled = usage.completion_tokens or usage.output_tokens or 0
                 # Events repeat the counts so far.
-                self.prompt_tokens = max(self.prompt_tokens, min(prompt, MAX_TOKENS))
-                self.sampled_tokens = max(self.sampled_tokens, min(sampled, MAX_TOKENS))
+                self._at_least(prompt, sampled)
+        if (counted := message.metadata) is not None:
+            thought = counted.thoughts_token_count or 0
+            sampled = (counted.candidates_token_count or 0) + thought
+            self._at_least(counted.prompt_token_count or 0, sampled)
+
+    def _at_least(self, prompt: int, sampled: int) -> None:
+        self.prompt_tokens = max(self.prompt_tokens, min(prompt, MAX_TOKENS))
+        self.sampled_tokens = max(self.sampled_tokens, min(sampled, MAX_TOKENS))
 
 
 def called_turn(

@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -44,8 +45,20 @@ _PATHS = {
         "/v1/messages": "/v1/messages",
         "/v1/messages/count_tokens": "/v1/messages/count_tokens",
     },
+    "gemini": {
+        f"/v1beta/models/MODEL:{method}": f"/v1beta/models/MODEL:{method}"
+        for method in ("generateContent", "streamGenerateContent", "countTokens")
+    },
 }
-"""Paths of the gateway and at the base URL, as the clients of each protocol add them."""
+"""Paths of the gateway and at the base URL, as the clients of each protocol add them; MODEL stands
+for the name of the model."""
+_EVENTS = {"alt": "sse"}
+_KEY_HEADERS = {
+    "openai": ("Authorization", "Bearer "),
+    "anthropic": ("x-api-key", ""),
+    "gemini": ("x-goog-api-key", ""),
+}
+"""Header of the key by protocol, and the text before the key."""
 _PASSED_STATUSES = frozenset({400, 404, 409, 413, 422})
 """The agent's own errors: the answer of the API has the reason."""
 
@@ -56,6 +69,7 @@ class ExternalApi:
     def __init__(self, name: str, settings: NamedModel) -> None:
         self.name = name
         self.kind = settings.kind
+        self.protocol = settings.protocol
         self.timeout_s = settings.timeout_s
         self.max_response_bytes = int(settings.max_response_mib * (1 << 20))
         self.recorded_bytes = settings.recorded_kib << 10
@@ -72,15 +86,30 @@ class ExternalApi:
     def target(self, path: str) -> str:
         """Returns the URL for a path of the gateway. Raises `InvalidArgument` for a path that this
         model does not have."""
-        paths = _PATHS[self._settings.protocol]
-        if self.kind == "embeddings":
-            paths = {"/v1/embeddings": "/embeddings"}
+        paths = self._paths()
         if path not in paths:
-            raise InvalidArgument(
-                f"model {self.name!r} is an external API of kind {self.kind}: it is called by "
-                f"POST {' or '.join(paths)}"
-            )
-        return self._settings.url.rstrip("/") + paths[path]
+            raise InvalidArgument(self.refusal())
+        at = paths[path].replace("MODEL", quote(self._upstream, safe=""))
+        return self._settings.url.rstrip("/") + at
+
+    def refusal(self) -> str:
+        """Returns the text for a call over another protocol, with the ways that reach the API."""
+        ways = " or ".join(path.replace("MODEL", self.name) for path in self._paths())
+        if "/v1/responses" in self._paths():
+            ways += ", and by a WebSocket at /v1/responses"
+        return (
+            f"model {self.name!r} is an external API of kind {self.kind}: it is called by "
+            f"POST {ways}"
+        )
+
+    def _paths(self) -> Mapping[str, str]:
+        if self.kind == "embeddings":
+            return {"/v1/embeddings": "/embeddings"}
+        return _PATHS[self.protocol]
+
+    @property
+    def _upstream(self) -> str:
+        return self._settings.upstream or self.name
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -99,14 +128,17 @@ class ExternalApi:
 
     @asynccontextmanager
     async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], *, events: bool = False
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Sends a request; yields the response, if its status is one of success.
+        """Sends a request; yields the response, if its status is one of success. `events`: in
+        Gemini's API, a stream has server-sent events.
 
         Raises `ApiRejected` with the API's own answer to a wrong request, `ResourceExhausted` for a
         rate limit, `ApiRefused` for a refused key or a redirect, `Unavailable` otherwise.
         """
-        url, content = self.target(path), with_name(body, self._settings.upstream or self.name)
+        url, gemini = self.target(path), self.protocol == "gemini"
+        # In Gemini's API the name is in the path.
+        content = body if gemini else with_name(body, self._upstream)
         try:
             key = self._key()
         except ConfigError as error:
@@ -117,7 +149,11 @@ class ExternalApi:
                 f"model {self.name!r}: the operator's key cannot be read; tell the operator"
             ) from None
         request = self._open().post(
-            url, data=content, headers=self._headers(headers, key), allow_redirects=False
+            url,
+            params=_EVENTS if events and gemini else None,
+            data=content,
+            headers=self._headers(headers, key),
+            allow_redirects=False,
         )
         try:
             async with request as response:
@@ -169,11 +205,11 @@ class ExternalApi:
             "User-Agent": "forge-gateway",
         }
         headers |= {name: given[name] for name in PASSED_HEADERS if name in given}
-        if self._settings.protocol == "anthropic":
+        if self.protocol == "anthropic":
             headers.setdefault("anthropic-version", ANTHROPIC_VERSION)
         if key:
-            bearer = self._settings.protocol == "openai"
-            headers |= {"Authorization": f"Bearer {key}"} if bearer else {"x-api-key": key}
+            name, before = _KEY_HEADERS[self.protocol]
+            headers[name] = before + key
         return headers
 
     async def _error(self, response: aiohttp.ClientResponse, key: str) -> ForgeError:

@@ -46,6 +46,10 @@ class ExternalServer:
             return web.json_response(data)
         if request.path.endswith("/count_tokens"):
             return web.json_response({"input_tokens": 12})
+        if ":" in request.path:
+            return await self._gemini(request, script)
+        if request.path.endswith("/responses"):
+            return await self._send(request, script, _responses_events())
         anthropic = request.path.endswith("/messages")
         if not body.get("stream"):
             whole = _anthropic(WORDS) if anthropic else _openai(WORDS, large=script == "large")
@@ -55,9 +59,21 @@ class ExternalServer:
     async def _stream(
         self, request: web.Request, script: str, *, anthropic: bool
     ) -> web.StreamResponse:
+        events = _anthropic_events() if anthropic else _openai_events()
+        return await self._send(request, script, events)
+
+    async def _gemini(self, request: web.Request, script: str) -> web.StreamResponse:
+        if request.path.endswith(":countTokens"):
+            return web.json_response({"totalTokens": 12})
+        if request.path.endswith(":streamGenerateContent") and request.query.get("alt") == "sse":
+            return await self._send(request, script, _gemini_events())
+        return web.json_response(_gemini("".join(WORDS), last=True))
+
+    async def _send(
+        self, request: web.Request, script: str, events: list[str]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        events = _anthropic_events() if anthropic else _openai_events()
         for number, event in enumerate(events):
             if script == "cut" and number == 2:
                 return response
@@ -91,6 +107,8 @@ def _script(body: dict[str, Any]) -> str:
     if "messages" in body:
         content = body["messages"][-1]["content"]
         return content if isinstance(content, str) else str(content[0].get("text"))
+    if "contents" in body:
+        return str(body["contents"][-1]["parts"][0]["text"])
     return str(body.get("input") or body.get("prompt") or "")
 
 
@@ -171,3 +189,26 @@ def _anthropic_events() -> list[str]:
         {"type": "message_stop"},
     ]
     return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events]
+
+
+def _responses_events() -> list[str]:
+    response: dict[str, Any] = {"id": "resp_1", "object": "response", "model": "big-1"}
+    usage = {"input_tokens": 11, "output_tokens": 3, "total_tokens": 14}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": response},
+        *({"type": "response.output_text.delta", "delta": word} for word in WORDS),
+        {"type": "response.completed", "response": response | {"usage": usage}},
+    ]
+    return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events]
+
+
+def _gemini(text: str, *, last: bool) -> dict[str, Any]:
+    candidate: dict[str, Any] = {"content": {"role": "model", "parts": [{"text": text}]}}
+    end = {"finishReason": "STOP"} if last else {}
+    usage = {"promptTokenCount": 11, "candidatesTokenCount": 2, "thoughtsTokenCount": 1}
+    return {"candidates": [candidate | end], "usageMetadata": usage}
+
+
+def _gemini_events() -> list[str]:
+    chunks = [_gemini(word, last=word == WORDS[-1]) for word in WORDS]
+    return [f"data: {json.dumps(chunk)}\r\n\r\n" for chunk in chunks]

@@ -21,10 +21,12 @@ from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.external.api import ExternalApi
 from services.gateway.http.arguments import input_json
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, google_error
+from services.gateway.http.forward import forward
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.openai.responses_tools import count_omitted
@@ -53,12 +55,16 @@ class Gemini:
             router.add_post(f"{model}:countTokens", self._count)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
+        if (api := self._external(request)) is not None:
+            return await self._forward(request, api, "generateContent")
         claims, asked, headers = await self._asked(request)
         answer, turn = await self._answer(request, claims, asked, headers, stream=False)
         async with self._edge.sessions.use_session(claims) as session:
             return json_response(await answer.complete(session, turn), headers=headers)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if (api := self._external(request)) is not None:
+            return await self._forward(request, api, "streamGenerateContent")
         claims, asked, headers = await self._asked(request)
         answer, turn = await self._answer(request, claims, asked, headers, stream=True)
         async with self._edge.sessions.use_session(claims) as session:
@@ -77,8 +83,10 @@ class Gemini:
                 headers=headers,
             )
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
         edge = self._edge
+        if (api := self._external(request)) is not None:
+            return await self._forward(request, api, "countTokens", recorded=False)
         claims = edge.claims(request)
         turns = edge.models.turns(claims, request.match_info["model"])
         asked, headers = decode_request(
@@ -90,6 +98,27 @@ class Gemini:
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         counted = {"totalTokens": tokens, "promptTokensDetails": details}
         return json_response(counted, headers=headers)
+
+    def _external(self, request: web.Request) -> ExternalApi | None:
+        """Returns the external API that the path names; None for a model that is served here."""
+        found = self._edge.models.find(self._edge.claims(request), request.match_info["model"])
+        return found if isinstance(found, ExternalApi) else None
+
+    async def _forward(
+        self, request: web.Request, api: ExternalApi, method: str, *, recorded: bool = True
+    ) -> web.StreamResponse:
+        path = f"/v1beta/models/MODEL:{method}"
+        api.target(path)
+        return await forward(
+            self._edge,
+            request,
+            api,
+            await self._edge.read_body(request),
+            claims=self._edge.claims(request),
+            path=path,
+            error_event=lambda error: sse(google_error(Failure.of(error))),
+            recorded=recorded,
+        )
 
     async def _asked(
         self, request: web.Request

@@ -22,12 +22,15 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from forge.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.agent_time import Moment
+from services.gateway.external.api import ExternalApi
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error
+from services.gateway.http.forward import external_of
 from services.gateway.http.openai.fields import RESPONSES
 from services.gateway.http.openai.responses_events import Event, Events
 from services.gateway.http.openai.responses_history import items_of
 from services.gateway.http.openai.responses_items import response_key
+from services.gateway.http.openai.responses_relay import relay_response
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_turn import Draft, draft_of, failure_events
 from services.gateway.http.parameters import decode_request
@@ -111,6 +114,9 @@ class ResponsesSocket:
             claims = self._edge.claims(self._request)
             raw = without_lone_surrogates(text.encode())
             with self._edge.count_message(claims, len(raw)):
+                if (api := external_of(self._edge, claims, raw)) is not None:
+                    await self._relay(claims, api, raw)
+                    return True
                 asked, headers = decode_request(raw, ClientEvent, RESPONSES)
                 if asked.type not in _BOOKKEEPING:
                     await self._create(claims, asked, headers)
@@ -125,6 +131,19 @@ class ResponsesSocket:
             await self._send({"type": "error", **fields, **openai_error(failure)})
             return not isinstance(refusal, Unauthenticated | PermissionDenied)
         return True
+
+    async def _relay(self, claims: Claims, api: ExternalApi, raw: bytes) -> None:
+        # The API itself knows its earlier responses.
+        self._latest, self._warm = "", None
+        await relay_response(
+            self._edge,
+            api,
+            raw,
+            claims=claims,
+            headers=self._request.headers,
+            send=self._socket.send_str,
+        )
+        REQUESTS.labels("websocket", "200").inc()
 
     async def _create(self, claims: Claims, asked: ClientEvent, headers: dict[str, str]) -> None:
         arrived = Moment.now()
