@@ -96,7 +96,8 @@ def members(plan: StackPlan) -> list[Member]:
         member("scheduler", {}),
         member("trainer", trainer, TRAINER_DRAIN_S),
         member("prefill", model | {"role": "prefill"}),
-        member("decode", model | {"role": "decode"}),
+        # It reads short and mostly cached prompts itself; decode.role=decode leaves all to prefill.
+        member("decode", model | {"role": "both"}),
         member("router", model | {"role": "router"}),
         *(served for group in plan.models.groups for served in _serving(group)),
         member("gateway", model | _lasting_ports() | _models(plan.models)),

@@ -78,8 +78,13 @@ class SystemState:
 
     @property
     def missing(self) -> list[str]:
-        """Kinds without an instance; a standby trainer does not train."""
+        """Kinds without an instance; a standby trainer does not train, and workers of the role both
+        need no prefill."""
         present = {one.kind for one in self.services if one.state != "standby"}
+        if any(
+            one.kind == "decode" and one.metadata.get("role") == "both" for one in self.services
+        ):
+            present.add("prefill")
         return [kind for kind in NEEDED if kind not in present]
 
     def problems(self) -> Iterator[str]:

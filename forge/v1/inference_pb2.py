@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from forge.v1 import common_pb2 as forge_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66orge/v1/inference.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x87\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xa7\x01\n\x0eSampleResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12&\n\x07timings\x18\x03 \x01(\x0b\x32\x15.forge.v1.TurnTimings\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"K\n\x13SampleStreamRequest\x12$\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleBegin\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"X\n\x0bSampleBegin\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.forge.v1.SampleRequest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"=\n\x14SampleStreamResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleEvent\"v\n\x0bSampleEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x08response\x18\x02 \x01(\x0b\x32\x18.forge.v1.SampleResponseH\x00\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.forge.v1.SampleEndH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\tSampleEnd\x12\x13\n\x0bstatus_code\x18\x01 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\x33\n\x08metadata\x18\x03 \x03(\x0b\x32!.forge.v1.SampleEnd.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x19GetInferenceStatusRequest\"\x9a\x01\n\x0cWorkerStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\"\xca\x01\n\x1aGetInferenceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14sampled_tokens_per_s\x18\x06 \x01(\x01\x12\'\n\x07workers\x18\x07 \x03(\x0b\x32\x16.forge.v1.WorkerStatus\"\x88\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12\x12\n\nsession_id\x18\x05 \x01(\t\"\x9d\x01\n\x0fPrefillResponse\x12&\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rstored_tokens\x18\x05 \x01(\r\x12\x10\n\x08stored_s\x18\x06 \x01(\x01\"m\n\x0e\x46\x65tchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x0f\n\x07release\x18\x03 \x01(\x08\x12\x0e\n\x06slices\x18\x04 \x01(\x08\x12\x12\n\nsession_id\x18\x05 \x01(\t\"\xc3\x01\n\x0f\x46\x65tchKvResponse\x12\x1e\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\x12$\n\x05slice\x18\x02 \x01(\x0b\x32\x15.forge.v1.TensorSlice\x12\x12\n\nfrom_token\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x16\n\x0eweight_version\x18\x05 \x01(\x04\x12\x12\n\nlast_state\x18\x06 \x01(\x0c\x12\x1a\n\x12last_state_xxh3_64\x18\x07 \x01(\x06\"c\n\x07KvBlock\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x1c\n\x02kv\x18\x04 \x01(\x0b\x32\x10.forge.v1.Tensor\":\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x13\n\x11ReleaseKvResponse\"\xc8\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x04 \x01(\x08\x12\x17\n\x0fprefill_address\x18\x05 \x01(\t\x12&\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x12\n\nsession_id\x18\x07 \x01(\t\"\x8b\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\"\x81\x01\n\x0eWeightManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctensor_names\x18\x03 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\"e\n\x13\x46\x65tchWeightsRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0e\n\x06slices\x18\x02 \x01(\x08\x12\x13\n\x0b\x66rom_tensor\x18\x03 \x01(\r\x12\x11\n\tfrom_byte\x18\x04 \x01(\x04\"]\n\x14\x46\x65tchWeightsResponse\x12\x1f\n\x06tensor\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\x12$\n\x05slice\x18\x02 \x01(\x0b\x32\x15.forge.v1.TensorSlice2\x85\x02\n\x10InferenceService\x12=\n\x06Sample\x12\x17.forge.v1.SampleRequest\x1a\x18.forge.v1.SampleResponse0\x01\x12Q\n\x0cSampleStream\x12\x1d.forge.v1.SampleStreamRequest\x1a\x1e.forge.v1.SampleStreamResponse(\x01\x30\x01\x12_\n\x12GetInferenceStatus\x12#.forge.v1.GetInferenceStatusRequest\x1a$.forge.v1.GetInferenceStatusResponse2\xd8\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.forge.v1.PrefillRequest\x1a\x19.forge.v1.PrefillResponse\x12@\n\x07\x46\x65tchKv\x12\x18.forge.v1.FetchKvRequest\x1a\x19.forge.v1.FetchKvResponse0\x01\x12\x44\n\tReleaseKv\x12\x1a.forge.v1.ReleaseKvRequest\x1a\x1b.forge.v1.ReleaseKvResponse2N\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.forge.v1.DecodeRequest\x1a\x18.forge.v1.DecodeResponse0\x01\x32`\n\rWeightService\x12O\n\x0c\x46\x65tchWeights\x12\x1d.forge.v1.FetchWeightsRequest\x1a\x1e.forge.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66orge/v1/inference.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x87\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xa7\x01\n\x0eSampleResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12&\n\x07timings\x18\x03 \x01(\x0b\x32\x15.forge.v1.TurnTimings\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"K\n\x13SampleStreamRequest\x12$\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleBegin\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"X\n\x0bSampleBegin\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.forge.v1.SampleRequest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"=\n\x14SampleStreamResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleEvent\"v\n\x0bSampleEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x08response\x18\x02 \x01(\x0b\x32\x18.forge.v1.SampleResponseH\x00\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.forge.v1.SampleEndH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\tSampleEnd\x12\x13\n\x0bstatus_code\x18\x01 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\x33\n\x08metadata\x18\x03 \x03(\x0b\x32!.forge.v1.SampleEnd.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x19GetInferenceStatusRequest\"\x9a\x01\n\x0cWorkerStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\"\xca\x01\n\x1aGetInferenceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14sampled_tokens_per_s\x18\x06 \x01(\x01\x12\'\n\x07workers\x18\x07 \x03(\x0b\x32\x16.forge.v1.WorkerStatus\"\x13\n\x11WatchCacheRequest\"U\n\x12WatchCacheResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x61new\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\"\x88\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12\x12\n\nsession_id\x18\x05 \x01(\t\"\x9d\x01\n\x0fPrefillResponse\x12&\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rstored_tokens\x18\x05 \x01(\r\x12\x10\n\x08stored_s\x18\x06 \x01(\x01\"m\n\x0e\x46\x65tchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x0f\n\x07release\x18\x03 \x01(\x08\x12\x0e\n\x06slices\x18\x04 \x01(\x08\x12\x12\n\nsession_id\x18\x05 \x01(\t\"\xc3\x01\n\x0f\x46\x65tchKvResponse\x12\x1e\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\x12$\n\x05slice\x18\x02 \x01(\x0b\x32\x15.forge.v1.TensorSlice\x12\x12\n\nfrom_token\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x16\n\x0eweight_version\x18\x05 \x01(\x04\x12\x12\n\nlast_state\x18\x06 \x01(\x0c\x12\x1a\n\x12last_state_xxh3_64\x18\x07 \x01(\x06\"c\n\x07KvBlock\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x1c\n\x02kv\x18\x04 \x01(\x0b\x32\x10.forge.v1.Tensor\":\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x13\n\x11ReleaseKvResponse\"\xc8\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x04 \x01(\x08\x12\x17\n\x0fprefill_address\x18\x05 \x01(\t\x12&\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x12\n\nsession_id\x18\x07 \x01(\t\"\xb4\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66\x65tched_tokens\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x65tch_s\x18\x06 \x01(\x01\"\x81\x01\n\x0eWeightManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctensor_names\x18\x03 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\"e\n\x13\x46\x65tchWeightsRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0e\n\x06slices\x18\x02 \x01(\x08\x12\x13\n\x0b\x66rom_tensor\x18\x03 \x01(\r\x12\x11\n\tfrom_byte\x18\x04 \x01(\x04\"]\n\x14\x46\x65tchWeightsResponse\x12\x1f\n\x06tensor\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\x12$\n\x05slice\x18\x02 \x01(\x0b\x32\x15.forge.v1.TensorSlice2\x85\x02\n\x10InferenceService\x12=\n\x06Sample\x12\x17.forge.v1.SampleRequest\x1a\x18.forge.v1.SampleResponse0\x01\x12Q\n\x0cSampleStream\x12\x1d.forge.v1.SampleStreamRequest\x1a\x1e.forge.v1.SampleStreamResponse(\x01\x30\x01\x12_\n\x12GetInferenceStatus\x12#.forge.v1.GetInferenceStatusRequest\x1a$.forge.v1.GetInferenceStatusResponse2\xd8\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.forge.v1.PrefillRequest\x1a\x19.forge.v1.PrefillResponse\x12@\n\x07\x46\x65tchKv\x12\x18.forge.v1.FetchKvRequest\x1a\x19.forge.v1.FetchKvResponse0\x01\x12\x44\n\tReleaseKv\x12\x1a.forge.v1.ReleaseKvRequest\x1a\x1b.forge.v1.ReleaseKvResponse2N\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.forge.v1.DecodeRequest\x1a\x18.forge.v1.DecodeResponse0\x01\x32Y\n\x0c\x43\x61\x63heService\x12I\n\nWatchCache\x12\x1b.forge.v1.WatchCacheRequest\x1a\x1c.forge.v1.WatchCacheResponse0\x01\x32`\n\rWeightService\x12O\n\x0c\x46\x65tchWeights\x12\x1d.forge.v1.FetchWeightsRequest\x1a\x1e.forge.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,36 +56,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_end=1057
   _globals['_GETINFERENCESTATUSRESPONSE']._serialized_start=1060
   _globals['_GETINFERENCESTATUSRESPONSE']._serialized_end=1262
-  _globals['_PREFILLREQUEST']._serialized_start=1265
-  _globals['_PREFILLREQUEST']._serialized_end=1401
-  _globals['_PREFILLRESPONSE']._serialized_start=1404
-  _globals['_PREFILLRESPONSE']._serialized_end=1561
-  _globals['_FETCHKVREQUEST']._serialized_start=1563
-  _globals['_FETCHKVREQUEST']._serialized_end=1672
-  _globals['_FETCHKVRESPONSE']._serialized_start=1675
-  _globals['_FETCHKVRESPONSE']._serialized_end=1870
-  _globals['_KVBLOCK']._serialized_start=1872
-  _globals['_KVBLOCK']._serialized_end=1971
-  _globals['_RELEASEKVREQUEST']._serialized_start=1973
-  _globals['_RELEASEKVREQUEST']._serialized_end=2031
-  _globals['_RELEASEKVRESPONSE']._serialized_start=2033
-  _globals['_RELEASEKVRESPONSE']._serialized_end=2052
-  _globals['_DECODEREQUEST']._serialized_start=2055
-  _globals['_DECODEREQUEST']._serialized_end=2255
-  _globals['_DECODERESPONSE']._serialized_start=2258
-  _globals['_DECODERESPONSE']._serialized_end=2397
-  _globals['_WEIGHTMANIFEST']._serialized_start=2400
-  _globals['_WEIGHTMANIFEST']._serialized_end=2529
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=2531
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=2632
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=2634
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=2727
-  _globals['_INFERENCESERVICE']._serialized_start=2730
-  _globals['_INFERENCESERVICE']._serialized_end=2991
-  _globals['_PREFILLSERVICE']._serialized_start=2994
-  _globals['_PREFILLSERVICE']._serialized_end=3210
-  _globals['_DECODESERVICE']._serialized_start=3212
-  _globals['_DECODESERVICE']._serialized_end=3290
-  _globals['_WEIGHTSERVICE']._serialized_start=3292
-  _globals['_WEIGHTSERVICE']._serialized_end=3388
+  _globals['_WATCHCACHEREQUEST']._serialized_start=1264
+  _globals['_WATCHCACHEREQUEST']._serialized_end=1283
+  _globals['_WATCHCACHERESPONSE']._serialized_start=1285
+  _globals['_WATCHCACHERESPONSE']._serialized_end=1370
+  _globals['_PREFILLREQUEST']._serialized_start=1373
+  _globals['_PREFILLREQUEST']._serialized_end=1509
+  _globals['_PREFILLRESPONSE']._serialized_start=1512
+  _globals['_PREFILLRESPONSE']._serialized_end=1669
+  _globals['_FETCHKVREQUEST']._serialized_start=1671
+  _globals['_FETCHKVREQUEST']._serialized_end=1780
+  _globals['_FETCHKVRESPONSE']._serialized_start=1783
+  _globals['_FETCHKVRESPONSE']._serialized_end=1978
+  _globals['_KVBLOCK']._serialized_start=1980
+  _globals['_KVBLOCK']._serialized_end=2079
+  _globals['_RELEASEKVREQUEST']._serialized_start=2081
+  _globals['_RELEASEKVREQUEST']._serialized_end=2139
+  _globals['_RELEASEKVRESPONSE']._serialized_start=2141
+  _globals['_RELEASEKVRESPONSE']._serialized_end=2160
+  _globals['_DECODEREQUEST']._serialized_start=2163
+  _globals['_DECODEREQUEST']._serialized_end=2363
+  _globals['_DECODERESPONSE']._serialized_start=2366
+  _globals['_DECODERESPONSE']._serialized_end=2546
+  _globals['_WEIGHTMANIFEST']._serialized_start=2549
+  _globals['_WEIGHTMANIFEST']._serialized_end=2678
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=2680
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=2781
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=2783
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=2876
+  _globals['_INFERENCESERVICE']._serialized_start=2879
+  _globals['_INFERENCESERVICE']._serialized_end=3140
+  _globals['_PREFILLSERVICE']._serialized_start=3143
+  _globals['_PREFILLSERVICE']._serialized_end=3359
+  _globals['_DECODESERVICE']._serialized_start=3361
+  _globals['_DECODESERVICE']._serialized_end=3439
+  _globals['_CACHESERVICE']._serialized_start=3441
+  _globals['_CACHESERVICE']._serialized_end=3530
+  _globals['_WEIGHTSERVICE']._serialized_start=3532
+  _globals['_WEIGHTSERVICE']._serialized_end=3628
 # @@protoc_insertion_point(module_scope)

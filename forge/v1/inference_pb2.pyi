@@ -274,7 +274,7 @@ class WorkerStatus(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _builtins.str
-    """"prefill" or "decode"."""
+    """"prefill", "decode" or "both"."""
     weight_version: _builtins.int
     running: _builtins.int
     queued: _builtins.int
@@ -338,6 +338,58 @@ class GetInferenceStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetInferenceStatusResponse: _TypeAlias = GetInferenceStatusResponse  # noqa: Y015
+
+@_typing.final
+class WatchCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheRequest: _TypeAlias = WatchCacheRequest  # noqa: Y015
+
+@_typing.final
+class WatchCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ANEW_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Grows by one from response to response of a stream. The caller opens the stream again after a
+    gap.
+    """
+    anew: _builtins.bool
+    """The cache has no other blocks than those in `stored`: the first response, and each after which
+    earlier ones are void.
+    """
+    removed: _builtins.bytes
+    """Chain hashes of blocks, 8 bytes each: blake2b of the block's ids (int32, little-endian) with the
+    hash of the block before it as the key, 8 zero bytes for the first. Removals come first.
+    """
+    stored: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        anew: _builtins.bool = ...,
+        removed: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anew", b"anew", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheResponse: _TypeAlias = WatchCacheResponse  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -616,9 +668,14 @@ class DecodeResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     queue_s: _builtins.float
     decode_s: _builtins.float
+    fetched_tokens: _builtins.int
+    """Set with the finish reason: the tokens whose keys and values it fetched, and the time it took."""
+    fetch_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...
     def __init__(
@@ -628,10 +685,12 @@ class DecodeResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         queue_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
+        fetched_tokens: _builtins.int = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "finish_reason", b"finish_reason", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

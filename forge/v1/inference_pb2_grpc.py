@@ -443,6 +443,84 @@ class DecodeService(object):
             _registered_method=True)
 
 
+class CacheServiceStub(object):
+    """Served by workers with a prefix cache, for routers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WatchCache = channel.unary_stream(
+                '/forge.v1.CacheService/WatchCache',
+                request_serializer=forge_dot_v1_dot_inference__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_inference__pb2.WatchCacheResponse.FromString,
+                _registered_method=True)
+
+
+class CacheServiceServicer(object):
+    """Served by workers with a prefix cache, for routers.
+    """
+
+    def WatchCache(self, request, context):
+        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
+        second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
+        when the engine does not report its cache: then guess it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=forge_dot_v1_dot_inference__pb2.WatchCacheRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_inference__pb2.WatchCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'forge.v1.CacheService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('forge.v1.CacheService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheService(object):
+    """Served by workers with a prefix cache, for routers.
+    """
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.CacheService/WatchCache',
+            forge_dot_v1_dot_inference__pb2.WatchCacheRequest.SerializeToString,
+            forge_dot_v1_dot_inference__pb2.WatchCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WeightServiceStub(object):
     """Served by the trainer and by every worker with weights: workers supply each other.
     """

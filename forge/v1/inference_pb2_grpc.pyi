@@ -226,6 +226,46 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class CacheServiceStub:
+    """Served by workers with a prefix cache, for routers."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
+    WatchCache: _grpc.UnaryStreamMultiCallable[_inference_pb2.WatchCacheRequest, _inference_pb2.WatchCacheResponse]
+    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
+    second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
+    when the engine does not report its cache: then guess it.
+    """
+
+@_typing.type_check_only
+class CacheServiceAsyncStub(CacheServiceStub):
+    """Served by workers with a prefix cache, for routers."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    WatchCache: _aio.UnaryStreamMultiCallable[_inference_pb2.WatchCacheRequest, _inference_pb2.WatchCacheResponse]  # type: ignore[assignment]
+    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
+    second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
+    when the engine does not report its cache: then guess it.
+    """
+
+class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers with a prefix cache, for routers."""
+
+    @_abc_1.abstractmethod
+    def WatchCache(
+        self,
+        request: _inference_pb2.WatchCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.WatchCacheResponse], _abc.AsyncIterator[_inference_pb2.WatchCacheResponse]]:
+        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
+        second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
+        when the engine does not report its cache: then guess it.
+        """
+
+def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class WeightServiceStub:
     """Served by the trainer and by every worker with weights: workers supply each other."""
 

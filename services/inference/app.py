@@ -1,4 +1,4 @@
-"""Wiring of a router, a prefill or a decode instance."""
+"""Wiring of a router or a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from services.inference.config import InferenceConfig
 
 
 class InferenceApp:
-    """One process of one role; its kind in discovery is the role, with its serving group."""
+    """One process of one role; its kind in discovery is the role (decode for both), with its
+    serving group."""
 
     def __init__(self, context: ServiceContext) -> None:
         config: InferenceConfig = context.config
@@ -18,7 +19,9 @@ class InferenceApp:
                 "model_path is empty: set it to the folder with the model's config.json"
             )
         self._role = config.role
-        self.kind = kind_in(config.serving_group, config.role)
+        # A worker that also reads prompts is a decode worker to all that do not know the role.
+        kind = "decode" if config.role == "both" else config.role
+        self.kind = kind_in(config.serving_group, kind)
         self._context = context
 
     async def start(self) -> None:

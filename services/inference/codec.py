@@ -10,6 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.named_tensor import NamedTensor
+from forge.core.placement.chains import HASH_BYTES
 from forge.core.token_columns import (
     TOKEN_BYTES,
     float32_array,
@@ -34,8 +35,10 @@ from forge.v1.inference_pb2 import (
     KvBlock,
     PrefillRequest,
     SampleRequest,
+    WatchCacheResponse,
 )
 from services.inference.engines.base import (
+    CacheChange,
     Finish,
     Grammar,
     KvSpan,
@@ -53,6 +56,7 @@ _FINISH = {
     None: FINISH_REASON_UNSPECIFIED,
 }
 _KV = "kv"
+_MOST_CHAINS = 65_536
 _MAX_SPAN_BYTES = 1 << 40
 MAX_BIASES = 4096
 MAX_REPETITION_PENALTY = 10.0
@@ -328,3 +332,30 @@ def _read_block(data: bytes) -> KvSpan:
         shape=tuple(block.kv.shape),
         data=block.kv.data,
     )
+
+
+def write_cache_change(change: CacheChange) -> Iterator[WatchCacheResponse]:
+    """Encode a change in messages of at most _MOST_CHAINS blocks."""
+    stored, removed = list(change.stored), list(change.removed)
+    anew = change.anew
+    while anew or stored or removed:
+        yield WatchCacheResponse(
+            anew=anew,
+            removed=b"".join(removed[:_MOST_CHAINS]),
+            stored=b"" if removed[_MOST_CHAINS:] else b"".join(stored[:_MOST_CHAINS]),
+        )
+        stored = stored if removed[_MOST_CHAINS:] else stored[_MOST_CHAINS:]
+        removed, anew = removed[_MOST_CHAINS:], False
+
+
+def read_cache_change(response: WatchCacheResponse) -> CacheChange:
+    """Decode a change. Raises DataLoss for hashes that are cut."""
+    return CacheChange(
+        removed=_chains(response.removed), stored=_chains(response.stored), anew=response.anew
+    )
+
+
+def _chains(joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % HASH_BYTES:
+        raise DataLoss(f"{len(joined)} bytes are not a whole number of chain hashes")
+    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))

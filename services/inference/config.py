@@ -28,6 +28,10 @@ class RouterSettings:
     worker_wait_s."""
     hold_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     """Time for which prefill holds a prompt until decode fetches it."""
+    local_prefill_tokens: Annotated[int, Meta(ge=0)] = 512
+    """Most tokens of a prompt that a worker of the role both computes itself, beyond those it has
+    cached, while there are prefill workers; a longer one is prefilled there. Without prefill
+    workers it computes all."""
     stream_interval_s: Annotated[float, Meta(ge=0, le=5)] = 0.05
     """Longest time that a streamed piece of an answer, after its first, waits to be sent together
     with those that follow; 0: each at once."""
@@ -39,7 +43,8 @@ class KvSettings:
 
     mib: Annotated[int, Meta(ge=1)] = 2048
     """Memory for running sequences with their shared prefixes (decode) or held prompts (prefill),
-    MiB; decode takes up to an eighth on top for prompts that wait."""
+    MiB; both gives a quarter to held prompts. Decode takes up to an eighth on top for prompts that
+    wait."""
     cache_mib: Annotated[int, Meta(ge=0)] = 512
     """Memory for the prefix cache, MiB."""
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
@@ -70,8 +75,8 @@ class SpeculationSettings:
 class InferenceConfig(ServiceConfig):
     """Samples from the policy: a router, or one of the workers behind it."""
 
-    role: Literal["router", "prefill", "decode"] = "router"
-    """Role of this process."""
+    role: Literal["router", "prefill", "decode", "both"] = "router"
+    """Role of this process; both: a worker that reads prompts and samples."""
     model_path: str = ""
     """Folder with the model's config.json; with frozen weights, also with its safetensors."""
     serving_group: str = ""
@@ -101,9 +106,9 @@ class InferenceConfig(ServiceConfig):
     weight_silence_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     """Longest silence in a weight fetch; then the worker tries the next source."""
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
-    """decode: most requests that sample at the same time."""
+    """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0
-    """prefill: most tokens of one forward pass; 0: 512 on a CPU, 4096 on a GPU."""
+    """prefill and both: most tokens of one forward pass; 0: 512 on a CPU, 4096 on a GPU."""
     kv: KvSettings = field(default_factory=KvSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
 

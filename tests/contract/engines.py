@@ -32,7 +32,7 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
-from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
+from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
@@ -190,9 +190,17 @@ class Pair:
     prefill: PrefillEngine
     decode: DecodeEngine
 
+    @property
+    def is_one(self) -> bool:
+        """Whether one engine does both, so that the keys and values of answers are where prompts
+        are read."""
+        both: object = self.decode
+        return both is self.prefill
+
     async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
         await self.prefill.load(tensors, version=version)
-        await self.decode.load(tensors, version=version)
+        if not self.is_one:
+            await self.decode.load(tensors, version=version)
 
     async def sample(
         self,
@@ -229,15 +237,7 @@ class Pair:
 @asynccontextmanager
 async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The embedded engine, without weights."""
-    chosen = EngineOptions(
-        model_path=str(model_path),
-        **{
-            "dtype": "float32",
-            "block_tokens": BLOCK_TOKENS,
-            "request_timeout_s": 600.0,
-            **options,
-        },
-    )
+    chosen = _options(model_path, **options)
     system = ActorSystem("contract")
     decode_system = ActorSystem("contract-decode")
     try:
@@ -250,4 +250,27 @@ async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
         await decode_system.stop()
 
 
-ENGINES = {"embedded": embedded}
+@asynccontextmanager
+async def embedded_both(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
+    """The embedded engine in the role both, without weights."""
+    system = ActorSystem("contract-both")
+    try:
+        both = await EmbeddedBoth.start(system, _options(model_path, **options))
+        yield Pair(prefill=both, decode=both)
+    finally:
+        await system.stop()
+
+
+def _options(model_path: Path, **options: Any) -> EngineOptions:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "block_tokens": BLOCK_TOKENS,
+        "request_timeout_s": 600.0,
+    }
+    return EngineOptions(model_path=str(model_path), **(defaults | options))
+
+
+SEPARATE = {"embedded": embedded}
+"""Two engines, with keys and values that move between them."""
+ENGINES = {**SEPARATE, "both": embedded_both}
+"""And engines that do both."""

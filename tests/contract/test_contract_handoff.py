@@ -38,14 +38,14 @@ WRONG: dict[str, Callable[[KvSpan], KvSpan]] = {
 }
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", engines.SEPARATE)
 async def test_handoff_of_another_shape_is_refused(engine: str, tmp_path: Path) -> None:
     """The request gets an error that moves it; the engine serves the next one, and has cached
     nothing of it."""
     model = reference("qwen3")
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     ids = prompt_ids(60)
-    async with engines.ENGINES[engine](tmp_path) as pair:
+    async with engines.SEPARATE[engine](tmp_path) as pair:
         await pair.load(published(model), version=1)
         for name, damage in WRONG.items():
             with pytest.raises(RefusedHandOff):

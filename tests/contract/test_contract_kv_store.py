@@ -35,7 +35,8 @@ async def pair_with_store(
         await pair.load(weights, version=version)
         yield pair
         await pair.prefill.close()
-        await pair.decode.close()
+        if not pair.is_one:
+            await pair.decode.close()
 
 
 def outcomes(name: str) -> float:

@@ -33,6 +33,14 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     return lambda **options: factory(tmp_path, **options)
 
 
+@pytest.fixture(params=engines.SEPARATE)
+def start_separate(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Starts two engines, each with all of the memory."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    factory = engines.SEPARATE[request.param]
+    return lambda **options: factory(tmp_path, **options)
+
+
 async def test_prefix_cache_is_bounded(start: Start) -> None:
     """The least recently used prefix is evicted from a full cache."""
     async with start(cache_bytes=96 * TOKEN_BYTES) as pair:
@@ -73,10 +81,10 @@ async def test_preempted_request_leaves_the_others_whole(start: Start, group: in
     assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
 
 
-async def test_prompts_wait_for_memory(start: Start) -> None:
+async def test_prompts_wait_for_memory(start_separate: Start) -> None:
     """Of many at once, no more are prefilled than can be held; release, expiry and cancellation
     make room, in the order of arrival."""
-    async with start(kv_bytes=220 * TOKEN_BYTES) as pair, asyncio.timeout(60):
+    async with start_separate(kv_bytes=220 * TOKEN_BYTES) as pair, asyncio.timeout(60):
         await pair.load(published(reference("qwen3")), version=1)
 
         def read(name: str, *, hold_s: float = 60.0) -> asyncio.Task[Any]:
@@ -100,20 +108,20 @@ async def test_prompts_wait_for_memory(start: Start) -> None:
 
 @pytest.mark.parametrize(("tokens", "warned"), [(512, 0), (511, 2)])
 async def test_memory_below_one_context_is_refused_at_start(
-    start: Start, tokens: int, warned: int
+    start_separate: Start, tokens: int, warned: int
 ) -> None:
     """By prefill and by decode, with the needed size."""
     with capture_logs() as logged:
-        async with start(kv_bytes=tokens * TOKEN_BYTES):
+        async with start_separate(kv_bytes=tokens * TOKEN_BYTES):
             pass
     told = [line for line in logged if line["event"] == "context_exceeds_kv_mib"]
     assert len(told) == warned
     assert all(line["context_tokens"] == engines.CONTEXT_TOKENS for line in told)
 
 
-async def test_equal_prompts_use_memory_once(start: Start) -> None:
+async def test_equal_prompts_use_memory_once(start_separate: Start) -> None:
     """The first turns of a group are computed and held once."""
-    async with start(kv_bytes=120 * TOKEN_BYTES) as pair, asyncio.timeout(60):
+    async with start_separate(kv_bytes=120 * TOKEN_BYTES) as pair, asyncio.timeout(60):
         await pair.load(published(reference("qwen3")), version=1)
         ids = np.asarray(prompt_ids(100), dtype="<i4").tobytes()
         prompts = [Prompt(request_id=f"{n}", ids=ids, sampling=GREEDY) for n in range(8)]

@@ -11,14 +11,14 @@ from tests.contract.engines import prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", engines.SEPARATE)
 async def test_prompt_of_two_weight_versions_is_never_cached(engine: str, tmp_path: Path) -> None:
     """Decode had a part from old weights and fetched a part from new ones: the prompt belongs to
     neither, although the new ones are in service by then."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.ENGINES[engine](tmp_path) as pair:
+    async with engines.SEPARATE[engine](tmp_path) as pair:
         await pair.load(published(reference("qwen3")), version=1)
         await pair.sample(ids)
         await pair.prefill.load(published(new), version=2)

@@ -32,7 +32,8 @@ from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.router import request as request_module
-from services.inference.router.actor import MIN_ADMITTED, FleetChanged, Report, RouterActor
+from services.inference.router.actor import MIN_ADMITTED, RouterActor
+from services.inference.router.messages import FleetChanged, Report
 from services.inference.router.request import Run
 
 CONFIG = InferenceConfig(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from forge.core.placement.chains import ROOT, chain_hash
 from forge.core.token_columns import TOKEN_BYTES
 
 
@@ -23,6 +25,8 @@ class _Block:
     key: bytes
     slot: int
     children: dict[bytes, _Block] = field(default_factory=dict)
+    chain: bytes = ROOT
+    """Hash of all tokens up to its end, if there is a listener."""
     pins: int = 0
     indexed: bool = True
     """False after an eviction while pinned; the last unpin frees its slot."""
@@ -46,6 +50,19 @@ class Placed:
     slot: int
 
 
+class Listener(Protocol):
+    """Hears of every change of the index, in order."""
+
+    def stored(self, chains: list[bytes]) -> None:
+        """New blocks, by their chain hashes."""
+
+    def removed(self, chain: bytes) -> None:
+        """An evicted block."""
+
+    def cleared(self) -> None:
+        """All blocks are gone."""
+
+
 class PrefixCache:
     """Prefixes of at most `capacity_tokens`, with LRU eviction.
 
@@ -54,13 +71,16 @@ class PrefixCache:
     extend it, and the first unpinned one is a leaf. Eviction is O(1).
     """
 
-    def __init__(self, *, block_tokens: int, capacity_tokens: int) -> None:
+    def __init__(
+        self, *, block_tokens: int, capacity_tokens: int, listener: Listener | None = None
+    ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
         self.block_tokens = block_tokens
         self.capacity_blocks = max(0, capacity_tokens // block_tokens)
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._root = _Block(parent=None, key=b"", slot=-1)
+        self._listener = listener
         self._oldest_first: dict[_Block, None] = {}
         self._free = list(range(self.capacity_blocks - 1, -1, -1))
 
@@ -119,6 +139,8 @@ class PrefixCache:
                 break
             key = ids[index * self._block_bytes : (index + 1) * self._block_bytes]
             block = _Block(parent=parent, key=key, slot=slot, pins=1)
+            if self._listener is not None:
+                block.chain = chain_hash(parent.chain, key)
             parent.children[key] = block
             path.append(block)
             placed.append(Placed(start_token=index * self.block_tokens, slot=slot))
@@ -126,6 +148,8 @@ class PrefixCache:
         for block in path:
             block.pins -= 1
         self._touch(path)
+        if self._listener is not None and placed:
+            self._listener.stored([block.chain for block in path[-len(placed) :]])
         return placed
 
     def clear(self) -> None:
@@ -136,6 +160,8 @@ class PrefixCache:
                 self._free.append(block.slot)
         self._oldest_first.clear()
         self._root.children.clear()
+        if self._listener is not None:
+            self._listener.cleared()
 
     def _walk(self, ids: bytes, limit_tokens: int | None) -> Iterator[_Block]:
         tokens = len(ids) // TOKEN_BYTES
@@ -165,4 +191,6 @@ class PrefixCache:
         assert victim.parent is not None and not victim.children
         del victim.parent.children[victim.key]
         victim.indexed = False
+        if self._listener is not None:
+            self._listener.removed(victim.chain)
         return victim.slot

@@ -1,10 +1,13 @@
 """Routing: the cost of a prompt on each worker, in seconds, and the cheapest worker.
 
-    cost(worker) = queue_delay + prefill_time(tokens cached nowhere)
-                 + min(migration_time, prefill_time)(tokens cached only elsewhere)
+    cost(worker) = queue_delay + (1 + slowed) * (sampling_time + prefill_time(tokens cached nowhere)
+                 + min(migration_time, prefill_time)(tokens cached only elsewhere))
 
-Learns rates from the workers' reports. Owns no state of the cluster: the router passes the cached
-tokens and the queue of each worker.
+`slowed` is the number of requests that wait while this one is computed: where prefill and decode
+share a processor, a prompt that is read twice costs all of them. Without it each request would take
+the shortest queue at the others' expense, and histories would move at every fluctuation. Learns
+rates from the workers' reports. Owns no state of the cluster: the router passes the cached tokens
+and the queue of each worker.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ class Candidate:
     prefill_s_per_token: float
     migration_s_per_token: float = math.inf
     """Transfer of one token's keys and values from elsewhere; infinite if impossible."""
+    sampling_s: float = 0.0
+    """Time that its answer adds to the worker's steps."""
+    slowed: float = 0.0
+    """Requests of the worker that its computation slows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +51,7 @@ class LoadGuard:
 
 
 def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: int) -> float:
-    """Return the seconds until `candidate` has the keys and values of the whole prompt."""
+    """Return the seconds that a prompt costs itself and others on `candidate`."""
     here = min(candidate.cached_tokens, prompt_tokens)
     elsewhere = max(0, min(cached_anywhere_tokens, prompt_tokens) - here)
     nowhere = prompt_tokens - here - elsewhere
@@ -52,7 +59,8 @@ def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: 
     # inf * 0 is not 0.
     moved_s = elsewhere * cheapest_per_token if elsewhere else 0.0
     computed_s = nowhere * candidate.prefill_s_per_token if nowhere else 0.0
-    return candidate.queue_delay_s + computed_s + moved_s
+    own_s = candidate.sampling_s + computed_s + moved_s
+    return candidate.queue_delay_s + (1 + candidate.slowed) * own_s
 
 
 def choose(
@@ -90,6 +98,8 @@ class LearnedRate:
         self._work = memory_units / 16  # the first measurements outweigh the initial guess
         self._seconds = initial_s * self._work
         self._memory_units = memory_units
+        self.is_known = False
+        """Whether it is more than the initial guess."""
 
     @property
     def seconds(self) -> float:
@@ -101,5 +111,6 @@ class LearnedRate:
         if units <= 0 or seconds < 0:
             return
         keep = math.exp(-units / self._memory_units)
+        self.is_known = True
         self._seconds = self._seconds * keep + seconds
         self._work = self._work * keep + units

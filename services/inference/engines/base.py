@@ -7,7 +7,7 @@ implement it. Token ids are int32 little-endian bytes, as on the wire.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
@@ -210,6 +210,17 @@ class BrokenWeights(ForgeError):
     """The weights have or compute NaN or infinity; the message names them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """A change of a prefix cache; blocks by their chain hashes (`forge.core.placement.chains`)."""
+
+    removed: Sequence[bytes] = ()
+    """Happened before those that are stored."""
+    stored: Sequence[bytes] = ()
+    anew: bool = False
+    """The cache has no other blocks than `stored`."""
+
+
 FetchKv = Callable[[int], Awaitable[KvSpan]]
 """Fetches a prompt's keys and values, from a token on, from its prefill worker."""
 
@@ -259,8 +270,15 @@ class EngineOptions:
     """Deadline of one message to the engine."""
 
 
+class CacheReports(Protocol):
+    """The prefix cache of an engine, for routers: an optional attribute `cache_reports` of it."""
+
+    def changes(self) -> AsyncGenerator[CacheChange, None]:
+        """Yield the content, then each change, until closed."""
+
+
 class Engine(Protocol):
-    """Contract of both roles."""
+    """Contract of all roles. An engine may have `cache_reports`, see `CacheReports`."""
 
     limits: ModelLimits
 
@@ -325,11 +343,20 @@ class DecodeEngine(Engine, Protocol):
         """
 
 
+class BothEngine(PrefillEngine, DecodeEngine, Protocol):
+    """Contract of the role both: reads prompts and samples, with one prefix cache.
+
+    `decode` gets `fetch_kv` of this engine for a prompt that it has read itself, and that of a
+    prefill worker for others.
+    """
+
+
 class EngineProvider(Protocol):
     """Starts an engine for one role: a module, or an object, that an entry point names.
 
-    It may have a function `check(model_path, *, context_tokens)` besides, which raises ConfigError
-    for a model that it cannot serve; `--check` and `forge run --model` call it.
+    It may have two functions besides: `check(model_path, *, context_tokens)`, which raises
+    ConfigError for a model that it cannot serve (`--check` and `forge run --model` call it), and
+    `start_both(actors, options)`, which starts a `BothEngine`.
 
     An actor of `actors` that fails for good ends the worker with exit code 1.
     """

@@ -11,7 +11,8 @@ from typing import cast
 
 from forge.core.entry_points import installed, load_entry_point
 from forge.core.errors import ConfigError
-from services.inference.engines.base import EngineProvider
+from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.base import BothEngine, EngineOptions, EngineProvider
 
 ENGINES_GROUP = "forge.engines"
 # Listed again in pyproject.toml. Installed metadata may be older than this file.
@@ -35,3 +36,12 @@ def engine_entry(name: str) -> EntryPoint:
             f"{ENGINES_GROUP} (docs/inference.md)"
         )
     return entries[name]
+
+
+async def start_both(name: str, actors: ActorSystem, options: EngineOptions) -> BothEngine:
+    """Start an engine in the role both. Raises `ConfigError` for one that has separate roles
+    alone."""
+    start = getattr(get_engine(name), "start_both", None)
+    if start is None:
+        raise ConfigError(f"engine = {name!r} has no role both: choose prefill or decode")
+    return cast(BothEngine, await start(actors, options))

@@ -21,13 +21,30 @@ from itertools import chain
 from typing import Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.placement.chains import PromptChains
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
-from services.inference.router.fleet import Fleet, Worker
+from services.inference.router.fleet import EXPECTED_S, Fleet, Worker
+from services.inference.router.messages import (
+    Abandoned,
+    Admission,
+    Admit,
+    CacheReported,
+    Decoded,
+    Failed,
+    FleetChanged,
+    Leave,
+    PlaceDecode,
+    Placement,
+    PlacePrefill,
+    Prefilled,
+    Report,
+    Sampled,
+)
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 from services.inference.router.open_calls import Ping, is_silent, pause
 from services.inference.router.versions import Versions
@@ -36,120 +53,6 @@ OVERCOMMIT = 1.25
 """Requests admitted per decode slot, since some are in prefill or between workers."""
 MIN_ADMITTED = 16
 _RATE_WINDOW_S = 10
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Admission:
-    """A request's place: queued until `granted`, then admitted until it leaves."""
-
-    granted: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
-    """Ask: queue the request. ResourceExhausted when too many wait. Leave must follow in any
-    case."""
-
-    admission: Admission = field(default_factory=Admission)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Placement:
-    """A worker that counts the request as load. Prefilled, Decoded, Failed or Abandoned must
-    follow in any case."""
-
-    chosen: Worker | None = None
-    """None until the request is placed."""
-    tokens: int = 0
-    """Tokens counted as its load until the outcome."""
-
-    @property
-    def worker(self) -> Worker:
-        """The chosen worker; only after the placement."""
-        assert self.chosen is not None, "the request was placed"
-        return self.chosen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacePrefill:
-    """Ask: place a prefill. Unavailable without an available worker, TooOld while all have older
-    weights than `floor`."""
-
-    ids: bytes
-    floor: int = 0
-    """Newest version of the weights of the answer's tokens."""
-    placement: Placement = field(default_factory=Placement)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
-    """Tell: a prefill has succeeded."""
-
-    placement: Placement
-    ids: bytes
-    cached_tokens: int
-    prefill_s: float
-    stored_tokens: int = 0
-    stored_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceDecode:
-    """Ask: place a decode. As PlacePrefill."""
-
-    ids: bytes
-    floor: int = 0
-    placement: Placement = field(default_factory=Placement)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """Tell: a decode has finished; `ids` are prompt and answer."""
-
-    placement: Placement
-    ids: bytes
-    decode_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """Tell: a placement failed. `dead`: the worker did not answer."""
-
-    placement: Placement
-    dead: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
-    """Tell: the caller left before the outcome of a placement."""
-
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """Tell: tokens were sampled for a caller."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
-    """Tell: the request has ended."""
-
-    admission: Admission
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Ask: GetInferenceStatusResponse without the fields of the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetChanged:
-    """Tell: discovery has changed."""
 
 
 @dataclass(slots=True)
@@ -185,15 +88,21 @@ class RouterActor(Actor):
         queue_limit: int,
         ping: Ping,
         version_wait_s: float = 0.0,
+        local_prefill_tokens: int = 0,
+        on_workers: Callable[[Iterable[Worker]], None] = lambda workers: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_workers`: takes all workers after each change."""
+        self._on_workers = on_workers
         self._discoveries = tuple(discoveries)
         self._queue_limit = queue_limit
         self._ping = ping
         self._watches: set[asyncio.Task[None]] = set()
         """One of each worker that left discovery with requests."""
         self._clock = clock
-        self._fleet = Fleet(versions=Versions(wait_s=version_wait_s))
+        self._fleet = Fleet(
+            versions=Versions(wait_s=version_wait_s), local_prefill_tokens=local_prefill_tokens
+        )
         self._waiting: deque[Admission] = deque()
         self._admitted: set[Admission] = set()
         self._throughput = _Throughput()
@@ -216,12 +125,12 @@ class RouterActor(Actor):
             case Admit(admission=admission):
                 return self._admit(admission)
             case PlacePrefill():
-                # Without a decode worker a prefill would only hold memory.
-                if not self._fleet.serves("decode", now_s=self._clock()):
+                # Without a worker that decodes a prefill would only hold memory.
+                if not self._fleet.serves(now_s=self._clock()):
                     raise Unavailable("no decode instance is available")
-                return self._place("prefill", message)
+                return self._place_prefill(message)
             case PlaceDecode():
-                return self._place("decode", message)
+                return self._place_decode(message)
             case Prefilled():
                 self._prefilled(message)
             case Decoded():
@@ -238,6 +147,8 @@ class RouterActor(Actor):
                 self._leave(admission)
             case FleetChanged():
                 self._refresh()
+            case CacheReported(worker=worker, change=change):
+                worker.cached.report(stored=change.stored, removed=change.removed, anew=change.anew)
             case Report():
                 return self._report()
         return None
@@ -269,31 +180,55 @@ class RouterActor(Actor):
                 admission.granted.set_result(None)
         QUEUED_REQUESTS.set(len(self._waiting))
 
-    def _place(self, role: str, wanted: PlacePrefill | PlaceDecode) -> Placement:
-        ids, placement = wanted.ids, wanted.placement
-        worker = self._fleet.place(role, ids, now_s=self._clock(), floor=wanted.floor)
-        prompt_tokens = len(ids) // TOKEN_BYTES
-        uncached = max(1, prompt_tokens - worker.cached.match(ids).tokens)
+    def _place_prefill(self, wanted: PlacePrefill) -> Placement:
+        prompt, now_s = PromptChains(wanted.ids), self._clock()
+        worker = self._fleet.place_prefill(
+            prompt, session=wanted.session, now_s=now_s, floor=wanted.floor
+        )
+        tokens = len(wanted.ids) // TOKEN_BYTES
+        placement = wanted.placement
+        placement.tokens = max(1, tokens - worker.cached.tokens(prompt, now_s=now_s))
+        # Expected now, so that concurrent requests of the same group follow.
+        worker.cached.expect(prompt, until_s=now_s + EXPECTED_S)
+        worker.cached.forget_expected(now_s=now_s)
+        worker.pending_tokens += placement.tokens
+        return self._occupy(worker, placement, wanted.session)
+
+    def _place_decode(self, wanted: PlaceDecode) -> Placement:
+        worker = self._fleet.place_decode(
+            PromptChains(wanted.ids),
+            session=wanted.session,
+            now_s=self._clock(),
+            floor=wanted.floor,
+            read_by=wanted.read_by,
+        )
+        return self._occupy(worker, wanted.placement, wanted.session)
+
+    def _occupy(self, worker: Worker, placement: Placement, session: str) -> Placement:
         worker.running += 1
-        worker.pending_tokens += uncached
-        if role == "prefill":
-            # Inserted now, so that concurrent requests of the same group follow.
-            worker.cached.insert(ids)
-        placement.chosen, placement.tokens = worker, uncached
+        placement.chosen, placement.session = worker, session
+        placement.beside = worker.running
         return placement
 
     def _prefilled(self, done: Prefilled) -> None:
         worker = self._release(done.placement)
         computed = len(done.ids) // TOKEN_BYTES - done.cached_tokens
-        worker.rate.observe(seconds=done.prefill_s - done.stored_s, units=computed)
+        computed_s = done.prefill_s - done.stored_s
+        self._fleet.observe_prefill(worker, seconds=computed_s, tokens=computed)
         self._fleet.store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
 
     def _decoded(self, done: Decoded) -> None:
-        worker = self._release(done.placement)
-        worker.rate.observe(seconds=done.decode_s, units=1)
-        worker.cached.insert(done.ids)
+        placement, now_s = done.placement, self._clock()
+        beside = (placement.beside + placement.worker.running) / 2
+        worker = self._release(placement)
+        self._fleet.observe_decode(
+            worker, seconds=done.decode_s, tokens=done.tokens, running=beside
+        )
+        self._fleet.transfer.observe(seconds=done.fetch_s, units=done.fetched_tokens)
+        worker.cached.expect(PromptChains(done.ids), until_s=now_s + EXPECTED_S)
+        self._fleet.homes.rest(placement.session, now_s=now_s)
         self._fleet.store.observe(done.ids)
 
     def _failed(self, placement: Placement, *, dead: bool) -> None:
@@ -308,6 +243,7 @@ class RouterActor(Actor):
         worker = placement.worker
         worker.running -= 1
         worker.pending_tokens -= placement.tokens
+        placement.tokens = 0
         return worker
 
     def _refresh(self) -> None:
@@ -322,6 +258,7 @@ class RouterActor(Actor):
             watch = asyncio.create_task(self._watch(worker))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
+        self._on_workers(self._fleet.workers.values())
         self._grant()
 
     async def _watch(self, worker: Worker) -> None:
@@ -334,7 +271,7 @@ class RouterActor(Actor):
             await pause()
 
     def _report(self) -> pb.GetInferenceStatusResponse:
-        workers = [*self._fleet.of("prefill"), *self._fleet.of("decode")]
+        workers = sorted(self._fleet.workers.values(), key=lambda worker: worker.samples)
         return pb.GetInferenceStatusResponse(
             weight_version=min((worker.version for worker in workers), default=0),
             queued=len(self._waiting),

@@ -17,3 +17,13 @@ QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in 
 STREAM_CALLS = counter(
     "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]
 )
+CACHE_RESYNCS = counter(
+    "forge_inference_cache_resyncs_total",
+    "Streams of workers' prefix caches that were lost or had a gap, and were opened again.",
+)
+PLACED_PREFILLS = counter(
+    "forge_inference_placed_prefills_total",
+    "Prompts by the place of their prefill: local (where they are sampled), prefill (a prefill "
+    "worker that hands over).",
+    ["place"],
+)

@@ -35,7 +35,8 @@ from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Finish, Prompt
-from services.inference.router.actor import (
+from services.inference.router.fleet import Worker
+from services.inference.router.messages import (
     Abandoned,
     Admission,
     Admit,
@@ -48,7 +49,6 @@ from services.inference.router.actor import (
     Prefilled,
     Sampled,
 )
-from services.inference.router.fleet import Worker
 from services.inference.router.open_calls import WorkerLost
 from services.inference.router.versions import TooOld
 
@@ -218,7 +218,12 @@ class Run:
         placement = Placement()
         with self._settling(placement) as settle:
             await self._place(
-                PlacePrefill(ids=request.prompt_ids, floor=self._version, placement=placement)
+                PlacePrefill(
+                    ids=request.prompt_ids,
+                    session=self._session_id,
+                    floor=self._version,
+                    placement=placement,
+                )
             )
             worker = placement.worker
             call = self._prefill_stub(worker.address).Prefill(request, timeout=self._left_s())
@@ -248,9 +253,16 @@ class Run:
         with self._settling(placement) as settle:
             # While it waits, prefill holds the keys and values.
             await self._place(
-                PlaceDecode(ids=request.prompt_ids, floor=self._version, placement=placement)
+                PlaceDecode(
+                    ids=request.prompt_ids,
+                    session=self._session_id,
+                    floor=self._version,
+                    read_by=source,
+                    placement=placement,
+                )
             )
             worker = placement.worker
+            before = self._tokens
             stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
             call = stub.Decode(request, timeout=self._left_s())
             try:
@@ -262,8 +274,15 @@ class Run:
                         if response.finish_reason:
                             self._end(response)
                             ids = self._prompt.ids + self._sampled
-                            took_s = response.decode_s
-                            settle(Decoded(placement=placement, ids=ids, decode_s=took_s))
+                            decoded = Decoded(
+                                placement=placement,
+                                ids=ids,
+                                decode_s=response.decode_s,
+                                tokens=self._tokens - before,
+                                fetched_tokens=response.fetched_tokens,
+                                fetch_s=response.fetch_s,
+                            )
+                            settle(decoded)
                         yield
             finally:
                 # When the caller leaves, decoding stops within a step.

@@ -14,7 +14,9 @@ from forge.runtime.serving_groups import kind_in
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
-from services.inference.router.actor import FleetChanged, RouterActor
+from services.inference.router.actor import RouterActor
+from services.inference.router.cache_watch import CacheWatch
+from services.inference.router.messages import CacheReported, FleetChanged
 from services.inference.router.open_calls import PING_S
 from services.inference.router.service import InferenceServicer
 
@@ -34,12 +36,18 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         context.coordinator.discover(kind_in(config.serving_group, role))
         for role in ("prefill", "decode")
     ]
-    router = await context.actors.spawn(
+    caches = CacheWatch(
+        context.channels,
+        lambda worker, change: router.tell(CacheReported(worker=worker, change=change)),
+    )
+    router: ActorRef = await context.actors.spawn(
         lambda: RouterActor(
             discoveries,
             queue_limit=config.router.queue_limit,
             version_wait_s=config.router.version_wait_s,
+            local_prefill_tokens=config.router.local_prefill_tokens,
             ping=ping,
+            on_workers=caches.follow,
         ),
         name="router",
     )
@@ -51,7 +59,12 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         scopes=SCOPES,
     )
     context.keep_running(watch(discoveries, router), name="fleet-watch")
-    return servicer.drain
+
+    async def drain() -> None:
+        await servicer.drain()
+        await caches.close()
+
+    return drain
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:

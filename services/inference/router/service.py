@@ -15,7 +15,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import ModelLimits
-from services.inference.router.actor import Report
+from services.inference.router.messages import Report
 from services.inference.router.request import Run
 from services.inference.router.sample_stream import SampleStreams
 

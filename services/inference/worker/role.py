@@ -1,4 +1,4 @@
-"""Wiring of a prefill or decode instance."""
+"""Wiring of a prefill or decode instance, or of one that does both."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from forge.runtime import weights
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig, KvSettings
-from services.inference.engines.base import Engine, EngineOptions, KvStoreOptions
-from services.inference.engines.registry import get_engine
+from services.inference.engines.base import (
+    CacheReports,
+    DecodeEngine,
+    Engine,
+    EngineOptions,
+    KvStoreOptions,
+    PrefillEngine,
+)
+from services.inference.engines.registry import get_engine, start_both
 from services.inference.worker.frozen_weights import load_frozen
-from services.inference.worker.service import DecodeServicer, PrefillServicer
+from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
 
 _FETCH_KV_SILENCE_S = 30.0
@@ -23,6 +30,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     """Start the engine, add its servicers, load frozen weights or follow the policy's; return the
     wait for the last request."""
     engine = await _start_engine(context)
+    _report_cache(context, engine)
     if context.config.weights == "frozen":
         await load_frozen(context, engine)
         return engine.idle
@@ -40,7 +48,6 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
 
 async def _start_engine(context: ServiceContext) -> Engine:
     config: InferenceConfig = context.config
-    provider = get_engine(config.engine)
     options = EngineOptions(
         model_path=config.model_path,
         dtype=config.dtype,
@@ -58,25 +65,53 @@ async def _start_engine(context: ServiceContext) -> Engine:
         request_timeout_s=config.request_timeout_s,
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)
+    if config.role == "both":
+        both = await start_both(config.engine, context.actors, options)
+        context.metadata["role"] = "both"
+        _serve_prefill(context, both)
+        _serve_decode(context, both, local=both)
+        return both
+    provider = get_engine(config.engine)
     if config.role == "prefill":
         prefill = await provider.start_prefill(context.actors, options)
-        context.metadata["cache_tokens"] = str(prefill.cache_tokens)
-        context.metadata["stored_tokens"] = str(getattr(prefill, "stored_tokens", 0))
-        context.server.add_service(
-            rpc.add_PrefillServiceServicer_to_server,
-            PrefillServicer(prefill),
-            full_name="forge.v1.PrefillService",
-        )
+        _serve_prefill(context, prefill)
         return prefill
     decode = await provider.start_decode(context.actors, options)
-    context.metadata["cache_tokens"] = str(decode.cache_tokens)
-    context.metadata["capacity"] = str(decode.capacity)
+    _serve_decode(context, decode)
+    return decode
+
+
+def _report_cache(context: ServiceContext, engine: Engine) -> None:
+    reports: CacheReports | None = getattr(engine, "cache_reports", None)
+    if reports is not None:
+        context.metadata["cache_reports"] = "1"
+        context.server.add_service(
+            rpc.add_CacheServiceServicer_to_server,
+            CacheServicer(reports),
+            full_name="forge.v1.CacheService",
+        )
+
+
+def _serve_prefill(context: ServiceContext, engine: PrefillEngine) -> None:
+    context.metadata["cache_tokens"] = str(engine.cache_tokens)
+    context.metadata["stored_tokens"] = str(getattr(engine, "stored_tokens", 0))
+    context.server.add_service(
+        rpc.add_PrefillServiceServicer_to_server,
+        PrefillServicer(engine),
+        full_name="forge.v1.PrefillService",
+    )
+
+
+def _serve_decode(
+    context: ServiceContext, engine: DecodeEngine, *, local: PrefillEngine | None = None
+) -> None:
+    context.metadata["cache_tokens"] = str(engine.cache_tokens)
+    context.metadata["capacity"] = str(engine.capacity)
     context.server.add_service(
         rpc.add_DecodeServiceServicer_to_server,
-        DecodeServicer(decode, context.channels, silence_s=_FETCH_KV_SILENCE_S),
+        DecodeServicer(engine, context.channels, silence_s=_FETCH_KV_SILENCE_S, local=local),
         full_name="forge.v1.DecodeService",
     )
-    return decode
 
 
 def _kv_store(kv: KvSettings) -> KvStoreOptions | None:

@@ -1,22 +1,32 @@
 """The RPCs of a worker: decode, call the engine, encode.
 
-The role prefill serves PrefillService, the role decode DecodeService.
+The role prefill serves PrefillService, the role decode DecodeService, the role both serves both.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-from forge.core.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable
+from forge.core.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
 from services.inference.engines.base import (
+    CacheReports,
     DecodeEngine,
     FetchKv,
     KvSpan,
@@ -65,13 +75,48 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         return pb.ReleaseKvResponse()
 
 
+class CacheServicer(rpc.CacheServiceServicer):
+    """The prefix cache of a worker, for routers."""
+
+    def __init__(self, reports: CacheReports) -> None:
+        self._reports = reports
+
+    async def WatchCache(
+        self, request: pb.WatchCacheRequest, context: Any
+    ) -> AsyncIterator[pb.WatchCacheResponse]:
+        """Send the content of the cache, then its changes."""
+        numbers = count()
+        async with aclosing(self._reports.changes()) as changes:
+            async for change in changes:
+                for response in codec.write_cache_change(change):
+                    response.sequence = next(numbers)
+                    yield response
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """What came from another worker for one request."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class DecodeServicer(rpc.DecodeServiceServicer):
     """The RPC of a decode worker."""
 
-    def __init__(self, engine: DecodeEngine, channels: Channels, *, silence_s: float) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        channels: Channels,
+        *,
+        silence_s: float,
+        local: PrefillEngine | None = None,
+    ) -> None:
+        """`local`: this process's own engine of the role prefill, if it has one."""
         self._engine = engine
         self._channels = channels
         self._silence_s = silence_s
+        self._local = local
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
@@ -81,7 +126,8 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
-        fetch = self._fetch_from(request)
+        fetched = _Fetched()
+        fetch = self._fetch_from(request, fetched)
         pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
         async with aclosing(pieces):
             async for piece in pieces:
@@ -90,14 +136,21 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     finish_reason=codec.write_finish(piece.finish),
                     queue_s=piece.queue_s,
                     decode_s=piece.decode_s,
+                    fetched_tokens=fetched.tokens if piece.finish else 0,
+                    fetch_s=fetched.seconds if piece.finish else 0.0,
                 )
 
-    def _fetch_from(self, request: pb.DecodeRequest) -> FetchKv:
+    def _fetch_from(self, request: pb.DecodeRequest, fetched: _Fetched) -> FetchKv:
         address = request.prefill_address
 
         async def fetch(from_token: int) -> KvSpan:
+            if self._local is not None:
+                with suppress(NotFound):
+                    held = await self._local.fetch_kv(request.request_id, from_token=from_token)
+                    self._local.release(request.request_id)
+                    return held
             stub = rpc.PrefillServiceStub(self._channels.get(address))
-            assembler = codec.SpanAssembler()
+            assembler, began_s = codec.SpanAssembler(), time.monotonic()
             call: Any = stub.FetchKv(
                 pb.FetchKvRequest(
                     request_id=request.request_id,
@@ -113,6 +166,8 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                 ):
                     span = assembler.add(response)
                     if span is not None:
+                        fetched.tokens = span.tokens
+                        fetched.seconds = time.monotonic() - began_s
                         return span
             except DeadlineExceeded as error:
                 raise Unavailable(str(error)) from error

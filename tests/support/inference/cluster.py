@@ -170,7 +170,7 @@ class InferenceCluster:
             await self.registered(role, name)
         return names
 
-    async def registered(self, role: str, name: str, **metadata: str) -> Instance:
+    async def registered(self, role: str, name: str, /, **metadata: str) -> Instance:
         """The instance once it has registered, with this metadata."""
 
         def fits(instance: Instance) -> bool:
@@ -260,7 +260,7 @@ class InferenceCluster:
         async def found() -> bool:
             left = [call for call in calls if not call.done()]
             workers = (await self.status()).workers
-            busy[:] = [w.instance_id for w in workers if w.role == "decode" and w.running]
+            busy[:] = [w.instance_id for w in workers if w.role != "prefill" and w.running]
             return bool(busy) or not left
 
         await until(found)

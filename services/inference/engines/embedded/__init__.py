@@ -1,10 +1,12 @@
 """The embedded engine: any causal LM of transformers, in this process, on CPU or one GPU.
 
-engine.py        the engines of both roles
+engine.py        the engines of all roles
+wiring.py        their parts, from the options of a worker
 prefill.py       the actor that reads prompts
 decode.py        the actor that samples, with continuous batching
 decode_step.py   one step of it: drafts, a forward pass, accepted tokens
 sequences.py     its requests
+both.py          the actor that does both, in turn
 messages.py      messages of both actors
 sampler.py       from logits to tokens, with grammars
 model.py         the model: its architecture, its forward pass, its weights

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
 from forge.core.named_tensor import NamedTensor
@@ -30,76 +30,28 @@ from services.inference.engines.base import (
     Prompt,
     Tokens,
 )
-from services.inference.engines.embedded import tensor_bytes
+from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.embedded import family_check, tensor_bytes
+from services.inference.engines.embedded.both import BothActor
 from services.inference.engines.embedded.decode import DecodeActor
-from services.inference.engines.embedded.decode_step import DecodeStep
-from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.held_prompts import HeldPrompts
-from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.kv.shared_prefixes import Trunks
-from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
-from services.inference.engines.embedded.speculation.depth import DepthChooser
-from services.inference.engines.embedded.speculation.drafter import HeadDrafter
-from services.inference.engines.embedded.stored_kv import StoredKv, architecture
+from services.inference.engines.embedded.stored_kv import architecture
+from services.inference.engines.embedded.wiring import (
+    build_policy,
+    decode_actor,
+    kv_store,
+    prefill_actor,
+    prefix_cache,
+)
 from services.inference.engines.grammar_masks import Grammars, Matcher
 from services.inference.engines.kv_store.store import KvStore
 
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
-_MAX_WAITING = 1024
-_CPU_PASS_TOKENS = 512
-"""A prompt that arrives waits for one pass, which takes long on a CPU."""
-_GPU_PASS_TOKENS = 4096
-
-
-def _build_policy(options: EngineOptions) -> Policy:
-    check(options.model_path, context_tokens=options.context_tokens)
-    return Policy.build(
-        options.model_path,
-        dtype=options.dtype,
-        device=options.device,
-        context_tokens=options.context_tokens,
-        draft_tokens=options.draft_tokens,
-    )
-
-
-def _prefix_cache(options: EngineOptions, policy: Policy) -> KvCache:
-    return KvCache(
-        policy.kv_shape, block_tokens=options.block_tokens, capacity_bytes=options.cache_bytes
-    )
-
-
-def _slabs(options: EngineOptions, policy: Policy) -> Slabs[Any]:
-    return Slabs(
-        policy.kv_shape,
-        context_tokens=policy.limits.context_tokens,
-        capacity_bytes=options.kv_bytes,
-    )
-
-
-def _trunks(policy: Policy, cache: KvCache, running: Slabs[Any]) -> Trunks | None:
-    """Return None on a GPU, and for models with a sliding window: neither can merge two reads."""
-    if policy.device.type != "cpu" or policy.kv_shape.windowed:
-        return None
-    return Trunks(
-        policy.kv_shape,
-        cache,
-        context_tokens=policy.limits.context_tokens,
-        running=running,
-    )
-
-
-def _kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
-    if options.kv_store is None:
-        return None
-    return KvStore(options.kv_store, token_bytes=policy.kv_shape.token_bytes)
-
-
-def _stored(store: KvStore | None, policy: Policy) -> StoredKv | None:
-    return None if store is None else StoredKv(store, policy.kv_shape)
 
 
 class _Work:
@@ -122,13 +74,19 @@ class _Embedded:
     """Shared by both roles: limits, weights and the count of requests."""
 
     def __init__(
-        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+        self,
+        policy: Policy,
+        actor: ActorRef,
+        options: EngineOptions,
+        store: KvStore | None,
+        cache_log: CacheLog,
     ) -> None:
         self.limits: ModelLimits = policy.limits
         self._policy = policy
         self._actor = actor
         self._options = options
         self._store = store
+        self.cache_reports = cache_log
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = _Work()
         context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes
@@ -175,12 +133,20 @@ class _Embedded:
 class EmbeddedPrefill(_Embedded):
     """Reads prompts; holds their keys and values until a decode worker has fetched them."""
 
+    held_share: ClassVar[float] = 1.0
+    """Share of the memory for keys and values that held prompts may take."""
+
     def __init__(
-        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+        self,
+        policy: Policy,
+        actor: ActorRef,
+        options: EngineOptions,
+        store: KvStore | None,
+        cache_log: CacheLog,
     ) -> None:
-        super().__init__(policy, actor, options, store)
+        super().__init__(policy, actor, options, store, cache_log)
         self._held = HeldPrompts(
-            capacity_bytes=options.kv_bytes,
+            capacity_bytes=int(options.kv_bytes * self.held_share),
             token_bytes=policy.kv_shape.token_bytes,
             on_release=partial(self._work.add, -1),
         )
@@ -188,22 +154,14 @@ class EmbeddedPrefill(_Embedded):
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
         """Build the model and start the actor."""
-        policy = await asyncio.to_thread(_build_policy, options)
-        store = _kv_store(options, policy)
-        fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
+        policy = await asyncio.to_thread(build_policy, options)
+        store, log = kv_store(options, policy), CacheLog()
 
         def actor() -> PrefillActor:
-            return PrefillActor(
-                policy,
-                _prefix_cache(options, policy),
-                _stored(store, policy),
-                block_tokens=options.block_tokens,
-                pass_tokens=options.pass_tokens or fitting,
-                threads=options.threads,
-            )
+            return prefill_actor(options, policy, prefix_cache(options, policy, log), store)
 
         ref = await actors.spawn(actor, name="prefill", restart=_NEVER_RESTART)
-        return cls(policy, ref, options, store)
+        return cls(policy, ref, options, store, log)
 
     @property
     def stored_tokens(self) -> int:
@@ -287,39 +245,29 @@ class EmbeddedDecode(_Embedded):
     """Samples; fetches the keys and values that its prefix cache lacks."""
 
     def __init__(
-        self, policy: Policy, actor: ActorRef, options: EngineOptions, store: KvStore | None
+        self,
+        policy: Policy,
+        actor: ActorRef,
+        options: EngineOptions,
+        store: KvStore | None,
+        cache_log: CacheLog,
     ) -> None:
-        super().__init__(policy, actor, options, store)
+        super().__init__(policy, actor, options, store, cache_log)
         self.capacity = options.max_running
         self._fetching: dict[bytes, asyncio.Event] = {}
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedDecode:
         """Build the model and start the actor."""
-        policy = await asyncio.to_thread(_build_policy, options)
-        store = _kv_store(options, policy)
+        policy = await asyncio.to_thread(build_policy, options)
+        store, log = kv_store(options, policy), CacheLog()
 
         def actor() -> DecodeActor:
-            cache = _prefix_cache(options, policy)
-            slabs = _slabs(options, policy)
-            step = DecodeStep(
-                policy,
-                slabs,
-                _trunks(policy, cache, slabs),
-                HeadDrafter(policy),
-                DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts),
-            )
-            return DecodeActor(
-                step,
-                cache,
-                _stored(store, policy),
-                max_running=options.max_running,
-                max_waiting=_MAX_WAITING,
-                threads=options.threads,
-            )
+            cache = prefix_cache(options, policy, log)
+            return decode_actor(options, policy, cache, store, kv_bytes=options.kv_bytes)
 
         ref = await actors.spawn(actor, name="decode", restart=_NEVER_RESTART)
-        return cls(policy, ref, options, store)
+        return cls(policy, ref, options, store, log)
 
     def status(self) -> EngineStatus:
         """Count requests beyond `capacity` as queued."""
@@ -394,6 +342,38 @@ class EmbeddedDecode(_Embedded):
         return await self._actor.ask(message, timeout_s=self._options.request_timeout_s)
 
 
-# Makes this module an `EngineProvider`; `check` is its optional part.
+class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
+    """Reads prompts and samples, with one model and one prefix cache."""
+
+    held_share = 1 / 4
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedBoth:
+        """Build the model and start the actor."""
+        policy = await asyncio.to_thread(build_policy, options)
+        store, log = kv_store(options, policy), CacheLog()
+        running_bytes = options.kv_bytes - int(options.kv_bytes * cls.held_share)
+
+        def actor() -> BothActor:
+            cache = prefix_cache(options, policy, log)
+            return BothActor(
+                prefill_actor(options, policy, cache, store),
+                decode_actor(options, policy, cache, store, kv_bytes=running_bytes),
+            )
+
+        ref = await actors.spawn(actor, name="both", restart=_NEVER_RESTART)
+        return cls(policy, ref, options, store, log)
+
+    def status(self) -> EngineStatus:
+        """Count held prompts and requests beyond `capacity` as queued."""
+        running = min(self._work.count - len(self._held), self.capacity)
+        return EngineStatus(
+            version=self._policy.version, running=running, queued=self._work.count - running
+        )
+
+
+# Makes this module an `EngineProvider`; `check` and `start_both` are its optional parts.
 start_prefill = EmbeddedPrefill.start
 start_decode = EmbeddedDecode.start
+start_both = EmbeddedBoth.start
+check = family_check.check

@@ -2,110 +2,26 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from prometheus_client import REGISTRY
 
 from forge.core.errors import ResourceExhausted, Unavailable
-from forge.runtime.coordination import Instance
-from services.inference.router.actor import (
-    MIN_ADMITTED,
+from forge.core.placement.chains import PromptChains
+from services.inference.router.actor import MIN_ADMITTED
+from services.inference.router.fleet import SUSPECT_S, Fleet
+from services.inference.router.messages import (
     Admit,
     Decoded,
     Failed,
-    FleetChanged,
     Leave,
     PlaceDecode,
     PlacePrefill,
     Prefilled,
     Report,
-    RouterActor,
     Sampled,
 )
-from services.inference.router.fleet import SUSPECT_S, Fleet
 from services.inference.router.versions import TooOld
-
-
-def ids(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-def announced(
-    name: str, role: str, *, version: int = 1, address: str = "", **metadata: str
-) -> Instance:
-    return Instance(
-        instance_id=name,
-        kind=role,
-        revision=1,
-        address=address or f"{name}:1",
-        metadata={
-            "weight_version": str(version),
-            "block_tokens": "4",
-            "cache_tokens": "400",
-            "capacity": "8",
-            **metadata,
-        },
-    )
-
-
-PROMPT = ids(*range(40))
-OTHER = ids(*range(100, 140))
-
-
-class Clock:
-    """A clock that stands still until told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-async def present(address: str) -> None:
-    """Every worker answers."""
-
-
-class Harness:
-    """A RouterActor over a discovery that the test writes."""
-
-    def __init__(self, *workers: Instance, queue_limit: int = 4) -> None:
-        self.clock = Clock()
-        self._prefill = SimpleNamespace(kind="prefill", instances=())
-        self._decode = SimpleNamespace(kind="decode", instances=())
-        discoveries: list[Any] = [self._prefill, self._decode]
-        self.actor = RouterActor(
-            discoveries, queue_limit=queue_limit, ping=present, clock=self.clock, version_wait_s=10
-        )
-        self._show(workers)
-
-    def _show(self, workers: Sequence[Instance]) -> None:
-        self._prefill.instances = tuple(w for w in workers if w.kind == "prefill")
-        self._decode.instances = tuple(w for w in workers if w.kind == "decode")
-
-    async def change(self, *workers: Instance) -> None:
-        self._show(workers)
-        await self.actor.receive(FleetChanged())
-
-    async def prefill(self, prompt: bytes) -> str:
-        """Places and completes a prefill; where it went."""
-        placement = await self.actor.receive(PlacePrefill(ids=prompt))
-        done = Prefilled(placement=placement, ids=prompt, cached_tokens=0, prefill_s=0.01)
-        await self.actor.receive(done)
-        return str(placement.worker.instance_id)
-
-
-DECODE = announced("d", "decode")
-
-
-async def harness(*workers: Instance, **options: Any) -> Harness:
-    made = Harness(*workers, **options)
-    await made.actor.started()
-    return made
+from tests.support.inference.router import DECODE, OTHER, PROMPT, announced, harness, ids
 
 
 async def test_requests_go_to_the_worker_with_their_prefix() -> None:
@@ -179,7 +95,7 @@ async def test_restarted_worker_is_used_at_once() -> None:
     await router.change(announced("d0", "decode", address="d0:2"))
     again = await router.actor.receive(PlaceDecode(ids=PROMPT))
     assert again.worker.address == "d0:2"
-    assert again.worker.cached.tokens == 0
+    assert again.worker is not placement.worker
 
 
 async def test_worker_that_refuses_is_not_avoided() -> None:
@@ -269,10 +185,12 @@ def test_new_weights_clear_the_routers_view_of_a_cache() -> None:
     fleet = Fleet()
     fleet.update([announced("p0", "prefill", version=1)], now_s=0)
     worker = fleet.workers["p0"]
-    worker.cached.insert(PROMPT)
+    prompt = PromptChains(PROMPT)
+    worker.cached.expect(prompt, until_s=60)
+    assert worker.cached.tokens(prompt, now_s=0) == 40
     fleet.update([announced("p0", "prefill", version=2)], now_s=0)
     assert fleet.workers["p0"] is worker
-    assert worker.cached.tokens == 0
+    assert worker.cached.tokens(prompt, now_s=0) == 0
 
 
 def test_leaving_worker_is_reported_once() -> None:
@@ -283,7 +201,7 @@ def test_leaving_worker_is_reported_once() -> None:
     assert [worker.instance_id for worker in gone] == ["p0"]
     assert fleet.update([announced("d0", "decode")], now_s=0) == []
     with pytest.raises(Unavailable, match="prefill"):
-        fleet.place("prefill", PROMPT, now_s=0)
+        fleet.place_prefill(PromptChains(PROMPT), now_s=0)
 
 
 async def test_answer_does_not_move_to_older_weights() -> None:

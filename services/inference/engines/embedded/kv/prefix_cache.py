@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forge.core.placement.prefix_cache import Match, PrefixCache
+from forge.core.placement.prefix_cache import Listener, Match, PrefixCache
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.shape import KvShape
 
@@ -20,9 +20,18 @@ Layers = Sequence[torch.Tensor] | torch.Tensor
 class KvCache(PrefixCache):
     """Blocks of keys and values in one tensor, indexed by their tokens."""
 
-    def __init__(self, shape: KvShape, *, block_tokens: int, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        block_tokens: int,
+        capacity_bytes: int,
+        listener: Listener | None = None,
+    ) -> None:
         blocks = capacity_bytes // (block_tokens * shape.token_bytes)
-        super().__init__(block_tokens=block_tokens, capacity_tokens=blocks * block_tokens)
+        super().__init__(
+            block_tokens=block_tokens, capacity_tokens=blocks * block_tokens, listener=listener
+        )
         # [layers, 2, heads, slots, block_tokens, head_size]: slots have a sequence's layout.
         # The system allocates pages as slots fill.
         self._blocks = torch.empty(

@@ -1,0 +1,71 @@
+"""A router's view of a worker's prefix cache: what the worker reports, and what it will have soon.
+
+A worker reports the chain hashes of blocks that it has stored and removed. Prompts that were just
+placed there count as cached, too, since the requests of a group come together; this lasts until the
+worker reports them or for a short time.
+A worker that reports nothing is guessed: it has what was sent there, the least recent evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forge.core.placement.chains import PromptChains
+from forge.core.placement.prefix_cache import PrefixCache
+
+
+class CacheView:
+    """The cached prefixes of one worker."""
+
+    def __init__(self, *, block_tokens: int, capacity_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._guess = PrefixCache(block_tokens=block_tokens, capacity_tokens=capacity_tokens)
+        self._reported: set[bytes] | None = None
+        """None until the worker has reported."""
+        self._expected: dict[bytes, float] = {}
+        """Hashes of placed prompts, and the time until which they count."""
+
+    @property
+    def reported_blocks(self) -> int:
+        """Number of blocks that the worker has reported; 0 for one that is guessed."""
+        return len(self._reported or ())
+
+    def tokens(self, prompt: PromptChains, *, now_s: float) -> int:
+        """Return the tokens of the longest cached prefix."""
+        if self._reported is None:
+            return self._guess.peek(prompt.ids)
+        blocks = 0
+        for chain in prompt.of(self._block_tokens):
+            if chain not in self._reported and self._expected.get(chain, 0.0) <= now_s:
+                break
+            blocks += 1
+        return blocks * self._block_tokens
+
+    def expect(self, prompt: PromptChains, *, until_s: float) -> None:
+        """Count a prompt as cached until a time; without reports, until it is evicted."""
+        if self._reported is None:
+            self._guess.insert(prompt.ids)
+            return
+        for chain in prompt.of(self._block_tokens):
+            if chain not in self._reported:
+                self._expected[chain] = max(until_s, self._expected.get(chain, 0.0))
+
+    def report(self, *, stored: Iterable[bytes], removed: Iterable[bytes], anew: bool) -> None:
+        """Apply a worker's report; `anew`: it has nothing but what is stored."""
+        if self._reported is None or anew:
+            self._reported = set()
+        self._reported.difference_update(removed)
+        for chain in stored:
+            self._reported.add(chain)
+            self._expected.pop(chain, None)
+
+    def forget_expected(self, *, now_s: float) -> None:
+        """Drop expectations whose time is over."""
+        if any(until_s <= now_s for until_s in self._expected.values()):
+            self._expected = {c: until for c, until in self._expected.items() if until > now_s}
+
+    def forget_guess(self) -> None:
+        """Forget what a worker is guessed to have: it has new weights, or may be dead. A worker
+        that reports says so itself."""
+        if self._reported is None:
+            self._guess.clear()

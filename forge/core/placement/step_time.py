@@ -1,0 +1,47 @@
+"""The time of a decode step as a line over the number of running requests, learned online."""
+
+from __future__ import annotations
+
+import math
+
+_KNOWN = 4.0
+
+
+class StepTime:
+    """`fixed_s + each_s * running`, by least squares over recent observations.
+
+    Neither part is negative. Before the observations differ, the time counts as proportional.
+    """
+
+    def __init__(self, *, each_s: float, memory: float = 200.0) -> None:
+        """`memory`: observations until one has lost 1 - 1/e of its weight."""
+        self._keep = math.exp(-1 / memory)
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._initial_s = each_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough observations for a figure of its own."""
+        return self._n >= _KNOWN
+
+    def observe(self, *, running: float, seconds: float) -> None:
+        """Observe the mean step of one request, beside `running` requests with itself."""
+        keep = self._keep
+        self._n = self._n * keep + 1
+        self._x = self._x * keep + running
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + running * running
+        self._xy = self._xy * keep + running * seconds
+
+    @property
+    def each_s(self) -> float:
+        """Seconds that one more request adds to a step."""
+        if not self._n:
+            return self._initial_s
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x**2
+        proportional = mean_y / max(1.0, mean_x)
+        if spread < 0.25 or not self.is_known:
+            return proportional
+        slope = (self._xy / self._n - mean_x * mean_y) / spread
+        return min(max(slope, proportional / 16), proportional)

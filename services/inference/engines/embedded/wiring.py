@@ -1,0 +1,116 @@
+"""Builds the parts of an embedded engine from the options of its worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.inference.engines.base import EngineOptions
+from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.embedded.decode import DecodeActor
+from services.inference.engines.embedded.decode_step import DecodeStep
+from services.inference.engines.embedded.family_check import check
+from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.prefill import PrefillActor
+from services.inference.engines.embedded.speculation.depth import DepthChooser
+from services.inference.engines.embedded.speculation.drafter import HeadDrafter
+from services.inference.engines.embedded.stored_kv import StoredKv
+from services.inference.engines.kv_store.store import KvStore
+
+_MAX_WAITING = 1024
+_CPU_PASS_TOKENS = 512
+"""A prompt that arrives waits for one pass, which takes long on a CPU."""
+_GPU_PASS_TOKENS = 4096
+
+
+def build_policy(options: EngineOptions) -> Policy:
+    """Check the model and build it, without weights. Raises ConfigError."""
+    check(options.model_path, context_tokens=options.context_tokens)
+    return Policy.build(
+        options.model_path,
+        dtype=options.dtype,
+        device=options.device,
+        context_tokens=options.context_tokens,
+        draft_tokens=options.draft_tokens,
+    )
+
+
+def prefix_cache(options: EngineOptions, policy: Policy, log: CacheLog) -> KvCache:
+    """An empty prefix cache, whose changes go to `log`."""
+    return KvCache(
+        policy.kv_shape,
+        block_tokens=options.block_tokens,
+        capacity_bytes=options.cache_bytes,
+        listener=log,
+    )
+
+
+def prefill_actor(
+    options: EngineOptions, policy: Policy, cache: KvCache, store: KvStore | None
+) -> PrefillActor:
+    """The actor that reads prompts."""
+    fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
+    return PrefillActor(
+        policy,
+        cache,
+        _stored(store, policy),
+        block_tokens=options.block_tokens,
+        pass_tokens=options.pass_tokens or fitting,
+        threads=options.threads,
+    )
+
+
+def decode_actor(
+    options: EngineOptions,
+    policy: Policy,
+    cache: KvCache,
+    store: KvStore | None,
+    *,
+    kv_bytes: int,
+) -> DecodeActor:
+    """The actor that samples; `kv_bytes` for running sequences and trunks."""
+    slabs: Slabs[Any] = Slabs(
+        policy.kv_shape,
+        context_tokens=policy.limits.context_tokens,
+        capacity_bytes=kv_bytes,
+    )
+    step = DecodeStep(
+        policy,
+        slabs,
+        _trunks(policy, cache, slabs),
+        HeadDrafter(policy),
+        DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts),
+    )
+    return DecodeActor(
+        step,
+        cache,
+        _stored(store, policy),
+        max_running=options.max_running,
+        max_waiting=_MAX_WAITING,
+        threads=options.threads,
+    )
+
+
+def _trunks(policy: Policy, cache: KvCache, running: Slabs[Any]) -> Trunks | None:
+    """Return None on a GPU, and for models with a sliding window: neither can merge two reads."""
+    if policy.device.type != "cpu" or policy.kv_shape.windowed:
+        return None
+    return Trunks(
+        policy.kv_shape,
+        cache,
+        context_tokens=policy.limits.context_tokens,
+        running=running,
+    )
+
+
+def kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
+    """The KV store of the options, if there is one."""
+    if options.kv_store is None:
+        return None
+    return KvStore(options.kv_store, token_bytes=policy.kv_shape.token_bytes)
+
+
+def _stored(store: KvStore | None, policy: Policy) -> StoredKv | None:
+    return None if store is None else StoredKv(store, policy.kv_shape)

@@ -1,0 +1,126 @@
+"""Engines of the role both: one prefix cache for prompts and answers, steps between passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.core.placement.chains import PromptChains
+from forge.core.token_columns import int32_bytes
+from services.inference.engines.base import CacheChange
+from tests.contract import engines
+from tests.contract.engines import (
+    BLOCK_TOKENS,
+    GREEDY,
+    Answer,
+    Pair,
+    is_greedy,
+    make_prompt,
+    prompt_ids,
+    published,
+    reference,
+)
+
+
+@pytest.fixture
+async def both(tmp_path: Path) -> AsyncIterator[Pair]:
+    """One engine that does both, with passes of 32 tokens."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    async with engines.embedded_both(tmp_path, pass_tokens=32) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+async def test_next_turn_computes_only_its_new_tokens(both: Pair) -> None:
+    """Over six turns prefill computes the new tokens, the last sampled one and part of a block; no
+    keys and values of earlier turns move."""
+    history = prompt_ids(60)
+    known = 0
+    for turn in range(6):
+        answer = await both.sample(history)
+        assert is_greedy(reference("qwen3"), history, answer.ids)
+        assert answer.cached_tokens >= known - BLOCK_TOKENS
+        assert answer.fetched_tokens <= BLOCK_TOKENS
+        # All but the last sampled token have keys and values.
+        known = len(history) + len(answer.ids) - 1
+        history = history + answer.ids + prompt_ids(10 + turn, seed=turn)
+
+
+async def test_long_prompt_is_read_between_the_steps_of_an_answer(both: Pair) -> None:
+    """The answer gets a token per pass: it grows before the long prompt has its first token."""
+    running, long = prompt_ids(20), prompt_ids(480, seed=1)
+    began = asyncio.Event()
+    lengths: list[int] = []
+
+    async def note(answer: Answer) -> None:
+        lengths.append(len(answer.ids))
+        began.set()
+
+    async def read_long() -> int:
+        await began.wait()
+        before = len(lengths)
+        assert is_greedy(reference("qwen3"), long, (await both.sample(long)).ids)
+        return len(lengths) - before
+
+    sampling = replace(GREEDY, max_tokens=450)
+    first, grown = await asyncio.gather(both.sample(running, sampling, on_piece=note), read_long())
+    assert is_greedy(reference("qwen3"), running, first.ids)
+    assert grown > 0
+
+
+async def test_hand_off_of_a_prefill_engine_is_sampled(both: Pair, tmp_path: Path) -> None:
+    """Its answer is that of a prompt that the engine reads itself, and the next turn finds it."""
+    model = reference("qwen3")
+    async with engines.embedded(tmp_path) as other:
+        await other.load(published(model), version=1)
+        mixed = Pair(prefill=other.prefill, decode=both.decode)
+        ids = prompt_ids(90, seed=3)
+        answer = await mixed.sample(ids)
+        assert answer.fetched_tokens == 90
+        turn = ids + answer.ids + prompt_ids(5, seed=4)
+        follow_up = await both.sample(turn)
+    assert is_greedy(model, ids, answer.ids)
+    assert is_greedy(model, turn, follow_up.ids)
+    # 90 of the prompt and 15 of the answer were known.
+    assert follow_up.cached_tokens == (90 + 15) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+async def test_engine_reports_its_prefix_cache(engine: str, tmp_path: Path) -> None:
+    """The content at first, then what is stored, removed and cleared, by chain hashes."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    async with engines.ENGINES[engine](tmp_path, cache_bytes=96 * token_bytes) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        one = replace(GREEDY, max_tokens=1)
+        old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
+        await pair.prefill.prefill(make_prompt(old, one), hold_s=60)
+        reports: Any = pair.prefill.cache_reports  # type: ignore[attr-defined]
+        present: set[bytes] = set()
+        async with aclosing(reports.changes()) as changes:
+            apply(present, await anext(changes))
+            assert present == chains(old)
+            for ids in (recent, newest):
+                await pair.prefill.prefill(make_prompt(ids, one), hold_s=60)
+            apply(present, await anext(changes))
+            assert present == chains(recent) | chains(newest)
+            await pair.prefill.load(published(reference("qwen3", seed=1)), version=2)
+            apply(present, await anext(changes))
+            assert not present
+
+
+def chains(ids: list[int]) -> set[bytes]:
+    return set(PromptChains(int32_bytes(ids)).of(BLOCK_TOKENS))
+
+
+def apply(present: set[bytes], change: CacheChange) -> None:
+    if change.anew:
+        present.clear()
+    present.difference_update(change.removed)
+    present.update(change.stored)

@@ -1,0 +1,92 @@
+"""Real workers of the role both: alone, killed in mid-answer, and beside a prefill worker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from tests.contract import engines
+from tests.contract.engines import BLOCK_TOKENS, is_greedy, prompt_ids, published, reference
+from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
+
+LONG = 400
+LOCAL_TOKENS = 64
+
+
+@pytest_asyncio.fixture(scope="module")
+async def inference(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[InferenceCluster]:
+    """A router and two workers of the role both, with weights."""
+    folder = tmp_path_factory.mktemp("both")
+    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
+    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="both")
+    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "both")
+    await cluster.publisher.start()
+    await cluster.publisher.publish(published(reference("qwen3")))
+    cluster.start("router", "--router.local-prefill-tokens", str(LOCAL_TOKENS))
+    for name in [cluster.start("both") for _ in range(2)]:
+        await cluster.registered("decode", name, weight_version="1", role="both")
+    yield cluster
+    await cluster.stop()
+    await coordinator.close()
+
+
+async def reads(inference: InferenceCluster) -> dict[str, int]:
+    """Computed prompt tokens of each role."""
+    found = {"prefill": 0, "both": 0}
+    for worker in (await inference.status()).workers:
+        found[worker.role] += worker.computed_tokens
+    return found
+
+
+async def test_turns_compute_only_their_new_tokens(inference: InferenceCluster) -> None:
+    """No prefill worker exists; each turn finds prompt and answer of the one before."""
+    history, known = prompt_ids(80), 0
+    for turn in range(5):
+        sample = await inference.sample(history)
+        assert is_greedy(reference("qwen3"), history, sample.ids)
+        assert sample.cached_tokens >= known - BLOCK_TOKENS
+        known = len(history) + len(sample.ids) - 1
+        history = history + sample.ids + prompt_ids(7, seed=turn)
+
+
+async def test_killed_worker_is_replaced_in_mid_answer(inference: InferenceCluster) -> None:
+    """kill -9: the other one continues, and the caller sees no error."""
+    ids = prompt_ids(40, seed=8)
+    killed = ""
+    while not killed:
+        sample = Sample()
+        async for response in await inference.call(ids, stream=True, max_tokens=LONG):
+            sample.add(response)
+            if not killed and len(sample.ids) > 20:
+                for killed in await inference.sampling():
+                    inference.kill(killed)
+    assert is_greedy(reference("qwen3"), ids, sample.ids)
+    assert len(sample.ids) == LONG
+
+
+async def test_long_prompts_are_handed_over_by_prefill(inference: InferenceCluster) -> None:
+    """With a prefill worker a long prompt is read there, its next turn where it was sampled."""
+    await inference.workers("prefill", 1)
+
+    async def known() -> bool:
+        return any(worker.role == "prefill" for worker in (await inference.status()).workers)
+
+    await until(known)
+    before = await reads(inference)
+    ids = prompt_ids(300, seed=9)
+    sample = await inference.sample(ids)
+    after = await reads(inference)
+    assert after["prefill"] - before["prefill"] == 300
+    assert after["both"] == before["both"]
+    turn = ids + sample.ids + prompt_ids(7, seed=10)
+    follow_up = await inference.sample(turn)
+    assert is_greedy(reference("qwen3"), turn, follow_up.ids)
+    assert follow_up.cached_tokens >= 300 + 15 - BLOCK_TOKENS
+    assert (await reads(inference))["prefill"] == after["prefill"]

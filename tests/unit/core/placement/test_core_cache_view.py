@@ -1,0 +1,88 @@
+"""A router's view of a worker's cache: reports, expectations, guesses."""
+
+from __future__ import annotations
+
+from forge.core.placement.cache_view import CacheView
+from forge.core.placement.chains import PromptChains
+from forge.core.placement.homes import Homes
+from forge.core.placement.step_time import StepTime
+from forge.core.token_columns import int32_bytes
+
+PROMPT = PromptChains(int32_bytes(range(40)))
+BLOCKS = PROMPT.of(8)
+
+
+def view() -> CacheView:
+    return CacheView(block_tokens=8, capacity_tokens=400)
+
+
+def test_reported_blocks_count_up_to_the_first_missing_one() -> None:
+    """A block behind a missing one is of no use."""
+    cached = view()
+    cached.report(stored=[*BLOCKS[:2], BLOCKS[3]], removed=(), anew=True)
+    assert cached.tokens(PROMPT, now_s=0) == 16
+    cached.report(stored=[BLOCKS[2]], removed=(), anew=False)
+    assert cached.tokens(PROMPT, now_s=0) == 32
+    cached.report(stored=(), removed=[BLOCKS[0]], anew=False)
+    assert cached.tokens(PROMPT, now_s=0) == 0
+
+
+def test_placed_prompt_counts_until_its_time_is_over() -> None:
+    """Unless the worker reports it: then until it reports the removal."""
+    cached = view()
+    cached.report(stored=(), removed=(), anew=True)
+    cached.expect(PROMPT, until_s=10)
+    assert cached.tokens(PROMPT, now_s=9) == 40
+    assert cached.tokens(PROMPT, now_s=10) == 0
+    cached.expect(PROMPT, until_s=20)
+    cached.report(stored=BLOCKS[:3], removed=(), anew=False)
+    cached.forget_expected(now_s=30)
+    assert cached.tokens(PROMPT, now_s=30) == 24
+
+
+def test_report_of_everything_replaces_the_view() -> None:
+    """After a gap the worker sends all it has."""
+    cached = view()
+    cached.report(stored=BLOCKS, removed=(), anew=True)
+    cached.report(stored=BLOCKS[:1], removed=(), anew=True)
+    assert cached.tokens(PROMPT, now_s=0) == 8
+
+
+def test_worker_without_reports_has_what_was_sent_there() -> None:
+    """Until it has new weights."""
+    cached = view()
+    cached.expect(PROMPT, until_s=1)
+    assert cached.tokens(PROMPT, now_s=100) == 40
+    cached.forget_guess()
+    assert cached.tokens(PROMPT, now_s=100) == 0
+
+
+def test_chain_names_all_tokens_before_its_end() -> None:
+    """The same block behind another one has another name."""
+    other = PromptChains(int32_bytes([*range(1, 9), *range(8, 40)]))
+    assert PROMPT.ids[32:64] == other.ids[32:64]
+    assert not set(BLOCKS) & set(other.of(8))
+
+
+def test_session_lives_until_it_is_silent_for_long() -> None:
+    """Six mean pauses; it counts on the worker of its last request."""
+    homes = Homes()
+    for turn in range(10):
+        homes.settle("a", "w0" if turn < 9 else "w1", now_s=turn)
+    assert (homes.live("w0"), homes.live("w1")) == (0, 1)
+    homes.expire(now_s=9 + 5.9)
+    assert homes.home("a") == "w1"
+    homes.expire(now_s=9 + 6.1)
+    assert homes.home("a") is None
+    assert homes.live("w1") == 0
+
+
+def test_step_time_learns_what_a_request_adds() -> None:
+    """From steps with few and many requests; equal ones count as proportional."""
+    step = StepTime(each_s=1.0)
+    for _ in range(20):
+        step.observe(running=4, seconds=0.020)
+    assert abs(step.each_s - 0.005) < 1e-9
+    for _ in range(20):
+        step.observe(running=12, seconds=0.024)
+    assert abs(step.each_s - 0.0005) < 1e-9 or step.each_s == 0.022 / 8 / 16

@@ -1,0 +1,93 @@
+"""Placement on workers of the role both: locality, conditional disaggregation, reported caches."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.placement.chains import PromptChains
+from services.inference.engines.base import CacheChange
+from services.inference.router.messages import (
+    CacheReported,
+    Decoded,
+    PlaceDecode,
+    PlacePrefill,
+    Prefilled,
+)
+from tests.support.inference.router import announced, both, harness, ids
+
+
+async def test_workers_of_the_role_both_need_no_prefill() -> None:
+    """A prompt is read where it is sampled, however long it is, and its next turn goes there."""
+    router = await harness(both("b0"), both("b1"))
+    prompt = ids(*range(3000))
+    read = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
+    done = Prefilled(placement=read, ids=prompt, cached_tokens=0, prefill_s=0.3)
+    await router.actor.receive(done)
+    decode = PlaceDecode(ids=prompt, session="s:0:0", read_by=read.worker)
+    sampled = await router.actor.receive(decode)
+    assert sampled.worker is read.worker
+    answer = prompt + ids(*range(5000, 5050))
+    await router.actor.receive(Decoded(placement=sampled, ids=answer, decode_s=1.0, tokens=50))
+    turn = await router.actor.receive(PlacePrefill(ids=answer + ids(1), session="s:0:0"))
+    assert turn.worker is read.worker
+    # 3,050 tokens in blocks of 4 are known.
+    assert turn.tokens == 3
+
+
+@pytest.mark.parametrize(("new_tokens", "chosen"), [(99, "b0"), (150, "p0")])
+async def test_long_new_part_is_read_by_a_prefill_worker(new_tokens: int, chosen: str) -> None:
+    """A short or mostly cached prompt is read where it is sampled; the limit is on its new part."""
+    router = await harness(announced("p0", "prefill"), both("b0"), local_prefill_tokens=100)
+    prompt = ids(*range(3000))
+    first = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
+    assert first.worker.instance_id == "p0"
+    done = Prefilled(placement=first, ids=prompt, cached_tokens=0, prefill_s=0.3)
+    await router.actor.receive(done)
+    sampled = await router.actor.receive(
+        PlaceDecode(ids=prompt, session="s:0:0", read_by=first.worker)
+    )
+    assert sampled.worker.instance_id == "b0"
+    await router.actor.receive(Decoded(placement=sampled, ids=prompt, decode_s=1.0, tokens=50))
+    turn = prompt + ids(*range(5000, 5000 + new_tokens))
+    placed = await router.actor.receive(PlacePrefill(ids=turn, session="s:0:0"))
+    assert placed.worker.instance_id == chosen
+
+
+async def test_reported_cache_decides_not_the_guess() -> None:
+    """A worker that has evicted a prefix is not chosen for it."""
+    router = await harness(both("b0"), both("b1"))
+    prompt = ids(*range(3000))
+    workers = {worker.instance_id: worker for worker in router.workers}
+    for name, stored in (("b0", ()), ("b1", PromptChains(prompt).of(4))):
+        change = CacheChange(stored=stored, anew=True)
+        await router.actor.receive(CacheReported(worker=workers[name], change=change))
+    placed = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
+    assert placed.worker.instance_id == "b1"
+
+
+async def test_sessions_of_a_group_share_their_prompt_on_each_worker() -> None:
+    """They spread over idle workers, and each worker computes the prompt once."""
+    router = await harness(both("b0"), both("b1"))
+    prompt = ids(*range(1000))
+    placed = [
+        await router.actor.receive(PlacePrefill(ids=prompt, session=f"g:{n}:0")) for n in range(64)
+    ]
+    assert sorted(one.tokens for one in placed)[-3:] == [1, 1000, 1000]
+    assert {one.worker.instance_id for one in placed} == {"b0", "b1"}
+
+
+async def test_unmeasured_worker_does_not_draw_a_session() -> None:
+    """Its times count as those of the others, whatever the guess for a first worker is."""
+    router = await harness(both("b0"))
+    prompt = ids(*range(3000))
+    for turn in range(8):
+        read = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
+        await router.actor.receive(
+            Prefilled(placement=read, ids=prompt, cached_tokens=2000 * (turn > 0), prefill_s=3.0)
+        )
+        sampled = await router.actor.receive(
+            PlaceDecode(ids=prompt, session="s:0:0", read_by=read.worker)
+        )
+        await router.actor.receive(Decoded(placement=sampled, ids=prompt, decode_s=10.0, tokens=50))
+        await router.change(both("b0"), both("b1"))
+        assert read.worker.instance_id == "b0"
