@@ -472,6 +472,7 @@ class FetchKvRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The decode instance already has the tokens before this one."""
@@ -481,6 +482,10 @@ class FetchKvRequest(_message.Message):
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
     session_id: _builtins.str
     """Session of the request, for logs."""
+    shared_memory: _builtins.str
+    """Name of the caller's shared memory. An instance that sees the same memory may send one response
+    with `shared` instead of the data.
+    """
     def __init__(
         self,
         *,
@@ -489,14 +494,51 @@ class FetchKvRequest(_message.Message):
         release: _builtins.bool = ...,
         slices: _builtins.bool = ...,
         session_id: _builtins.str = ...,
+        shared_memory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "shared_memory", b"shared_memory", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchKvRequest: _TypeAlias = FetchKvRequest  # noqa: Y015
+
+@_typing.final
+class SharedKv(_message.Message):
+    """Keys and values in a file in the shared memory of a host. The receiver removes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    XXH3_64_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    bytes: _builtins.int
+    xxh3_64: _builtins.int
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of "kv", as of KvBlock."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        xxh3_64: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "dtype", b"dtype", "name", b"name", "shape", b"shape", "xxh3_64", b"xxh3_64"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedKv: _TypeAlias = SharedKv  # noqa: Y015
 
 @_typing.final
 class FetchKvResponse(_message.Message):
@@ -509,6 +551,8 @@ class FetchKvResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LAST_STATE_FIELD_NUMBER: _builtins.int
     LAST_STATE_XXH3_64_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     from_token: _builtins.int
     tokens: _builtins.int
     weight_version: _builtins.int
@@ -518,6 +562,10 @@ class FetchKvResponse(_message.Message):
     """
     last_state_xxh3_64: _builtins.int
     """XXH3-64 of `last_state`, seed 0. A receiver refuses another one with DATA_LOSS."""
+    model_fingerprint: _builtins.bytes
+    """Names the model's architecture and the layout of its keys and values; empty from an earlier
+    release. Of another one: refuse the hand-off.
+    """
     @_builtins.property
     def block(self) -> _common_pb2.Chunk: ...
     @_builtins.property
@@ -525,6 +573,10 @@ class FetchKvResponse(_message.Message):
         """Instead of `block`: a slice of the array "kv", with the shape of KvBlock. The fields below are
         those of KvBlock and set in each response with a slice.
         """
+
+    @_builtins.property
+    def shared(self) -> Global___SharedKv:
+        """Instead of `block` and `slice`, on the same host."""
 
     def __init__(
         self,
@@ -536,10 +588,12 @@ class FetchKvResponse(_message.Message):
         weight_version: _builtins.int = ...,
         last_state: _builtins.bytes = ...,
         last_state_xxh3_64: _builtins.int = ...,
+        shared: Global___SharedKv | None = ...,
+        model_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "slice", b"slice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "shared", b"shared", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "last_state", b"last_state", "last_state_xxh3_64", b"last_state_xxh3_64", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "last_state", b"last_state", "last_state_xxh3_64", b"last_state_xxh3_64", "model_fingerprint", b"model_fingerprint", "shared", b"shared", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,6 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.named_tensor import NamedTensor
-from forge.core.placement.chains import HASH_BYTES
 from forge.core.token_columns import (
     TOKEN_BYTES,
     float32_array,
@@ -35,10 +34,8 @@ from forge.v1.inference_pb2 import (
     KvBlock,
     PrefillRequest,
     SampleRequest,
-    WatchCacheResponse,
 )
 from services.inference.engines.base import (
-    CacheChange,
     Finish,
     Grammar,
     KvSpan,
@@ -56,7 +53,6 @@ _FINISH = {
     None: FINISH_REASON_UNSPECIFIED,
 }
 _KV = "kv"
-_MOST_CHAINS = 65_536
 _MAX_SPAN_BYTES = 1 << 40
 MAX_BIASES = 4096
 MAX_REPETITION_PENALTY = 10.0
@@ -277,10 +273,10 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
                 from_token=span.from_token,
                 tokens=span.tokens,
                 weight_version=span.version,
+                model_fingerprint=span.fingerprint,
             )
-            if span.last_state and piece.offset_bytes + len(piece.data) == piece.whole_bytes:
-                response.last_state = span.last_state
-                response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
+            if piece.offset_bytes + len(piece.data) == piece.whole_bytes:
+                write_state(span, response)
             yield response
         return
     tensors.require_serializable(array)
@@ -290,6 +286,21 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
     )
     for chunk in split(block.SerializeToString()):
         yield FetchKvResponse(block=chunk)
+
+
+def write_state(span: KvSpan, response: FetchKvResponse) -> None:
+    """Add the last hidden state of a span, if it has one."""
+    if span.last_state:
+        response.last_state = span.last_state
+        response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
+
+
+def read_state(response: FetchKvResponse) -> bytes:
+    """Return the last hidden state; empty without one. Raises DataLoss for a damaged one."""
+    state = response.last_state
+    if state and xxh3_64_intdigest(state) != response.last_state_xxh3_64:
+        raise DataLoss("last_state is damaged: wrong checksum")
+    return state
 
 
 class SpanAssembler:
@@ -308,9 +319,6 @@ class SpanAssembler:
         array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
         if array is None:
             return None
-        state = response.last_state
-        if state and xxh3_64_intdigest(state) != response.last_state_xxh3_64:
-            raise DataLoss("last_state is damaged: wrong checksum")
         return KvSpan(
             from_token=response.from_token,
             tokens=response.tokens,
@@ -318,7 +326,8 @@ class SpanAssembler:
             dtype=array.dtype,
             shape=array.shape,
             data=array.data,
-            last_state=state,
+            last_state=read_state(response),
+            fingerprint=response.model_fingerprint,
         )
 
 
@@ -332,30 +341,3 @@ def _read_block(data: bytes) -> KvSpan:
         shape=tuple(block.kv.shape),
         data=block.kv.data,
     )
-
-
-def write_cache_change(change: CacheChange) -> Iterator[WatchCacheResponse]:
-    """Encode a change in messages of at most _MOST_CHAINS blocks."""
-    stored, removed = list(change.stored), list(change.removed)
-    anew = change.anew
-    while anew or stored or removed:
-        yield WatchCacheResponse(
-            anew=anew,
-            removed=b"".join(removed[:_MOST_CHAINS]),
-            stored=b"" if removed[_MOST_CHAINS:] else b"".join(stored[:_MOST_CHAINS]),
-        )
-        stored = stored if removed[_MOST_CHAINS:] else stored[_MOST_CHAINS:]
-        removed, anew = removed[_MOST_CHAINS:], False
-
-
-def read_cache_change(response: WatchCacheResponse) -> CacheChange:
-    """Decode a change. Raises DataLoss for hashes that are cut."""
-    return CacheChange(
-        removed=_chains(response.removed), stored=_chains(response.stored), anew=response.anew
-    )
-
-
-def _chains(joined: bytes) -> tuple[bytes, ...]:
-    if len(joined) % HASH_BYTES:
-        raise DataLoss(f"{len(joined)} bytes are not a whole number of chain hashes")
-    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))

@@ -34,6 +34,7 @@ WRONG: dict[str, Callable[[KvSpan], KvSpan]] = {
     "other heads": _other_heads,
     "another type": lambda span: replace(span, dtype="int32"),
     "an unknown type": lambda span: replace(span, dtype="float8"),
+    "another model": lambda span: replace(span, fingerprint=b"another"),
     "missing bytes": lambda span: replace(span, data=bytes(span.data)[:-4]),
 }
 

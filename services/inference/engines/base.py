@@ -153,6 +153,9 @@ class KvSpan:
     last_state: bytes = b""
     """The model's last hidden state of the prompt's last token, in `dtype`, for draft heads; empty
     without any."""
+    fingerprint: bytes = b""
+    """Names the model's architecture and this layout; decode refuses another one. Empty: unknown,
+    from an earlier release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import codec
+from services.inference import kv_codec
 from services.inference.engines.base import CacheChange
 from services.inference.router.fleet import Worker
 from services.inference.router.metrics import CACHE_RESYNCS
@@ -71,7 +71,7 @@ async def _changes(channels: Channels, address: str) -> Any:
             if response.sequence != expected:
                 raise DataLoss(f"response {response.sequence} of the cache came for {expected}")
             expected += 1
-            yield codec.read_cache_change(response)
+            yield kv_codec.read_cache_change(response)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:

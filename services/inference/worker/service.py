@@ -5,6 +5,7 @@ The role prefill serves PrefillService, the role decode DecodeService, the role 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -22,9 +23,10 @@ from forge.core.errors import (
 )
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
+from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import codec
+from services.inference import codec, kv_codec
 from services.inference.engines.base import (
     CacheReports,
     DecodeEngine,
@@ -34,6 +36,7 @@ from services.inference.engines.base import (
     RefusedHandOff,
 )
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.worker import shared_memory
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -64,8 +67,12 @@ class PrefillServicer(rpc.PrefillServiceServicer):
     ) -> AsyncIterator[pb.FetchKvResponse]:
         """Send the keys and values of a held prompt."""
         span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
-        for response in codec.write_span(span, slices=request.slices):
-            yield response
+        shared = await _shared(span, request)
+        if shared is not None:
+            yield shared
+        else:
+            for response in codec.write_span(span, slices=request.slices):
+                yield response
         if request.release:
             self._engine.release(request.request_id)
 
@@ -73,6 +80,20 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         """Drop a held prompt."""
         self._engine.release(request.request_id)
         return pb.ReleaseKvResponse()
+
+
+async def _shared(span: KvSpan, request: pb.FetchKvRequest) -> pb.FetchKvResponse | None:
+    """Put a span into the memory that the caller shares; None if it shares none, or it is full."""
+    if len(span.data) < shared_memory.LEAST_BYTES or not request.shared_memory:
+        return None
+    if request.shared_memory != shared_memory.place():
+        return None
+    try:
+        name, checksum = await asyncio.to_thread(shared_memory.write, span.data)
+    except OSError as error:
+        log.warning("shared_memory_not_written", bytes=len(span.data), error=str(error))
+        return None
+    return kv_codec.write_shared_span(span, name=name, checksum=checksum)
 
 
 class CacheServicer(rpc.CacheServiceServicer):
@@ -88,7 +109,7 @@ class CacheServicer(rpc.CacheServiceServicer):
         numbers = count()
         async with aclosing(self._reports.changes()) as changes:
             async for change in changes:
-                for response in codec.write_cache_change(change):
+                for response in kv_codec.write_cache_change(change):
                     response.sequence = next(numbers)
                     yield response
 
@@ -117,6 +138,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         self._channels = channels
         self._silence_s = silence_s
         self._local = local
+        self._shared_memory = shared_memory.place()
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
@@ -157,6 +179,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     from_token=from_token,
                     release=True,
                     slices=True,
+                    shared_memory=self._shared_memory,
                     session_id=request.session_id,
                 )
             )
@@ -164,7 +187,8 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                 async for response in flowing(
                     call, silence_s=self._silence_s, source=f"prefill instance {address}"
                 ):
-                    span = assembler.add(response)
+                    shared = response.HasField("shared")
+                    span = await self._read_shared(response) if shared else assembler.add(response)
                     if span is not None:
                         fetched.tokens = span.tokens
                         fetched.seconds = time.monotonic() - began_s
@@ -179,3 +203,16 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             raise Unavailable(f"{address} ended its stream before the last keys and values")
 
         return fetch
+
+    async def _read_shared(self, response: pb.FetchKvResponse) -> KvSpan:
+        """Map a span in shared memory. Raises DataLoss, Unavailable if it cannot be opened."""
+        shared = response.shared
+        try:
+            data = await asyncio.to_thread(
+                shared_memory.read, shared.name, size=shared.bytes, checksum=shared.xxh3_64
+            )
+        except OSError as error:
+            # The next attempts go without it.
+            self._shared_memory = ""
+            raise Unavailable(f"shared memory {shared.name}: {error}") from error
+        return kv_codec.read_shared_span(response, data)

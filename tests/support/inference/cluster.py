@@ -241,6 +241,14 @@ class InferenceCluster:
         """SIGTERM, without waiting."""
         self._processes[name].send_signal(signal.SIGTERM)
 
+    def freeze(self, name: str) -> None:
+        """SIGSTOP: it keeps its connections and answers nothing; `kill` ends it."""
+        self._processes[name].send_signal(signal.SIGSTOP)
+
+    def log_of(self, name: str) -> str:
+        """What a process has logged."""
+        return (self._folder / f"{name}.log").read_text()
+
     def exit_code(self, name: str) -> int:
         """Of a process that is ending."""
         return self._processes.pop(name).wait(timeout=START_S)

@@ -214,14 +214,17 @@ class EmbeddedPrefill(_Embedded):
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
         kv = held.kv[:, :, :, from_token:]
+        # A copy of a long prompt takes long.
+        data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
         return KvSpan(
             from_token=from_token,
             tokens=kv.shape[3],
             version=held.version,
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
-            data=tensor_bytes.to_bytes(kv),
             last_state=b"" if held.state is None else tensor_bytes.to_bytes(held.state),
+            data=data,
+            fingerprint=self._policy.kv_shape.fingerprint,
         )
 
     def release(self, request_id: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from services.inference.engines.base import EngineOptions
@@ -16,7 +18,7 @@ from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import HeadDrafter
-from services.inference.engines.embedded.stored_kv import StoredKv
+from services.inference.engines.embedded.stored_kv import StoredKv, architecture
 from services.inference.engines.kv_store.store import KvStore
 
 _MAX_WAITING = 1024
@@ -28,13 +30,17 @@ _GPU_PASS_TOKENS = 4096
 def build_policy(options: EngineOptions) -> Policy:
     """Check the model and build it, without weights. Raises ConfigError."""
     check(options.model_path, context_tokens=options.context_tokens)
-    return Policy.build(
+    policy = Policy.build(
         options.model_path,
         dtype=options.dtype,
         device=options.device,
         context_tokens=options.context_tokens,
         draft_tokens=options.draft_tokens,
     )
+    named = architecture(options.model_path, policy.kv_shape)
+    fingerprint = blake2b(named, digest_size=16).digest()
+    policy.kv_shape = replace(policy.kv_shape, fingerprint=fingerprint)
+    return policy
 
 
 def prefix_cache(options: EngineOptions, policy: Policy, log: CacheLog) -> KvCache:

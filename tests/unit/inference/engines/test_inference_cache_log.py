@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from services.inference import codec
+from services.inference import kv_codec
 from services.inference.engines import cache_log
 from services.inference.engines.base import CacheChange
 from services.inference.engines.cache_log import CacheLog
@@ -49,11 +49,11 @@ async def test_clearance_makes_a_reader_begin_anew() -> None:
 
 def test_large_change_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removals come first, and the first message alone begins anew."""
-    monkeypatch.setattr(codec, "_MOST_CHAINS", 2)
+    monkeypatch.setattr(kv_codec, "_MOST_CHAINS", 2)
     change = CacheChange(removed=(A, B, C), stored=(A, B, C), anew=True)
-    read = [codec.read_cache_change(one) for one in codec.write_cache_change(change)]
+    read = [kv_codec.read_cache_change(one) for one in kv_codec.write_cache_change(change)]
     assert [one.anew for one in read] == [True, False, False]
     assert [chain for one in read for chain in one.removed] == [A, B, C]
     assert [chain for one in read for chain in one.stored] == [A, B, C]
     assert [len(one.stored) for one in read] == [0, 2, 1]
-    assert list(codec.write_cache_change(CacheChange())) == []
+    assert list(kv_codec.write_cache_change(CacheChange())) == []

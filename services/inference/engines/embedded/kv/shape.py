@@ -22,6 +22,8 @@ class KvShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    fingerprint: bytes = b""
+    """Names the model's architecture; see `KvSpan`."""
 
     @property
     def token_bytes(self) -> int:
@@ -31,6 +33,9 @@ class KvShape:
     def check(self, span: KvSpan, *, from_token: int, to_token: int) -> None:
         """Raises RefusedHandOff unless `span` has the tokens `from_token` to `to_token` of this
         model."""
+        if span.fingerprint and self.fingerprint and span.fingerprint != self.fingerprint:
+            REFUSED_HAND_OFFS.labels("model").inc()
+            raise RefusedHandOff("the hand-off is of another model")
         place = (span.from_token, span.from_token + span.tokens)
         if place != (from_token, to_token):
             REFUSED_HAND_OFFS.labels("place").inc()

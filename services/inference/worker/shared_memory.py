@@ -1,0 +1,95 @@
+"""Keys and values from a prefill to a decode process on the same host, in a file in memory.
+
+The sender writes them once, the receiver maps the file and removes its name. Both must see the same
+directory, which its device and inode and the host's boot id tell, and run as the same user, whom
+alone the file's mode lets in. Its name is drawn at random; the receiver opens names of this form
+alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from forge.core.errors import DataLoss
+
+_DIRECTORY = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PREFIX = "forge-kv-"
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
+LEAST_BYTES = 1 << 20
+"""Smaller spans travel in the message: a file costs more than it saves."""
+_ABANDONED_S = 600.0
+
+
+def place() -> str:
+    """Return a name of this host's memory and of this user in it; "" without such memory."""
+    try:
+        found = _DIRECTORY.stat()
+        boot_id = _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+    return f"{boot_id}/{found.st_dev}/{found.st_ino}/{os.geteuid()}"
+
+
+def write(data: bytes | memoryview) -> tuple[str, int]:
+    """Write a file; return its name and checksum. Raises OSError, for example for full memory."""
+    _remove_abandoned()
+    name = _PREFIX + secrets.token_hex(16)
+    path = _DIRECTORY / name
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Reserves the memory: writing to a mapping of full memory would kill the process.
+        os.posix_fallocate(opened, 0, max(1, len(data)))
+        with mmap.mmap(opened, max(1, len(data))) as mapped:
+            mapped[: len(data)] = data
+    except BaseException:
+        remove(name)
+        raise
+    finally:
+        os.close(opened)
+    return name, xxh3_64_intdigest(data)
+
+
+def read(name: str, *, size: int, checksum: int) -> memoryview:
+    """Return the content, mapped, and remove the file. Raises DataLoss for another content, OSError
+    without the file."""
+    if not _NAME.fullmatch(name):
+        raise DataLoss(f"shared memory {name[:80]!r} is no name of a hand-off")
+    opened = os.open(_DIRECTORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(opened)
+        if found.st_uid != os.geteuid() or found.st_size != max(1, size):
+            raise DataLoss(f"shared memory {name} has {found.st_size} bytes, not {size}")
+        mapped = mmap.mmap(opened, max(1, size), prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+        remove(name)
+    data = memoryview(mapped)[:size]
+    if xxh3_64_intdigest(data) != checksum:
+        raise DataLoss(f"shared memory {name} is damaged: wrong checksum")
+    return data
+
+
+def remove(name: str) -> None:
+    """Remove a file, if it is there."""
+    if _NAME.fullmatch(name):
+        with suppress(FileNotFoundError):
+            (_DIRECTORY / name).unlink()
+
+
+def _remove_abandoned() -> None:
+    """Remove files of this user whose receiver died."""
+    oldest_s = time.time() - _ABANDONED_S
+    for path in _DIRECTORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mtime < oldest_s:
+                path.unlink()

@@ -1,0 +1,132 @@
+"""Keys and values in the shared memory of a host: real files, damage, full memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from forge.core.errors import DataLoss
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from services.inference.engines.base import KvSpan
+from services.inference.worker import shared_memory
+from services.inference.worker.service import DecodeServicer, PrefillServicer
+from tests.support.inference.weight_sources import SECURITY
+from tests.unit.inference.worker.test_inference_kv_fetch import Engine
+
+DATA = bytes(range(256)) * 8192
+SPAN = KvSpan(
+    from_token=0, tokens=1, version=3, dtype="uint8", shape=(1, 2, 1, 1, 1 << 20), data=DATA,
+    fingerprint=b"model",
+)  # fmt: skip
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in the place of /dev/shm."""
+    monkeypatch.setattr(shared_memory, "_DIRECTORY", tmp_path)
+    return tmp_path
+
+
+def test_file_is_mapped_and_removed(memory: Path) -> None:
+    """Its content stays while it is mapped; only its user may open it meanwhile."""
+    name, checksum = shared_memory.write(DATA)
+    assert (memory / name).stat().st_mode & 0o777 == 0o600
+    assert bytes(shared_memory.read(name, size=len(DATA), checksum=checksum)) == DATA
+    assert not list(memory.iterdir())
+
+
+def test_damaged_file_is_refused(memory: Path) -> None:
+    """And removed, as one of another size is."""
+    for damage in (DATA[:-1] + b"?", DATA[:-1]):
+        name, checksum = shared_memory.write(DATA)
+        (memory / name).write_bytes(damage)
+        with pytest.raises(DataLoss):
+            shared_memory.read(name, size=len(DATA), checksum=checksum)
+        assert not list(memory.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "forge-kv-", "forge-kv-0/../x"])
+def test_no_other_file_is_opened_or_removed(memory: Path, name: str) -> None:
+    """A name of another form is refused before it touches the file system."""
+    (memory.parent / "secret").write_bytes(b"kept")
+    with pytest.raises(DataLoss):
+        shared_memory.read(name, size=4, checksum=0)
+    shared_memory.remove(name)
+    assert (memory.parent / "secret").read_bytes() == b"kept"
+
+
+def test_link_in_shared_memory_is_not_followed(memory: Path) -> None:
+    """Another process of the host cannot make a worker read a file for it."""
+    name = "forge-kv-" + "0" * 32
+    (memory / name).symlink_to("/etc/passwd")
+    with pytest.raises(OSError):
+        shared_memory.read(name, size=4, checksum=0)
+
+
+async def hand_over(monkeypatch: pytest.MonkeyPatch, *, decode_place: str | None) -> KvSpan | None:
+    """What decode gets from prefill; both are in this process."""
+
+    class Held:
+        async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+            return SPAN
+
+        def release(self, request_id: str) -> None: ...
+
+    server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
+    server.add_service(
+        rpc.add_PrefillServiceServicer_to_server,
+        PrefillServicer(cast(Any, Held())),
+        full_name="forge.v1.PrefillService",
+    )
+    channels, engine = Channels(SECURITY), Engine()
+    decode = DecodeServicer(cast(Any, engine), channels, silence_s=60.0)
+    if decode_place is not None:
+        monkeypatch.setattr(decode, "_shared_memory", decode_place)
+    token = (1).to_bytes(4, "little")
+    request = pb.DecodeRequest(
+        request_id="r",
+        prompt_ids=token,
+        sampling=SamplingParams(max_tokens=1),
+        prefill_address=await server.start(),
+        first=SampledTokens(ids=token, logprobs=bytes(4), weight_versions=token),
+    )
+    try:
+        async for _ in decode.Decode(request, None):
+            pass
+    finally:
+        await channels.close()
+        await server.stop(grace_s=0)
+    return engine.fetched
+
+
+@pytest.mark.parametrize("place", [None, "", "another host"])
+async def test_hand_off_is_the_same_with_and_without_shared_memory(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    """Workers that do not see the same memory send slices; no file is left."""
+    span = await hand_over(monkeypatch, decode_place=place)
+    assert span is not None
+    assert bytes(span.data) == DATA
+    assert (span.version, span.fingerprint, span.shape) == (3, b"model", SPAN.shape)
+    assert not list(memory.iterdir())
+
+
+async def test_full_shared_memory_sends_slices(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hand-off does not fail."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    span = await hand_over(monkeypatch, decode_place=None)
+    assert span is not None and bytes(span.data) == DATA
+    assert not list(memory.iterdir())
