@@ -267,7 +267,8 @@ class Run:
             call = stub.Decode(request, timeout=self._left_s())
             try:
                 with worker.calls.during(call), ExitStack() as fetch:
-                    fetch.enter_context(source.calls.during(call))
+                    if source is not worker:
+                        fetch.enter_context(source.calls.during(call))
                     async for response in call:
                         fetch.close()
                         self._take(response.tokens)
