@@ -74,7 +74,9 @@ class MtpTraining:
             self.heads = MtpHeads(
                 config.heads, channels=channels, embedding_channels=self._embedding.weight.shape[1]
             ).to(policy.device)
-        self._states = policy.states = TreeStates()
+        if policy.states is None:
+            policy.states = TreeStates()
+        self._states = policy.states
         self._optimizer = torch.optim.AdamW(
             self.heads.parameters(), betas=optimizer.betas, weight_decay=0.0, fused=True
         )

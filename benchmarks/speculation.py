@@ -1,0 +1,239 @@
+"""Acceptance and decode speed of draft heads while the policy trains.
+
+    python -m benchmarks.speculation [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
+                                     [--steps N] [--root DIRECTORY]
+
+Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
+rewards of its own samples, drawn by the embedded engine, with draft heads of five kinds beside it:
+
+    frozen     Top-K KL before, no update since
+    online     Top-K KL before, and an update with each batch of the policy
+    tv         total variation before, no update since
+    tv_online  total variation before, and an update with each batch
+
+None of them affects the policy: all follow the same one. Every few steps the engine answers
+held-out prompts, one at a time and at temperature 1, without drafts and with each kind of heads:
+
+    acceptance       share of accepted first drafts
+    tokens_per_step  tokens of an answer in one decode step, on average
+    speedup          tokens per CPU second of decode over those without drafts, with as many drafts
+                     as there are heads
+    adaptive         the same with as many drafts as pay by the engine's own choice
+
+Keys without a step are of the last step, those with `at_0` of the first one; `kept` is acceptance
+at the end over that at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from benchmarks.support.drafting_policy import HEADS, Engine, Policy, Task, engine
+from benchmarks.support.report import arguments, keep, show
+from forge.cli.models import ensure_model
+from forge.core.prefix_tree import Sample
+from forge.rl.mtp.training import MtpTraining
+from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is computed."""
+
+    steps: int
+    pretraining: int
+    """Updates of the heads on samples of the starting policy."""
+    tasks: int
+    each: int
+    """Rollouts of a task."""
+    prompts: int
+    """Held-out prompts of a measurement."""
+    rounds: int
+    tokens: int
+    """Most tokens of an answer."""
+    points: int
+    """Measurements, the first before the first step."""
+    learning_rate: float
+
+
+TINY = Size(
+    steps=50, pretraining=400, tasks=8, each=8, prompts=32, rounds=3, tokens=40, points=3,
+    learning_rate=5e-4,
+)  # fmt: skip
+LARGE = replace(
+    TINY, pretraining=60, tasks=4, each=4, prompts=4, rounds=1, tokens=24, learning_rate=2e-5
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Sums over answers."""
+
+    tokens: int = 0
+    cpu_s: float = 0.0
+    answers: int = 0
+    first_drafts: float = 0.0
+    first_accepted: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per CPU second of decode; prefill samples the first of an answer."""
+        return (self.tokens - self.answers) / self.cpu_s
+
+    @property
+    def tokens_per_step(self) -> float:
+        """A step samples one token beside the accepted drafts; prefill samples the first one."""
+        return (self.tokens - self.answers) / (self.tokens - self.answers - self.accepted)
+
+
+def counts() -> tuple[float, float, float]:
+    """First drafts, the accepted ones of them, and all accepted drafts so far."""
+    taken = [ACCEPTED.labels(str(head + 1))._value.get() for head in range(HEADS)]
+    return DRAFTED.labels("1")._value.get(), taken[0], sum(taken)
+
+
+async def answer_all(policy: Policy, served: Engine, tasks: list[Task], measured: Measured) -> None:
+    """One at a time; CPU time is that of all threads."""
+    before = counts()
+    for number, task in enumerate(tasks):
+        answer = await served.sample(task.ids, replace(policy.sampling, seed=number))
+        measured.tokens += len(answer.ids)
+        measured.answers += 1
+        measured.cpu_s += answer.decode_cpu_s
+    first, taken, accepted = (now - then for now, then in zip(counts(), before, strict=True))
+    measured.first_drafts += first
+    measured.first_accepted += taken
+    measured.accepted += accepted
+
+
+async def measure(
+    policy: Policy,
+    kinds: Mapping[str, MtpTraining],
+    engines: Mapping[str, Engine],
+    tasks: list[Task],
+    rounds: int,
+) -> dict[str, float]:
+    """The figures of every kind under the present weights."""
+    sums: dict[tuple[str, str], Measured] = {}
+    for _ in range(rounds):
+        for kind, heads in [(PLAIN, None), *kinds.items()]:
+            for mode, served in engines.items():
+                if mode == "adaptive" and kind == PLAIN:
+                    continue
+                await served.load(policy.published(heads))
+                warm = Measured()
+                await answer_all(policy, served, tasks if mode == "adaptive" else tasks[:2], warm)
+                one = sums.setdefault((kind, mode), Measured())
+                await answer_all(policy, served, tasks, one)
+    plain = sums[PLAIN, "fixed"]
+    found = {f"{PLAIN}.tokens_per_cpu_s": plain.speed}
+    for kind in kinds:
+        fixed, adaptive = sums[kind, "fixed"], sums[kind, "adaptive"]
+        found[f"{kind}.acceptance"] = fixed.first_accepted / max(1.0, fixed.first_drafts)
+        found[f"{kind}.tokens_per_step"] = fixed.tokens_per_step
+        found[f"{kind}.speedup"] = fixed.speed / plain.speed
+        found[f"{kind}.adaptive"] = adaptive.speed / plain.speed
+    return found
+
+
+async def pretrain(policy: Policy, served: Engine, size: Size) -> dict[str, MtpTraining]:
+    """Heads of each loss on samples of the starting policy."""
+    known, likely = policy.new_heads("topk_kl"), policy.new_heads("tv")
+    samples: list[Sample] = []
+    for update in range(size.pretraining):
+        if update % 20 == 0:
+            # The policy stays: batches are drawn again from many samples.
+            samples += (await policy.rollouts(served, policy.tasks(2 * size.tasks), each=4))[0]
+        batch = Random(update).sample(samples, min(len(samples), 2 * size.tasks))
+        policy.train_heads([known, likely], policy.learner.plan(batch))
+    return {
+        "frozen": known,
+        "online": _copy(known),
+        "tv": likely,
+        "tv_online": _copy(likely),
+    }
+
+
+def _copy(heads: MtpTraining) -> MtpTraining:
+    """Heads and optimizer alike, of the same policy."""
+    policy = heads._policy
+    return deepcopy(
+        heads,
+        {
+            id(policy): policy,
+            id(policy.states): policy.states,
+            id(heads._embedding): heads._embedding,
+        },
+    )
+
+
+async def run(path: Path, size: Size) -> dict[str, float]:
+    """All figures."""
+    policy = Policy(path, learning_rate=size.learning_rate, head_rate=2e-3, tokens=size.tokens)
+    held_out = policy.tasks(size.prompts, Random("held out"))
+    found: dict[str, float] = {}
+    async with AsyncExitStack() as stack:
+        engines = {
+            mode: await stack.enter_async_context(
+                engine(path, drafts=HEADS, adaptive=mode == "adaptive")
+            )
+            for mode in ("fixed", "adaptive")
+        }
+        sampler = await stack.enter_async_context(engine(path, drafts=0, adaptive=False))
+        await sampler.load(policy.published(None))
+        kinds = await pretrain(policy, sampler, size)
+        measured_at = {round(size.steps * n / (size.points - 1)) for n in range(size.points)}
+        for step in range(size.steps + 1):
+            if step in measured_at:
+                torch.set_num_threads(1)
+                figures = await measure(policy, kinds, engines, held_out, size.rounds)
+                show(f"after {step} steps", figures)
+                found |= figures | {f"{key}.at_{step}": value for key, value in figures.items()}
+            if step == size.steps:
+                break
+            samples, reward = await policy.rollouts(
+                sampler, policy.tasks(size.tasks), each=size.each
+            )
+            found.setdefault("reward.at_0", reward)
+            found["reward"] = reward
+            plan = policy.learner.plan(samples)
+            policy.train_heads([kinds["online"], kinds["tv_online"]], plan)
+            policy.learner.step(plan, weight_version=1)
+            await sampler.load(policy.published(None))
+    for kind in kinds:
+        found[f"{kind}.kept"] = found[f"{kind}.acceptance"] / found[f"{kind}.acceptance.at_0"]
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", quick="the tiny model, 4 steps, few prompts")
+    parser.add_argument("--model", default="tiny", help="tiny, smollm2 or a directory")
+    parser.add_argument("--steps", type=int, help="optimizer steps of the policy")
+    parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
+    options: argparse.Namespace = parser.parse_args()
+    path = asyncio.run(ensure_model(options.model, seed=0, root=options.root))
+    size = TINY if options.model == "tiny" else LARGE
+    if options.quick:
+        size = replace(TINY, steps=4, pretraining=40, prompts=4, rounds=1, points=2)
+    size = replace(size, steps=options.steps or size.steps)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = asyncio.run(run(path, size))
+    show(f"draft heads beside {options.model}, {size.steps} steps", found)
+    keep(found, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A policy that trains in this process, sampled by the embedded engine, with several sets of draft
+heads that never affect it.
+
+Owns the loop of sampling, rewards and optimizer steps, and the training of the heads on the same
+batches, each before the policy's step. Not here: what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forge.agents.environments.base import Episode, Transcript
+from forge.agents.environments.gym import GYM_DOMAINS
+from forge.agents.environments.reasoning import ReasoningDomain
+from forge.core.named_tensor import NamedTensor
+from forge.core.prefix_tree import Sample
+from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.rl.config import LearnerConfig, MtpConfig, MtpLoss, OptimizerConfig
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.learner import Learner
+from forge.rl.model.policy import TreePolicy
+from forge.rl.mtp.training import MtpTraining
+from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
+from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
+from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+
+HEADS = 3
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt and its episode."""
+
+    ids: list[int]
+    episode: Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A sampled answer."""
+
+    ids: list[int]
+    logprobs: list[float]
+    decode_cpu_s: float
+    """CPU time of this process from the hand-off to the last token."""
+
+
+class Engine:
+    """Both roles of the embedded engine, joined as the service joins them."""
+
+    def __init__(self, prefill: EmbeddedPrefill, decode: EmbeddedDecode) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._version = 0
+
+    async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Serve these weights."""
+        self._version += 1
+        named = {
+            name: NamedTensor(
+                name=name,
+                dtype=NAMES[one.dtype],
+                shape=tuple(one.shape),
+                data=to_bytes(one.detach().contiguous()),
+            )
+            for name, one in tensors.items()
+        }
+        for engine in (self._prefill, self._decode):
+            await engine.load(named, version=self._version)
+
+    async def sample(self, ids: Sequence[int], sampling: Sampling) -> Answer:
+        """One answer."""
+        data = array("i", ids).tobytes()
+        prompt = Prompt(request_id=str(next(_numbers)), ids=data, sampling=sampling)
+        read = await self._prefill.prefill(prompt, hold_s=600)
+
+        async def fetch(from_token: int) -> KvSpan:
+            span = await self._prefill.fetch_kv(prompt.request_id, from_token=from_token)
+            self._prefill.release(prompt.request_id)
+            return span
+
+        ids, logprobs = [*read.first.ids], [*read.first.logprobs]
+        began_s = time.process_time()
+        async for piece in self._decode.decode(prompt, read.first, fetch, stream=False):
+            ids += piece.tokens.ids
+            logprobs += piece.tokens.logprobs
+        return Answer(ids=ids, logprobs=logprobs, decode_cpu_s=time.process_time() - began_s)
+
+
+@asynccontextmanager
+async def engine(path: Path, *, drafts: int, adaptive: bool) -> AsyncIterator[Engine]:
+    """An engine without weights."""
+    options = EngineOptions(
+        model_path=str(path),
+        dtype="float32",
+        request_timeout_s=3600.0,
+        draft_tokens=drafts,
+        adaptive_drafts=adaptive,
+    )
+    systems = ActorSystem("prefill"), ActorSystem("decode")
+    try:
+        prefill = await EmbeddedPrefill.start(systems[0], options)
+        yield Engine(prefill, await EmbeddedDecode.start(systems[1], options))
+    finally:
+        for system in systems:
+            await system.stop()
+
+
+class Policy:
+    """The model, its learner, its tasks and its sets of heads."""
+
+    def __init__(self, path: Path, *, learning_rate: float, head_rate: float, tokens: int) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        optimizer = OptimizerConfig(learning_rate=learning_rate)
+        self.learner = Learner(TreePolicy(model.eval()), LearnerConfig(optimizer=optimizer))
+        self.sampling = Sampling(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=tokens,
+            stop_ids=frozenset({self.tokenizer.eos_token_id}),
+            seed=0,
+        )
+        self._optimizer = optimizer
+        self._head_rate = head_rate
+        # Words of the tiny model's tasks are in its tokenizer; other models get harder ones.
+        self._domains = (
+            [ReasoningDomain()] if self.learner.policy.vocabulary < 4096 else GYM_DOMAINS
+        )
+        self._rng = Random(0)
+
+    def new_heads(self, loss: MtpLoss) -> MtpTraining:
+        """Heads with the same random start for each loss."""
+        config = MtpConfig(heads=HEADS, loss=loss, learning_rate=self._head_rate)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return MtpTraining(self.learner.policy, config, self._optimizer)
+
+    def tasks(self, number: int, rng: Random | None = None) -> list[Task]:
+        """New tasks, in the order of the random numbers."""
+        rng = rng or self._rng
+        return [self._task(rng) for _ in range(number)]
+
+    def _task(self, rng: Random) -> Task:
+        domain: Any = rng.choice(self._domains)
+        episode = domain.episode(domain.generate(rng))
+        rendered = self.tokenizer.apply_chat_template(
+            episode.messages, tokenize=False, add_generation_prompt=True
+        )
+        return Task(ids=self.tokenizer.encode(rendered, add_special_tokens=False), episode=episode)
+
+    async def rollouts(
+        self, engine: Engine, tasks: Iterable[Task], *, each: int
+    ) -> tuple[list[Sample], float]:
+        """Samples with advantages, those of a task side by side; and the mean reward."""
+        asked = [task for task in tasks for _ in range(each)]
+        answers = await asyncio.gather(
+            *(
+                engine.sample(task.ids, replace(self.sampling, seed=self._rng.getrandbits(32)))
+                for task in asked
+            )
+        )
+        rewards = [self._reward(task, answer) for task, answer in zip(asked, answers, strict=True)]
+        samples = []
+        for number, (task, answer) in enumerate(zip(asked, answers, strict=True)):
+            first = number - number % each
+            advantage = rewards[number] - fmean(rewards[first : first + each])
+            samples.append(_sample(task, answer, advantage))
+        return samples, fmean(rewards)
+
+    def _reward(self, task: Task, answer: Answer) -> float:
+        text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+        found = task.episode.score(Transcript(answer=text, turns=1))
+        return next(one.value for one in found if one.kind == "outcome")
+
+    def train_heads(self, heads: Sequence[MtpTraining], plan: BatchPlan) -> None:
+        """One update of each set on a batch, under the present weights."""
+        for one in heads:
+            one.begin()
+        for tree in plan.trees:
+            with torch.no_grad():
+                self.learner.policy.logprobs(tree)
+            for one in heads:
+                one.accumulate(tree, tokens=plan.trained_tokens)
+        for one in heads:
+            one.step(1.0)
+
+    def published(self, heads: MtpTraining | None) -> dict[str, torch.Tensor]:
+        """The weights, with heads or without; tied ones once."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in self.learner.policy.model.state_dict().items():
+            found.setdefault(tensor.data_ptr(), (name, tensor))
+        own = heads.heads.named_tensors() if heads is not None else {}
+        return dict(found.values()) | own
+
+
+def _sample(task: Task, answer: Answer, advantage: float) -> Sample:
+    tokens = len(answer.ids)
+    return Sample(
+        ids=int32_bytes([*task.ids, *answer.ids]),
+        trained=((len(task.ids), len(task.ids) + tokens),),
+        behavior_logprobs=float32_bytes(answer.logprobs),
+        weight_versions=int32_bytes([1] * tokens),
+        advantages=float32_bytes([advantage] * tokens),
+    )
