@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument
+from forge.core.errors import ConfigError, DataLoss, FailedPrecondition, InvalidArgument
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
-from forge.v1.inference_pb2 import SampleRequest
+from forge.v1.inference_pb2 import FetchKvResponse, SampleRequest
 from services.inference import codec
 from services.inference.engines.base import KvSpan, ModelLimits, Tokens
 from services.inference.engines.model_limits import read_limits
@@ -191,6 +192,31 @@ def test_kv_spans_are_read_back(slices: bool) -> None:
     assert len(responses) > 1
     assert all(response.HasField("slice") == slices for response in responses)
     assert [one for one in map(assembler.add, responses) if one is not None] == [span]
+
+
+def test_last_state_travels_with_the_last_slice() -> None:
+    """With a checksum; a damaged one is refused, and an earlier release sends none."""
+    data = bytes(CHUNK_BYTES + 8)
+    span = KvSpan(
+        from_token=0, tokens=1, version=1, dtype="uint8", shape=(len(data),), data=data,
+        last_state=b"state",
+    )  # fmt: skip
+    first, last = codec.write_span(span, slices=True)
+    assert not first.last_state
+    assembler = codec.SpanAssembler()
+    assert [assembler.add(first), assembler.add(last)] == [None, span]
+    damaged, bare = FetchKvResponse(), FetchKvResponse()
+    damaged.CopyFrom(last)
+    damaged.last_state = b"State"
+    assembler.add(first)
+    with pytest.raises(DataLoss, match="last_state is damaged"):
+        assembler.add(damaged)
+    bare.CopyFrom(last)
+    bare.ClearField("last_state")
+    bare.ClearField("last_state_xxh3_64")
+    assembler = codec.SpanAssembler()
+    assembler.add(first)
+    assert assembler.add(bare) == replace(span, last_state=b"")
 
 
 def test_span_larger_than_a_message_needs_slices(

@@ -83,6 +83,18 @@ def test_long_expected_sequence_starts_in_a_small_class() -> None:
     assert not small.promote(row)
 
 
+def test_full_slabs_have_room_for_a_token_without_its_drafts() -> None:
+    """A step with drafts needs the larger class, which has no room; one token does not."""
+    small = slabs(capacity_tokens=4 * 64)
+    rows = [SlabRow() for _ in range(4)]
+    assert all(small.add(row, tokens=62, expected_tokens=64) for row in rows)
+    rows[0].step_tokens = 4
+    assert not small.promote(rows[0])
+    rows[0].step_tokens = 2
+    assert small.promote(rows[0])
+    assert rows[0].slab.class_tokens == 64
+
+
 def test_unused_rows_of_one_class_make_room_for_another() -> None:
     """Unused rows are freed before a join is refused."""
     small = slabs(capacity_tokens=4 * 256 + 512)
