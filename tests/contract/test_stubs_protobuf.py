@@ -32,9 +32,10 @@ print(google.protobuf.__version__)
 
 
 def installed(requirement: str) -> Path:
-    """A folder with that protobuf alone, installed once per machine."""
-    name = "forge-test-" + "".join(char if char.isalnum() else "-" for char in requirement)
-    folder = Path(tempfile.gettempdir()) / name
+    """A folder with that protobuf alone, installed once per checkout."""
+    name = "".join(char if char.isalnum() else "-" for char in requirement)
+    folder = ROOT / ".venv-stubs" / name
+    folder.parent.mkdir(exist_ok=True)
     if (folder / "google" / "protobuf" / "__init__.py").exists():
         return folder
     with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:

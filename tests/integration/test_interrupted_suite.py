@@ -1,4 +1,4 @@
-"""A test run that is interrupted leaves no process behind."""
+"""A test run that is interrupted leaves neither a process nor a temporary file behind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.runtime.waiting import until_blocking
 from tests.support.suite.forge_run import ForgeRun, end_runs
 from tests.support.suite.interrupted_suite import PIDS
 
@@ -37,13 +38,18 @@ def suite(
     environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     # A shell starts what it runs in the background with SIGINT ignored, and a child inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    running = subprocess.Popen(argv, cwd=ROOT, env=environ | {PIDS: str(pids)})
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environ |= {PIDS: str(pids), "TMPDIR": str(temporary)}
+    running = subprocess.Popen(argv, cwd=ROOT, env=environ)
     signal.signal(signal.SIGINT, before)
     with pids.open() as told:
         started = [psutil.Process(int(pid)) for pid in told.read().split()]
+    assert any(temporary.rglob("forge-ranks-*"))
     yield running, started
     running.kill()
     running.wait()
+    until_blocking(lambda: not any(temporary.iterdir()))
 
 
 def stays(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,9 @@ print(child.pid)
 
 @pytest.fixture
 def processes(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[None]:
-    """An etcd, a service, the server that forked it, and a process whose parent has ended; fixtures
-    are not torn down."""
+    """An etcd, a service, the server that forked it, and a process whose parent has ended, and a
+    temporary directory; fixtures are not torn down."""
+    tempfile.mkdtemp(prefix="forge-ranks-")
     pool = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
     pool.start()
     fork_server = psutil.Process(pool.pid).ppid()

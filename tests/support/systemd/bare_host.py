@@ -27,9 +27,11 @@ REBOOT = 133
 STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
 """Packages of every Debian host; nothing of Forge's needs, and no compiler."""
 NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
-_OWN_GROUP = """
-for group in /sys/fs/cgroup/systemd /sys/fs/cgroup/unified /sys/fs/cgroup; do
-    [ ! -e $group/cgroup.procs ] || { mkdir -p $group/$0 && echo $$ > $group/$0/cgroup.procs; }
+HIERARCHIES = tuple(Path("/sys/fs/cgroup", name) for name in ("systemd", "unified", ""))
+_GROUP = re.compile(r"forge-test-(\d+)-")
+_OWN_GROUP = f"""
+for group in {" ".join(map(str, HIERARCHIES))}; do
+    [ ! -e $group/cgroup.procs ] || {{ mkdir -p $group/$0 && echo $$ > $group/$0/cgroup.procs; }}
 done
 exec "$@"
 """
@@ -60,6 +62,20 @@ def make_root(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     run = ["mmdebstrap", "--variant=minbase", f"--include={STOCK}", "bookworm", str(folder)]
     subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+
+
+def remove_groups() -> None:
+    """Remove the control groups of ended containers, of this test run and of ended ones."""
+    for hierarchy in HIERARCHIES:
+        for group in hierarchy.glob("forge-test-*"):
+            found = _GROUP.match(group.name)
+            if found is None or (int(found[1]) != os.getpid() and psutil.pid_exists(int(found[1]))):
+                continue
+            below = sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True)
+            # A booted systemd has empty groups, which it is about to use.
+            if not any((each / "cgroup.procs").read_text() for each in (*below, group)):
+                for directory in (*below, group):
+                    directory.rmdir()
 
 
 class BareHost:
@@ -108,6 +124,8 @@ class BareHost:
 
     def boot(self) -> None:
         """Start its systemd; return when that takes commands."""
+        # Those of test runs that were killed.
+        remove_groups()
         where = [f"--machine={self.name}", f"--directory={self.root}", *self._shared]
         within: list[str] = []
         if self._network is None:
@@ -139,6 +157,7 @@ class BareHost:
         os.kill(self._init, signal.SIGKILL)
         self._container.wait(START_S)
         self._container = None
+        remove_groups()
 
     def stop(self) -> None:
         """Shut it down."""
@@ -149,6 +168,7 @@ class BareHost:
             except subprocess.TimeoutExpired:
                 self._container.kill()
                 self._container.wait()
+            remove_groups()
 
     def run(self, *words: str, check: bool = True) -> str:
         """Run a command on the booted host; return its standard output and errors."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -268,7 +269,7 @@ async def test_cancellation_ends_the_program(make: Make, tmp_path: Path) -> None
         f"open('{started}', 'w').write(os.environ['TMPDIR'])\n"
         "time.sleep(600)"
     )
-    before = set(Path("/tmp").iterdir())
+    before = set(Path(tempfile.gettempdir()).iterdir())
     with structlog.testing.capture_logs() as logged:
         async with ScriptedGateway(replay(text("4"))) as gateway:
             command = make(python(program, mark))
@@ -281,7 +282,10 @@ async def test_cancellation_ends_the_program(make: Make, tmp_path: Path) -> None
     assert [event["stdout"] for event in logged] == [["waiting"]]
     await until(lambda: not running(mark))
     assert not directory.exists() or directory == Path("/tmp")
-    assert not {path.name for path in set(Path("/tmp").iterdir()) - before} & {"work", "home"}
+    assert not {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before} & {
+        "work",
+        "home",
+    }
 
 
 @pytest.mark.parametrize(
