@@ -15,6 +15,7 @@ from etcd3aio.kv import KVService, prefix_range_end
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
+from services.pool.erasure_ledger import ErasureLedger, LedgerEntry
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.shard import ReplicatedShard
@@ -131,6 +132,33 @@ async def test_erasure_reaches_files_of_both_replicas_and_backups(
     assert files_with(MARKER, backup) == []
     code, output = await forge_pool("check", str(leader.data_dir))
     assert code == 0, output
+
+
+async def test_elected_replica_applies_missed_erasures_before_it_serves(
+    shard: ReplicatedShard, coordinator: Coordinator
+) -> None:
+    """The erasure came while both replicas were away; both files lose its bytes."""
+
+    async def two_copies() -> bool:
+        return (await shard.leader())[1].metadata.get("copies") == "2"
+
+    await until(two_copies)
+    client = await shard.client()
+    await fill(client)
+    await client.close()
+    await shard.kill(*shard.processes)
+    request = pool_pb2.EraseTrajectoriesRequest(user="alice", erasure_id="missed")
+    await ErasureLedger(coordinator).record(LedgerEntry.of(request, now_unix_s=1.0))
+
+    shard.start()
+    client = await shard.client()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.fetch("of-alice:0:0")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert [one.trajectory_id for one in await client.fetch("of-bob:0:0")] == ["of-bob:0:0"]
+    await client.close()
+    for process in shard.processes:
+        await until(lambda: not files_with(MARKER, process.data_dir))  # noqa: B023
 
 
 async def assert_refused(client: PoolClient) -> None:

@@ -19,7 +19,7 @@ from services.pool.storage.group_records import intact_state
 from services.pool.storage.keys import group_key, queue_key
 from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import DamagedRecord, Records
-from services.pool.storage.settled_index import remove_settled
+from services.pool.storage.settled_index import remove_settled, settled_key
 from services.pool.storage.tables import Table
 
 _FENCE_KEY = b"fence"
@@ -55,11 +55,12 @@ def set_group_states(records: Records, command: SetGroupStates) -> list[str]:
         if task_id not in freed
         and _is_new_state(records, task_id, state, past_damage=command.past_damage)
     }
+    # A half-freed group stays in the index until its last record is deleted.
+    finished = [task_id for task_id in freed if not _is_half_freed(records, task_id)]
     moves = GroupMoves(records)
     for task_id, state in new.items():
         put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
-    for task_id in freed:
-        # Nothing of it is left to free.
+    for task_id in finished:
         remove_settled(records, task_id, intact_state(records, task_id))
     moves.store()
     raise_fence(records, command.fence)
@@ -83,6 +84,13 @@ def _tombstones_of_freed(
                 freed_unix_s=stored.freed_unix_s,
             )
     return found
+
+
+def _is_half_freed(records: Records, task_id: str) -> bool:
+    """Whether a freed group has records left to free."""
+    state = intact_state(records, task_id)
+    assert state is not None
+    return records.has(Table.SETTLED, settled_key(state.settled_unix_s, task_id))
 
 
 def _is_new_state(

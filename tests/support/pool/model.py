@@ -16,6 +16,7 @@ from forge.core.errors import (
     NotFound,
     StaleFence,
 )
+from forge.core.queue.groups import FREED
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import (
@@ -41,6 +42,7 @@ OUTCOME = common_pb2.REWARD_KIND_OUTCOME
 PENDING = common_pb2.GROUP_STATE_PENDING
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED
+_IDENTITY = ("state", "batch_id", "step")
 SETTLED = (TRAINED, TOMBSTONED, common_pb2.GROUP_STATE_EVALUATED)
 
 
@@ -194,15 +196,16 @@ class PoolModel:
     def _set_states(self, command: SetGroupStates) -> list[str]:
         self._check_fence(command.fence)
         new: list[tuple[Group, common_pb2.GroupRecord]] = []
+        freed: list[str] = []
         for task_id, state in command.states.items():
             group = self.groups.get(task_id)
             if group is None or group.record is None:
                 raise NotFound("refused")
             if not group.freed_unix_s:
                 new.append((group, state))
-            elif (group.state, group.batch_id, group.step) != (
-                *(state.state, state.batch_id, state.step),
-            ):
+            elif command.tombstone_freed and state.state == PENDING:
+                freed.append(task_id)
+            elif any(getattr(group, name) != getattr(state, name) for name in _IDENTITY):
                 raise FailedPrecondition("refused")
         for group, state in new:
             group.state, group.batch_id = state.state, state.batch_id
@@ -210,9 +213,11 @@ class PoolModel:
             group.indexed = state.state in SETTLED
             settled_unix_s = group.settled_unix_s or command.now_unix_s
             group.settled_unix_s = settled_unix_s if group.indexed else 0.0
+        for task_id in freed:
+            group = self.groups[task_id]  # Records may be left to free: `indexed` stays.
+            group.state, group.batch_id, group.step, group.reason = TOMBSTONED, "", 0, FREED
         self.fence = command.fence
-        # No command here has `tombstone_freed`.
-        return []
+        return freed
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:

@@ -161,6 +161,20 @@ async def test_run_that_starts_over_tombstones_freed_groups(store, sweeper):
     assert list(backup.check(store.directory, lambda done, of: None)) == []
 
 
+def test_half_freed_group_is_freed_to_its_end_after_a_start_over(store):
+    """Its tombstone does not hide the records that are left."""
+    add_group(store)
+    train(store)
+    assert free_now(store, "task", max_records=1).unfinished
+    pending = {"task": common_pb2.GroupRecord(state=PENDING)}
+    rewind = SetGroupStates(states=pending, fence=1, tombstone_freed=True, now_unix_s=SETTLED_S)
+    for _ in range(2):
+        assert commit(store, rewind) == ["task"]
+    assert free_now(store, "task").groups == 1
+    counts = records_of(store)
+    assert (counts[Table.TURNS], counts[Table.REWARDS], counts[Table.SETTLED]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("state", [TOMBSTONED, EVALUATED])
 async def test_tombstoned_and_evaluated_groups_need_no_checkpoint(store, sweeper, state):
     """Age alone frees them."""

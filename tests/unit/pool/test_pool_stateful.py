@@ -22,7 +22,13 @@ from forge.core.errors import ForgeError, NotFound
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
-from services.pool.data.commands import AppendTurns, Command, FreeGroups, MarkOrphans
+from services.pool.data.commands import (
+    AppendTurns,
+    Command,
+    FreeGroups,
+    MarkOrphans,
+    SetGroupStates,
+)
 from services.pool.data.freeing import Freed
 from services.pool.data.store_groups import fence_of
 from services.pool.maintenance import backup
@@ -112,7 +118,9 @@ def states(draw: st.DrawFn) -> Command:
         )
 
     changed = draw(st.lists(task_ids, min_size=1, max_size=2, unique=True))
-    request = pool_pb2.SetGroupStatesRequest(changes=map(change, changed), fence=draw(fences))
+    request = pool_pb2.SetGroupStatesRequest(
+        changes=map(change, changed), fence=draw(fences), tombstone_freed=draw(st.booleans())
+    )
     return validation.set_group_states(request, now_unix_s=0.0)
 
 
@@ -168,6 +176,14 @@ class PoolMachine(RuleBasedStateMachine):
         answers = self.store.commit(several)
         for command, answer in zip(several, answers, strict=True):
             assert _told(answer) == self.model.apply(command), command
+
+    @rule()
+    def start_over(self) -> None:
+        """All groups are pending again; freed ones, also half-freed ones, are tombstoned."""
+        pending = common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_PENDING)
+        groups = [k for k, one in self.model.groups.items() if one.record is not None]
+        states = dict.fromkeys(groups, pending)
+        self.commit([SetGroupStates(states=states, fence=3, tombstone_freed=True, now_unix_s=0.0)])
 
     def _now(self, command: Command) -> Command:
         self.now_unix_s += CHANGES_S
