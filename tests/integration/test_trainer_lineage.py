@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from services.trainer.checkpoint.store import read_checkpoint
+from tests.support.runtime.cut_connection import ADDRESS, CuttingProxy
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
@@ -64,9 +66,9 @@ class TwoHosts:
         found = await self.services.coordinator.get(WEIGHTS_KEY)
         return 0 if found is None else int(json.loads(found.value)["weight_version"])
 
-    async def trained_by_first(self) -> int:
+    async def trained_by_first(self, **settings: object) -> int:
         """Let the first trainer take a step and save it; return the version of its weights."""
-        self.first.start(**SETTINGS)
+        self.first.start(**SETTINGS, **settings)
         await self.feed(0, 2)
         await self.client.until_step(1)
         await until(lambda: self.first.logged("checkpoint_saved") or None)
@@ -152,6 +154,35 @@ async def test_standby_on_another_host_fetches_the_checkpoints(hosts: TwoHosts) 
     hosts.second.kill()
     await until(lambda: len(hosts.first.logged("rewound")) == 2 or None)
     assert hosts.first.logged("rewound")[-1]["step"] == 3
+
+
+async def test_fetch_that_is_cut_continues_where_it_stopped(hosts: TwoHosts) -> None:
+    """The connection of the standby breaks within the checkpoint: it is complete after the next
+    attempt, which fetches only the rest."""
+    network = CuttingProxy()
+    await network.start()
+    await hosts.trained_by_first(advertise_host=ADDRESS, port=network.port)
+    (saved,) = hosts.first.checkpoints.glob("step-*")
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    size_bytes = sum(path.stat().st_size for path in files)
+    before = len(network.answered_bytes)
+    # The state of the learner is the largest file, and the weights follow it.
+    cut_bytes = size_bytes * 9 // 10
+    network.stall_next(after_bytes=cut_bytes)
+    hosts.second.start(**SETTINGS)
+    await until(lambda: list(hosts.second.checkpoints.glob("fetched-*/learner.pt")) or None)
+    network.cut()
+    await until(lambda: hosts.second.logged("checkpoint_not_fetched") or None)
+    await until(lambda: hosts.second.logged("checkpoint_fetched") or None)
+    assert not list(hosts.second.checkpoints.glob("fetched-*"))
+    copy = hosts.second.checkpoints / saved.name
+    assert read_checkpoint(copy).fingerprint == read_checkpoint(saved).fingerprint
+    for path in files:
+        assert (copy / path.relative_to(saved)).read_bytes() == path.read_bytes()
+    cut, *later = network.answered_bytes[before:]
+    assert cut_bytes < cut < size_bytes
+    assert 0 < sum(later) < size_bytes // 2
+    await network.close()
 
 
 async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:

@@ -1,0 +1,73 @@
+"""A network that stalls and cuts connections: the port of another loopback address, forwarded.
+
+A service listens on 127.0.0.1 and advertises 127.0.0.2, so that its callers come this way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+ADDRESS = "127.0.0.2"
+_READ_BYTES = 4096
+
+
+class CuttingProxy:
+    """Forwards connections; stalls the next one that is made after `stall_next`."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        """Of both addresses, from `start` on."""
+        self.answered_bytes: list[int] = []
+        """Bytes to the caller, for each connection."""
+        self._stall_after: int | None = None
+        self._cut = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen on a port that the system chooses."""
+        self._server = await asyncio.start_server(self._forward, ADDRESS, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stall_next(self, *, after_bytes: int) -> None:
+        """Forward no more on the next connection once its caller has got so many bytes."""
+        self._stall_after = after_bytes
+
+    def cut(self) -> None:
+        """Abort the stalled connection."""
+        self._cut.set()
+
+    async def close(self) -> None:
+        """Accept no more; connections end with their peers."""
+        assert self._server is not None
+        self._server.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stall_after, self._stall_after = self._stall_after, None
+        number = len(self.answered_bytes)
+        self.answered_bytes.append(0)
+        try:
+            theirs, ours = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            writer.transport.abort()
+            return
+        asking = asyncio.create_task(_copy(reader, ours))
+        with suppress(OSError):
+            while data := await theirs.read(_READ_BYTES):
+                self.answered_bytes[number] += len(data)
+                if stall_after is not None and self.answered_bytes[number] > stall_after:
+                    await self._cut.wait()
+                    break
+                writer.write(data)
+                await writer.drain()
+        asking.cancel()
+        for transport in (writer.transport, ours.transport):
+            transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
