@@ -12,8 +12,10 @@ supervisor then restarts the learner with new ranks.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -130,6 +132,9 @@ def _here(meeting: str, rank: int) -> Path:
 
 def _join(meeting: str, *, rank: int, ranks: int) -> tuple[dist.ProcessGroup, FileStore]:
     _here(meeting, rank).touch()
+    if sys.platform == "linux":
+        # Ranks of a host accept any connection: never on the address of the host's name.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = FileStore(meeting, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_FOREVER)
     group = dist.group.WORLD

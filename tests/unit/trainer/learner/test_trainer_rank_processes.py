@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -28,6 +30,16 @@ from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.short_memory import memory_for
 from tests.support.runtime.fork_server import TORCH_MODELS
 from tests.support.trainer.learners import started_learner
+
+
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
+LISTENERS = """
+import sys, psutil
+from services.trainer.learner.rank_processes import _join
+_join(sys.argv[1], rank=0, ranks=1)
+found = psutil.Process().net_connections()
+print([each.laddr.ip for each in found if each.status == "LISTEN"])
+"""
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
@@ -105,6 +117,25 @@ def test_rank_that_ends_at_start_fails_the_start(
         with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
             rank_processes.Ranks(config)
     rank_processes.Ranks(config).close()
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACES, ":"], capture_output=True).returncode != 0,
+    reason="unshare is not permitted here",
+)
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """They accept any connection, and gloo would listen on the address of the host's name."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("192.0.2.7 far\n127.0.0.1 localhost\n")
+    network = "ip link set lo up && ip address add 192.0.2.7/24 dev lo && hostname far"
+    script = f'{network} && mount --bind {hosts} /etc/hosts && exec "$0" -c "$1" "$2"'
+    listeners = subprocess.run(
+        [*NAMESPACES, script, sys.executable, LISTENERS, str(tmp_path / "meeting")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert listeners.stdout == "['127.0.0.1']\n"
 
 
 def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
