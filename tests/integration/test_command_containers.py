@@ -78,8 +78,11 @@ async def test_task_chooses_the_image(words: tuple[str, ...]) -> None:
     assert not left(words, "test")
 
 
-async def test_container_over_its_limit_has_failed_by_itself(words: tuple[str, ...]) -> None:
-    """Its memory is its own limit, no fault of the host."""
+async def test_container_over_its_limit_has_failed_by_itself(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is its own limit, no fault of the host. The engine leaves no file behind."""
+    monkeypatch.chdir(tmp_path)
     containers = launcher(words)
     await containers.check()
     try:
@@ -88,6 +91,7 @@ async def test_container_over_its_limit_has_failed_by_itself(words: tuple[str, .
             await answer_of(containers, str(Path(sys.base_prefix, "bin/python3")), "-c", program)
     finally:
         await containers.close()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_no_container_outlives_a_killed_runner(words: tuple[str, ...]) -> None:

@@ -77,6 +77,8 @@ class ContainerLauncher:
         self._removal: Process | None = None
         if not self._engine or shutil.which(self._engine[0]) is None:
             raise ConfigError(f"container_engine: there is no program {settings.engine!r}")
+        if os.sep in self._engine[0]:
+            self._engine[0] = str(_absolute(self._engine[0]))
 
     async def check(self) -> None:
         """As `Launcher.check`."""
@@ -155,6 +157,8 @@ class ContainerLauncher:
                 *(word for variable in variables for word in ("--env", variable)),
                 *("--entrypoint", "/bin/sh", image, "-c", _START, "forge", *request.words),
                 env={**_engine_environment(), **variables},
+                # conmon writes a file `oom` into it.
+                cwd=directory,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
