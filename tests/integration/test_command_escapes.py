@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.integration.test_sandbox_escapes import AS_PLAIN_USER, PLAIN_USER, REPOSITORY
 from tests.support.agents.container_engine import IMAGE, READ, engine
+from tests.support.agents.plain_user import PLAIN_USER, REPOSITORY, plain_user
 
 SECRET = "a-secret-of-the-runner"
 PROCESSES = 40
@@ -229,20 +228,11 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
             yield Host(words=(str(python),), environment=environment, directory=directory,
                        python=python, user=os.getuid())  # fmt: skip
             return
-        for shown in ("python", "forge", "packages"):
-            (directory / shown).mkdir()
-        os.chown(directory, PLAIN_USER, PLAIN_USER)
-        interpreter = directory / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
-        packages = Path(psutil.__file__).parents[1]
-        words: tuple[str, ...] = ("unshare", "--mount", "sh", "-c", AS_PLAIN_USER, name)
-        words += (sys.base_prefix, str(REPOSITORY), str(packages), str(interpreter))
-        environment |= {"PYTHONPATH": f"{directory}/packages:{directory}/forge", "HOME": name}
-        environment["LD_LIBRARY_PATH"] = str(directory / "python" / "lib")
-        probe = [*words, "-c", "import forge"]
-        if subprocess.run(probe, env=environment, capture_output=True, check=False).returncode:
-            pytest.skip("no plain user can run Forge here")
-        yield Host(words=words, environment=environment, directory=directory,
-                   python=interpreter, user=PLAIN_USER)  # fmt: skip
+        user = plain_user(directory)
+        if user.problem:
+            pytest.skip(user.problem)
+        yield Host(words=user.words, environment=environment | user.environment,
+                   directory=directory, python=user.python, user=PLAIN_USER)  # fmt: skip
 
 
 def every_attack(host: Host) -> set[str]:

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -26,7 +25,7 @@ from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.core.errors import ConfigError
-from tests.integration.test_sandbox_escapes import AS_PLAIN_USER, PLAIN_USER, REPOSITORY
+from tests.support.agents.plain_user import PLAIN_USER, plain_user
 from tests.support.runtime.waiting import until
 
 SECRET = "a-secret-of-the-runner"
@@ -324,25 +323,17 @@ def test_sandbox_is_the_same_for_a_plain_user(modules: Path, masked: bool) -> No
         pytest.skip("every test of this file has a plain user")
     for path in (modules, *modules.rglob("*")):
         os.chown(path, PLAIN_USER, PLAIN_USER)
-    mounts = ("python", "forge", "packages")
-    for shown in mounts:
-        (modules / shown).mkdir(exist_ok=True)
-    interpreter = modules / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
-    packages = str(Path(psutil.__file__).parents[1])
-    words = ["unshare", "--mount", "sh", "-c", MASKED_PROC * masked + AS_PLAIN_USER]
-    words += [str(modules), sys.base_prefix]
-    words += [str(REPOSITORY), packages, str(interpreter)]
-    search = os.pathsep.join(str(modules / name) for name in ("", "packages", "forge"))
-    environment = os.environ | {"PYTHONPATH": search, "HOME": "/nonexistent"}
-    environment["LD_LIBRARY_PATH"] = str(modules / "python" / "lib")
-    if subprocess.run([*words, "-c", "import forge"], env=environment, check=False).returncode:
-        pytest.skip("no plain user can run Forge here")
+    user = plain_user(modules, before=MASKED_PROC * masked)
+    if user.problem:
+        pytest.skip(user.problem)
+    environment = os.environ | user.environment | {"HOME": "/nonexistent"}
+    environment["PYTHONPATH"] = f"{modules}:{environment['PYTHONPATH']}"
     attacks = [f"reached(open, {str(modules / name)!r})" for name in ("key", ".env", "state/key")]
     attacks += [f"reached(open, {str(modules / 'escaped')!r}, 'wb')", "filled('/tmp') - 2"]
     attacks += [f"reached(os.kill, {os.getppid()}, 0)", f"reached(open, '/proc/{os.getpid()}/mem')"]
     attacks += ["reached(os.setuid, 0)", "reached(socket.create_connection, ('127.0.0.1', 22), 1)"]
     ended = subprocess.run(
-        [*words, "-c", ATTACKS, str(modules), "reached(os.getpid)", *attacks],
+        [*user.words, "-c", ATTACKS, str(modules), "reached(os.getpid)", *attacks],
         env=environment,
         cwd=modules,
         text=True,

@@ -21,10 +21,9 @@ import psutil
 import pytest
 
 from forge.agents.sandbox import Sandbox
+from tests.support.agents.plain_user import REPOSITORY, plain_user
 from tests.support.runtime.waiting import until
 
-REPOSITORY = Path(__file__).parents[2]
-PLAIN_USER = 61234
 SECRET = "a-secret-of-the-runner"
 RUNNER = """
 import asyncio, dataclasses, json, sys
@@ -35,11 +34,6 @@ async def main():
     print(json.dumps(dataclasses.asdict(await sandbox.run(sys.argv[1]))))
 asyncio.run(main())
 """
-AS_PLAIN_USER = f"""
-mount --bind "$1" "$0/python" && mount --bind "$2" "$0/forge" && mount --bind "$3" "$0/packages" &&
-shift 3 && exec setpriv --reuid {PLAIN_USER} --regid {PLAIN_USER} --clear-groups "$@"
-"""
-"""Shows the interpreter to the user where it can read it; root may have it in its own home."""
 HOSTILE = """
 import sys
 class Everything:
@@ -112,21 +106,11 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
         if request.param == "root" or os.getuid():
             yield Host(words=(sys.executable,), environment=environment, directory=directory)
             return
-        for shown in ("python", "forge", "packages"):
-            (directory / shown).mkdir()
-        os.chown(directory, PLAIN_USER, PLAIN_USER)
-        interpreter = directory / "python" / "bin" / Path(os.path.realpath(sys.executable)).name
-        packages = Path(psutil.__file__).parents[1]
-        words: tuple[str, ...] = ("unshare", "--mount", "sh", "-c", AS_PLAIN_USER, name)
-        words += (sys.base_prefix, str(REPOSITORY), str(packages), str(interpreter))
-        environment |= {"PYTHONPATH": f"{directory}/packages:{directory}/forge", "HOME": name}
-        # Otherwise the system's libpython, of another version, would run this interpreter.
-        environment["LD_LIBRARY_PATH"] = str(directory / "python" / "lib")
-        probe = subprocess.run([*words, "-c", "import forge"], env=environment, text=True,
-                               capture_output=True)  # fmt: skip
-        if probe.returncode:
-            pytest.skip(f"no plain user can run Forge here: {probe.stderr[-300:]}")
-        yield Host(words=words, environment=environment, directory=directory)
+        user = plain_user(directory)
+        if user.problem:
+            pytest.skip(user.problem)
+        environment |= user.environment
+        yield Host(words=user.words, environment=environment, directory=directory)
 
 
 def test_files_of_the_host_are_absent(host: Host) -> None:

@@ -31,7 +31,6 @@ from tests.support.rl.short_memory import memory_for
 from tests.support.runtime.fork_server import TORCH_MODELS
 from tests.support.trainer.learners import started_learner
 
-
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
 LISTENERS = """
 import sys, psutil
