@@ -10,8 +10,8 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-first-agent test-wheel coverage lint docs dist protos \
-	protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs \
+	dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -84,6 +84,13 @@ coverage: setup  ## The default suite with the lines it reaches, in all its proc
 test-systemd: setup  ## Bare Debian 12 hosts: install, reboot, run-books (root; apt: mmdebstrap systemd-container iproute2)
 	@$(PY) -m pytest --timeout=3600 tests/systemd
 
+# Limits of control groups of version 2, which a kernel with version 1 cannot have.
+VM_TESTS ?= $(addprefix tests/integration/,test_control_groups.py test_command_containers.py test_reward_escapes.py \
+	test_command_escapes.py test_sandbox_escapes.py)
+
+test-vm: setup  ## Limits of sandboxes and containers in a virtual machine (root; apt: see docs/tests.md)
+	@$(PY) -m tests.support.vm -rs $(VM_TESTS)
+
 test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agent
 	@FORGE_FIRST_AGENT=1 $(PY) -m pytest tests/e2e/test_e2e_first_agent.py
 
@@ -112,10 +119,10 @@ properties: setup  ## Property tests with new random examples, ROUNDS times over
 		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz tests/unit || exit 1; \
 	done
 
-# --strict: a version that the advisory service does not know, or a service out of reach, is a failure.
-audit: setup  ## Known vulnerabilities of the pinned versions (asks PyPI)
-	@$(PY) -m pip install --quiet -c constraints.txt -e ".[audit]"
-	@$(PY) -m pip_audit --strict --disable-pip --no-deps --progress-spinner off -r constraints.txt
+# A version that the advisory service does not know, or a service out of reach, is a failure.
+audit: setup  ## Known vulnerabilities of the pinned versions (asks PyPI; AUDIT="-s osv": OSV)
+	@$(PY) -m pip install --quiet -c constraints.txt "pip-audit>=2.10"
+	@$(PY) -m tests.support.suite.audit $(AUDIT)
 
 bench: setup  ## What training and the services cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree

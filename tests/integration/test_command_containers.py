@@ -14,7 +14,7 @@ from forge.agents.launchers.base import Limits
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.scaffolds.command import Command
 from forge.core.errors import ConfigError, InvalidArgument
-from tests.support.agents.container_engine import IMAGE, READ, engine
+from tests.support.agents.container_engine import ENGINES, IMAGE, READ, engine
 from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout
 from tests.support.runtime.waiting import until
@@ -44,10 +44,10 @@ async def answer_of(containers: ContainerLauncher, *words: str, **payload: Any) 
         return (await Command(words, launcher=containers).run(attempt, SumEpisode(4))).answer
 
 
-@pytest.fixture
-def words() -> tuple[str, ...]:
+@pytest.fixture(params=ENGINES)
+def words(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """An engine that runs here."""
-    found, problem = engine()
+    found, problem = engine(request.param)
     if problem:
         pytest.skip(problem)
     return found

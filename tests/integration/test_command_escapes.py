@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents.container_engine import IMAGE, READ, engine
+from tests.support.agents.container_engine import ENGINES, IMAGE, READ, engine
 from tests.support.agents.plain_user import PLAIN_USER, REPOSITORY, plain_user
 
 SECRET = "a-secret-of-the-runner"
@@ -277,9 +277,10 @@ def test_network_of_the_host_needs_a_setting(host: Host) -> None:
     assert found == {"reaches_gateway", "connects_by_tcp", "connects_by_name"}
 
 
-def test_container_stops_every_attack(host: Host) -> None:
-    """With podman or docker."""
-    words, problem = engine()
+@pytest.mark.parametrize("name", ENGINES)
+def test_container_stops_every_attack(host: Host, name: str) -> None:
+    """With podman and with docker."""
+    words, problem = engine(name)
     if problem:
         pytest.skip(problem)
     if host.user != os.getuid():

@@ -16,7 +16,8 @@ from functools import cache
 IMAGE = "localhost/forge-test:latest"
 READ = ("/usr", sys.base_prefix)
 """What a container of this image needs of the host."""
-_ENGINES = (("podman",), ("podman", "--runtime", "runc"), ("docker",))
+ENGINES = ("podman", "docker")
+_WORDS = {"podman": (("podman",), ("podman", "--runtime", "runc")), "docker": (("docker",),)}
 _DIRECTORIES = ("dev", "etc", "forge", "proc", "run", "sys", "tmp", "usr")
 _LINKS = ("bin", "lib", "lib64", "sbin")
 _PROBE = ("run", "--rm", "--network=none", "--pull=never", "--ulimit=nofile=1024:1024",
@@ -24,10 +25,10 @@ _PROBE = ("run", "--rm", "--network=none", "--pull=never", "--ulimit=nofile=1024
 
 
 @cache
-def engine() -> tuple[tuple[str, ...], str]:
-    """Words of an engine that runs containers here, and "" or why there is none."""
-    reasons = ["neither podman nor docker is installed"]
-    for words in _ENGINES:
+def engine(name: str) -> tuple[tuple[str, ...], str]:
+    """Words with which the engine runs containers here, and "" or why it does not."""
+    reasons = [f"{name} is not installed"]
+    for words in _WORDS[name]:
         if shutil.which(words[0]) is None or (words[1:] and shutil.which(words[-1]) is None):
             continue
         for arguments, sent in ((("import", "-", IMAGE), _image()), (_PROBE, b"")):
