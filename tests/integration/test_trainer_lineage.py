@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -154,6 +156,26 @@ async def test_standby_on_another_host_fetches_the_checkpoints(hosts: TwoHosts) 
     hosts.second.kill()
     await until(lambda: len(hosts.first.logged("rewound")) == 2 or None)
     assert hosts.first.logged("rewound")[-1]["step"] == 3
+
+
+async def test_standby_with_copies_follows_a_refused_trainer(hosts: TwoHosts) -> None:
+    """A trainer with an empty disk is elected first, since the standby is frozen: it ends with one
+    line, and the standby continues. Started again, it fetches from the new leader."""
+    await hosts.trained_by_first()
+    hosts.second.start(**SETTINGS)
+    await until(lambda: hosts.second.logged("checkpoint_fetched") or None)
+    assert hosts.second.process is not None
+    os.kill(hosts.second.process.pid, signal.SIGSTOP)
+    hosts.first.kill()
+    shutil.rmtree(hosts.first.checkpoints)
+    hosts.first.start(**SETTINGS)
+    code, stderr = hosts.first.wait()
+    assert code == 2 and stderr.count("\n") == 1 and "has no checkpoint" in stderr
+    os.kill(hosts.second.process.pid, signal.SIGCONT)
+    await until(lambda: hosts.second.logged("rewound") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 1
+    hosts.first.start(**SETTINGS)
+    await until(lambda: hosts.first.logged("checkpoint_fetched") or None)
 
 
 async def test_fetch_that_is_cut_continues_where_it_stopped(hosts: TwoHosts) -> None:
