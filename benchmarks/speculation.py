@@ -68,7 +68,7 @@ class Size:
 
 
 TINY = Size(
-    steps=50, pretraining=400, tasks=8, each=8, prompts=32, rounds=3, tokens=40, points=3,
+    steps=50, pretraining=200, tasks=6, each=6, prompts=20, rounds=2, tokens=40, points=2,
     learning_rate=5e-4,
 )  # fmt: skip
 LARGE = replace(

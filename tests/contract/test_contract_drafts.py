@@ -15,7 +15,13 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from services.inference.engines.base import Grammar, KvSpan, Reweighting, Sampling
+from services.inference.engines.base import (
+    Grammar,
+    KvSpan,
+    KvStoreOptions,
+    Reweighting,
+    Sampling,
+)
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
 from tests.contract import engines
 from tests.contract.engines import (
@@ -150,6 +156,32 @@ async def test_only_accepted_tokens_are_cached(drafting: Pair) -> None:
     logits = model(torch.tensor([longer + second.ids])).logits[0, len(longer) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(second.ids)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(second.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+async def test_kv_store_gets_accepted_tokens_alone(
+    engine: str, model_path: Path, plain: Pair
+) -> None:
+    """Another engine reads them in place of its own; in both ways to run the roles."""
+    store = KvStoreOptions(directory=str(model_path / "kv"), max_bytes=64 << 20, block_tokens=16)
+    weights = with_heads(published(draftable()))
+    options: dict[str, Any] = {"kv_store": store, "draft_tokens": HEADS, "adaptive_drafts": False}
+    ids = prompt_ids(40)
+    async with engines.ENGINES[engine](model_path, **options) as pair:
+        await pair.load(weights, version=1)
+        first = await pair.sample(ids, replace(SAMPLED, max_tokens=60))
+        # All blocks are written at the end.
+        await pair.prefill.close()
+        if not pair.is_one:
+            await pair.decode.close()
+    assert first.ids == (await plain.sample(ids, replace(SAMPLED, max_tokens=60))).ids
+    turn = ids + first.ids + prompt_ids(3, seed=2)
+    async with engines.ENGINES[engine](model_path, **options) as pair:
+        await pair.load(weights, version=1)
+        second = await pair.sample(turn, replace(SAMPLED, max_tokens=30))
+    # 40 of the prompt and 59 of the answer are computed: six blocks of 16.
+    assert second.cached_tokens == 96
+    assert_same(second, await plain.sample(turn, replace(SAMPLED, max_tokens=30)))
 
 
 async def test_context_and_memory_end_as_without_drafts(model_path: Path, plain: Pair) -> None:
