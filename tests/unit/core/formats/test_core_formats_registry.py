@@ -11,6 +11,7 @@ from forge.core.errors import ConfigError
 from forge.core.formats import (
     SAMPLE_CALL,
     CallDelta,
+    collect,
     detect_format,
     detect_reasoning,
     get_format,
@@ -54,6 +55,20 @@ def test_format_is_detected_from_template_text(name: str) -> None:
     output = get_format(name)
     assert output.signs
     assert detect_format(" ".join(output.signs) + " {tools}") == name
+
+
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_compact_calls_are_read_as_hermes_reads_them(gap: str) -> None:
+    """`hermes_compact` differs in what it writes, never in what it reads."""
+    text = f'Well.<tool_call>{gap}{{"name": "look", "arguments": {{"at": "a"}}}}{gap}</tool_call>'
+    whole, broken = (text, text[:-20])
+    for said in (whole, broken, text + "<tool_call>"):
+        answers = []
+        for name in ("hermes", "hermes_compact"):
+            parser = get_format(name).parser()
+            answers.append(collect([*parser.feed(said), *parser.finish()], parser.error))
+        assert answers[0] == answers[1]
+    assert get_format("hermes").marks == get_format("hermes_compact").marks
 
 
 def test_spelling_of_a_call_decides_between_formats_that_read_it() -> None:
