@@ -53,6 +53,13 @@ class RunOptions:
     etcd: Annotated[
         str, typer.Option(help="host:port[,host:port] of an etcd on loopback. Default: start one.")
     ] = ""
+    gateways: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
+        ),
+    ] = None
     models: Annotated[
         Path | None,
         typer.Option(

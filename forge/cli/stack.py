@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +37,8 @@ DRAIN_S = 10.0
 """Drain time of a service."""
 TRAINER_DRAIN_S = 600.0
 """Drain time of the trainer: a step and a checkpoint, which depend on the model."""
+CORES_PER_GATEWAY = 8
+MOST_GATEWAYS = 4
 _EXIT_S = 10.0
 """Time from the end of the drain to the end of the process."""
 
@@ -55,6 +57,8 @@ class StackPlan:
     """Also start a runner."""
     models: PlannedModels = field(default_factory=PlannedModels)
     """Models beside the policy."""
+    gateways: int = 1
+    """Gateway processes; the runner spreads its rollouts over them."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -100,11 +104,26 @@ def members(plan: StackPlan) -> list[Member]:
         member("decode", model | {"role": "both"}),
         member("router", model | {"role": "router"}),
         *(served for group in plan.models.groups for served in _serving(group)),
-        member("gateway", model | _lasting_ports() | _models(plan.models)),
+        *_gateways(member("gateway", model | _models(plan.models)), plan.gateways),
     ]
     if plan.runner:
         services.append(member("runner", {}))
     return services
+
+
+def default_gateways(cores: int) -> int:
+    """Returns the number of gateway processes for a host: one takes a core at most."""
+    return max(1, min(MOST_GATEWAYS, cores // CORES_PER_GATEWAY))
+
+
+def _gateways(first: Member, count: int) -> Iterator[Member]:
+    """Yields the gateways, with the same settings and with ports of their own."""
+    for number in range(1, count + 1):
+        # Ports of the settings are those of the first one.
+        ports = _lasting_ports()
+        settings = ports | dict(first.settings) if number == 1 else dict(first.settings) | ports
+        name = first.name if number == 1 else f"{first.name}-{number}"
+        yield replace(first, name=name, settings=settings)
 
 
 def _serving(group: ServingGroup) -> Iterator[Member]:

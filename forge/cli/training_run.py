@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -29,7 +30,7 @@ from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.served_models import ensured, known
-from forge.cli.stack import Stack, StackPlan
+from forge.cli.stack import Stack, StackPlan, default_gateways
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
 from forge.core.errors import ForgeError
@@ -186,6 +187,7 @@ def plan_of(
         cluster=directory.path.name,
         etcd=options.etcd,
         settings=settings_of(options, directory, state, preset),
+        gateways=options.gateways or default_gateways(os.cpu_count() or 1),
     )
 
 

@@ -22,6 +22,7 @@ from services.gateway.http.bodies import Bodies
 from services.gateway.http.edge import Edge
 from services.gateway.http.images import image_policy
 from services.gateway.http.server import HttpServer
+from services.gateway.http.shared_port import port_of_host
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.model.other_model import OtherModel
@@ -34,6 +35,8 @@ from services.gateway.tenants import Tenants
 from services.gateway.turns.record import OtherRecord
 from services.gateway.turns.run import Turns
 
+SHARED_KEY = "shared_http"
+"""Metadata in discovery: the port of a host that its gateways share."""
 KEPT_BYTES = 32 << 20
 """Freed memory that the allocator keeps instead of returning it to the system."""
 MAPPED_BYTES = 4 << 20
@@ -94,6 +97,7 @@ class GatewayApp:
 
     async def drain(self) -> None:
         """Waits for calls in flight and for durable turns."""
+        await self._http.leave_shared()
         await self._sessions.drain()
 
     async def stop(self) -> None:
@@ -214,6 +218,26 @@ class GatewayApp:
         )
         port = await self._http.start(config.host, config.http.port)
         self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
+        if config.http.shared_port:
+            await self._share(config)
+
+    async def _share(self, config: GatewayConfig) -> None:
+        """Listens on the port of all gateways of this host."""
+        shared = port_of_host(config.http.shared_port)
+        self._context.metadata[SHARED_KEY] = shared
+        discovery = self._context.coordinator.discover("gateway")
+
+        def peers() -> list[str]:
+            # An outage of etcd leaves the last known view.
+            return [
+                one.instance_id
+                for one in discovery.instances
+                if one.metadata.get(SHARED_KEY) == shared
+            ]
+
+        await self._http.start_shared(
+            config.host, config.http.shared_port, config.instance_id, peers=peers
+        )
 
     async def _sweep(self, idle_s: float) -> None:
         while True:

@@ -41,6 +41,9 @@ class HttpSettings:
 
     port: Port = 0
     """HTTP port; 0 takes a free one."""
+    shared_port: Port = 0
+    """Port that all gateways of this host have in common, for agents with one fixed address; a
+    connection goes to the process of its session. Without TLS alone. 0: none."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
     max_bodies_mib: Annotated[float, Meta(ge=1)] = 4096.0

@@ -90,6 +90,11 @@ SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
 SESSION_BYTES = gauge("forge_gateway_session_bytes", "Approximate memory of all sessions.")
 REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
 CONNECTIONS = gauge("forge_gateway_connections", "Open HTTP connections.")
+SHARED_CONNECTIONS = counter(
+    "forge_gateway_shared_port_connections_total",
+    "Connections to the shared port: kept, handed_over, received, or unknown (no session token).",
+    ["result"],
+)
 BODY_BYTES = gauge("forge_gateway_body_bytes", "HTTP request bodies in memory.")
 CALLS = gauge("forge_gateway_calls_in_flight", "Model calls in flight.")
 BACKLOG = gauge(

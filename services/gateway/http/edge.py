@@ -6,8 +6,9 @@ Owns no protocol: each is a class with `add_routes` that gets an `Edge`.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +38,9 @@ from services.gateway.turns.run import Turns
 CLAIMS = web.RequestKey("claims", Claims)
 """Key of a request's verified claims."""
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+_KEY_HEADERS = frozenset({"authorization", "x-api-key", "x-goog-api-key"})
 
 
 class Ending(bytes):
@@ -81,6 +85,21 @@ class Edge:
             needed = scope.replace("|", " or ")
             raise PermissionDenied(f"the token of {claims.subject} is not a {needed} token")
         return claims
+
+    def session_of(self, head: bytes) -> str:
+        """Returns the trajectory of a request by its header; "" without a valid token."""
+        target, _, lines = head.decode("latin-1").partition("\r\n")
+        path = [*target.split(" "), ""][1]
+        keys = [path.split("/")[2] if path.startswith("/s/") else ""]
+        for line in lines.split("\r\n"):
+            name, _, value = line.partition(":")
+            if name.lower() in _KEY_HEADERS:
+                keys.append(value.strip().removeprefix("Bearer ").removeprefix("bearer "))
+        keys += re.findall(r"[?&]key=([^& ]+)", path)
+        with suppress(ForgeError):
+            token, _ = split_key(next(filter(None, keys), ""))
+            return self.security.verify(token, "GatewayService").trajectory_id
+        return ""
 
     async def read_body(self, request: web.Request) -> bytes:
         """Returns the body of a request, with U+FFFD for lone surrogates. Raises

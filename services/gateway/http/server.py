@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import web
 
@@ -41,6 +41,7 @@ from services.gateway.http.openai.chat import ChatCompletions
 from services.gateway.http.openai.completions import Completions
 from services.gateway.http.openai.responses import Responses
 from services.gateway.http.openapi import OpenApi
+from services.gateway.http.shared_port import SharedPort
 from services.gateway.http.tokens import Tokens
 from services.gateway.metrics import REQUESTS
 
@@ -60,6 +61,7 @@ class HttpServer:
             self._application(max_body_bytes), handler_cancellation=True, shutdown_timeout=1.0
         )
         self._listener: asyncio.Server | None = None
+        self._shared: SharedPort | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises `ConfigError` if the port is in use."""
@@ -84,8 +86,37 @@ class HttpServer:
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
+    async def start_shared(
+        self, host: str, port: int, instance_id: str, *, peers: Callable[[], Collection[str]]
+    ) -> None:
+        """Listens on a port that all gateways of this host share, after `start`; `peers`: the
+        instances that do now. Raises `ConfigError` if it is in use, or with TLS."""
+        if self._edge.security.http_context(host) is not None:
+            raise ConfigError(
+                f"http.shared_port = {port}: the session of an encrypted request is unknown before "
+                "its connection is accepted; use the ports of the instances, or end TLS before them"
+            )
+        server, settings = self._runner.server, self._connections.settings
+        assert server is not None, "set up before"
+        loop = asyncio.get_running_loop()
+        self._shared = SharedPort(
+            instance_id,
+            peers=peers,
+            session_of=self._edge.session_of,
+            header_timeout_s=settings.header_timeout_s,
+            most=settings.max_connections,
+        )
+        await self._shared.start(host, port, lambda: Connection(server, self._connections, loop))
+
+    async def leave_shared(self) -> None:
+        """Closes the shared port, so that other gateways get its connections."""
+        if self._shared is not None:
+            await self._shared.stop()
+            self._shared = None
+
     async def stop(self) -> None:
         """Ends all connections."""
+        await self.leave_shared()
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()

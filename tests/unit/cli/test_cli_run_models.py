@@ -10,7 +10,7 @@ import pytest
 from forge.cli.run_models import RunModels
 from forge.cli.rundir import RunDirectory
 from forge.cli.served_models import ServingGroup, ensured, known
-from forge.cli.stack import StackPlan, members
+from forge.cli.stack import StackPlan, default_gateways, members
 from forge.core.errors import InvalidArgument
 from services.gateway.named_models import NamedModel
 
@@ -100,6 +100,24 @@ def test_stack_has_router_and_workers_of_each_group(models: RunModels, tmp_path:
         *("prefill@judge", "decode@judge", "router@judge"),
         *("prefill@old", "decode@old", "router@old"),
     )
+
+
+def test_stack_has_several_gateways_with_ports_of_their_own(tmp_path: Path) -> None:
+    """Ports of the settings are those of the first; all others are equal."""
+    plan = StackPlan(
+        directory=RunDirectory(tmp_path),
+        model_path="/start",
+        cluster="c",
+        settings={"gateway": {"http.port": "8000", "http.shared_port": "9000"}},
+        gateways=3,
+    )
+    found = [member for member in members(plan) if member.module == "services.gateway"]
+    assert [member.name for member in found] == ["gateway", "gateway-2", "gateway-3"]
+    assert found[0].settings["http.port"] == "8000"
+    ports = {member.settings[key] for member in found for key in ("port", "http.port")}
+    assert len(ports) == 6
+    assert {member.settings["http.shared_port"] for member in found} == {"9000"}
+    assert [default_gateways(cores) for cores in (1, 2, 8, 16, 96)] == [1, 1, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
