@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forge.agents.control_groups import delegated_group
@@ -21,6 +23,21 @@ from forge.core.errors import FailedPrecondition
 from tests.support.agents.plain_user import PLAIN_USER, REPOSITORY, plain_user
 
 TIMEOUT_S = 240.0
+SYSTEM_PYTHON = "/usr/bin/python3"
+SEARCHED = f"{REPOSITORY}:{Path(psutil.__file__).parents[1]}"
+CHANGES = """[Service]
+Type=oneshot
+Restart=no
+WatchdogSec=0
+LoadCredential=
+Environment=PYTHONPATH={path}
+WorkingDirectory=/
+ExecStart=
+ExecStart={python} {directory}/runner.py {directory}/children.py
+StandardOutput=append:{directory}/output
+StandardError=append:{directory}/output
+"""
+"""The program in place of a runner's, and its output in a file."""
 CHILDREN = """
 import os, sys, time
 made = []
@@ -46,7 +63,7 @@ print(len(made))
 RUNNER = """
 import asyncio, json, os, sys
 from pathlib import Path
-from forge.agents.control_groups import CONTROL_GROUPS
+from forge.agents.control_groups import CONTROL_GROUPS, delegated_group
 from forge.agents.launchers.base import Limits
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.process_sandbox import ProcessSandbox
@@ -59,7 +76,7 @@ from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout
 from tests.support.runtime.waiting import until
 
-group, children = Path(sys.argv[1]), sys.argv[2]
+group, children = delegated_group(), sys.argv[1]
 
 async def command(kind, count):
     limits = Limits(memory_bytes=120 << 20, processes=30, tmp_bytes=8 << 20)
@@ -117,9 +134,9 @@ def hungry(trajectory: object, task: object) -> float:
     return 1.0
 
 
-@pytest.fixture(params=["root", "plain user"])
-def group(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A delegated group; the runner is moved into it."""
+@pytest.fixture
+def hierarchy() -> Path:
+    """The root of control groups of version 2 that have the controllers."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     places = [line.split()[4] for line in mounts if " - cgroup2 " in line]
     if os.getuid() or not places:
@@ -132,9 +149,15 @@ def group(request: pytest.FixtureRequest) -> Iterator[Path]:
             f"{root} has no controller {' and '.join(sorted(missing))}: this kernel has them in "
             "hierarchies of version 1 (/proc/cgroups)"
         )
+    return root
+
+
+@pytest.fixture(params=["root", "plain user"])
+def group(request: pytest.FixtureRequest, hierarchy: Path) -> Iterator[Path]:
+    """A delegated group; the runner is moved into it."""
     with suppress(OSError):
-        (root / "cgroup.subtree_control").write_text("+memory +pids")
-    made = root / f"forge-test-{os.getpid()}"
+        (hierarchy / "cgroup.subtree_control").write_text("+memory +pids")
+    made = hierarchy / f"forge-test-{os.getpid()}"
     made.mkdir()
     if request.param == "root":
         os.setxattr(made, "trusted.delegate", b"1")
@@ -165,7 +188,7 @@ def test_limits_hold_for_all_processes_of_a_sandbox(group: Path, tmp_path: Path)
         words, environment = user.words, user.environment
     script = f'echo 0 > {group}/cgroup.procs && exec "$@"'
     done = subprocess.run(
-        ["sh", "-c", script, "sh", *words, "-c", RUNNER, str(group), str(children)],
+        ["sh", "-c", script, "sh", *words, "-c", RUNNER, str(children)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -174,10 +197,64 @@ def test_limits_hold_for_all_processes_of_a_sandbox(group: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["own"].endswith(f"{group.name}/runner")
+    assert_limited(found)
+
+
+def assert_limited(found: dict[str, str]) -> None:
+    """What the runner found, with limits that hold."""
     assert "over its limit on memory" in found["memory"]
     assert 10 < int(found["processes"]) < 30
     assert "over its limit on memory" in found["reward"]
     assert found["program"] == "4\n"
+
+
+UNIT = "forge-agents@test.service"
+
+
+@pytest.fixture
+def unit(hierarchy: Path) -> Iterator[Path]:
+    """The unit of runners as it is shipped, with the program `runner.py` of the directory and its
+    output; a systemd of this machine runs it."""
+    if not Path("/run/systemd/system").is_dir():
+        pytest.skip("this machine has not been booted by systemd")
+    if REPOSITORY.parts[1] in ("home", "root"):
+        pytest.skip("the unit hides home directories, and the repository is in one")
+    directory, units = Path(f"/run/forge-test-{os.getpid()}"), Path("/run/systemd/system")
+    directory.mkdir(mode=0o755)
+    shipped = REPOSITORY / "deploy" / "systemd"
+    drop_ins = units / f"{UNIT}.d"
+    installed = [units / name for name in ("forge-agents@.service", "forge-.service.d")]
+    installed.append(units / "forge-agents@.service.d")
+    shutil.copy(shipped / installed[0].name, installed[0])
+    for each in installed[1:]:
+        shutil.copytree(shipped / each.name, each)
+    drop_ins.mkdir()
+    (drop_ins / "90-test.conf").write_text(CHANGES.format(
+        directory=directory, python=SYSTEM_PYTHON, path=SEARCHED))  # fmt: skip
+    sysusers = REPOSITORY / "deploy/sysusers.d/forge.conf"
+    subprocess.run(["systemd-sysusers", str(sysusers)], check=True)
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+    yield directory
+    subprocess.run(["systemctl", "stop", UNIT], check=False)
+    for path in (directory, drop_ins, *installed[1:]):
+        shutil.rmtree(path)
+    installed[0].unlink()
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+
+
+def test_shipped_unit_gives_each_sandbox_a_group(unit: Path) -> None:
+    """With its user, its hardening and what systemd delegates to it."""
+    imports = [SYSTEM_PYTHON, "-c", "import forge.agents, psutil"]
+    if subprocess.run(imports, env={"PYTHONPATH": SEARCHED}, capture_output=True).returncode:
+        pytest.skip(f"{SYSTEM_PYTHON}, which every user reads, is of another version")
+    (unit / "runner.py").write_text(RUNNER)
+    (unit / "children.py").write_text(CHILDREN)
+    subprocess.run(["systemctl", "start", UNIT], check=False, timeout=TIMEOUT_S)
+    output = (unit / "output").read_text()
+    assert output and output.splitlines()[-1].startswith("{"), output[-3000:]
+    found = json.loads(output.splitlines()[-1])
+    assert found["own"].endswith(f"/{UNIT}/runner")
+    assert_limited(found)
 
 
 def test_group_that_is_not_delegated_is_not_used() -> None:
