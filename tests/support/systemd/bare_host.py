@@ -14,14 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 
+from tests.support.runtime.waiting import StillNotSo, until_blocking
 from tests.support.systemd.network import Network
 
 START_S = 300.0
+GONE_S = 60.0
 REBOOT = 133
 """Exit code of systemd-nspawn for a host that reboots."""
 STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
@@ -64,18 +67,26 @@ def make_root(folder: Path) -> None:
     subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
 
 
-def remove_groups() -> None:
-    """Remove the control groups of ended containers, of this test run and of ended ones."""
-    for hierarchy in HIERARCHIES:
-        for group in hierarchy.glob("forge-test-*"):
-            found = _GROUP.match(group.name)
-            if found is None or (int(found[1]) != os.getpid() and psutil.pid_exists(int(found[1]))):
-                continue
-            below = sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True)
-            # A booted systemd has empty groups, which it is about to use.
-            if not any((each / "cgroup.procs").read_text() for each in (*below, group)):
-                for directory in (*below, group):
-                    directory.rmdir()
+def _remove_ended() -> None:
+    """Remove the control groups of test runs that were killed."""
+    for group in (group for each in HIERARCHIES for group in each.glob("forge-test-*")):
+        found = _GROUP.match(group.name)
+        if found is not None and not psutil.pid_exists(int(found[1])):
+            _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Remove a control group, and those below, once its processes have ended; a used one stays."""
+    if not group.is_dir():
+        return
+    groups = [*sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True), group]
+    with suppress(StillNotSo, OSError):
+        # The kernel ends the processes of a killed container one by one.
+        until_blocking(
+            lambda: not any((each / "cgroup.procs").read_text() for each in groups), limit_s=GONE_S
+        )
+        for each in groups:
+            each.rmdir()
 
 
 class BareHost:
@@ -95,6 +106,7 @@ class BareHost:
     ) -> None:
         self.root = root
         self.name = name
+        self._group = f"forge-test-{os.getpid()}-{name}"
         self._log = root.parent / f"{root.name}.log"
         self._network = network
         self._shared = [f"--bind={outside}:{inside}" for outside, inside in shared.items()]
@@ -124,8 +136,7 @@ class BareHost:
 
     def boot(self) -> None:
         """Start its systemd; return when that takes commands."""
-        # Those of test runs that were killed.
-        remove_groups()
+        _remove_ended()
         where = [f"--machine={self.name}", f"--directory={self.root}", *self._shared]
         within: list[str] = []
         if self._network is None:
@@ -133,10 +144,9 @@ class BareHost:
         else:
             within = self._network.enter
             where.append(f"--network-bridge={self._network.bridge}")
-        group = f"forge-test-{os.getpid()}-{self.name}"
         with self._log.open("ab") as log:
             self._container = subprocess.Popen(
-                ["sh", "-c", _OWN_GROUP, group, *within, *NSPAWN, "--boot", *where],
+                ["sh", "-c", _OWN_GROUP, self._group, *within, *NSPAWN, "--boot", *where],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -157,7 +167,7 @@ class BareHost:
         os.kill(self._init, signal.SIGKILL)
         self._container.wait(START_S)
         self._container = None
-        remove_groups()
+        self._remove_groups()
 
     def stop(self) -> None:
         """Shut it down."""
@@ -168,7 +178,7 @@ class BareHost:
             except subprocess.TimeoutExpired:
                 self._container.kill()
                 self._container.wait()
-            remove_groups()
+            self._remove_groups()
 
     def run(self, *words: str, check: bool = True) -> str:
         """Run a command on the booted host; return its standard output and errors."""
@@ -190,6 +200,10 @@ class BareHost:
     def journal(self, *words: str) -> str:
         """Return messages of the journal since the last boot."""
         return self.run("journalctl", "--boot", "--no-pager", "--output=cat", *words)
+
+    def _remove_groups(self) -> None:
+        for hierarchy in HIERARCHIES:
+            _remove(hierarchy / self._group)
 
     def _wait_for_systemd(self) -> None:
         deadline_s = time.monotonic() + START_S
