@@ -279,6 +279,8 @@ class Conversation:
     def recall(self, name: str) -> Recalled | None:
         """Returns the turn with this name; None if the session has no such turn."""
         turn = self.named_turns.get(name)
+        if turn is not None and turn.of_other is not None:
+            return turn.of_other
         node = self.nodes[turn.turn_index] if turn is not None else None
         if turn is None or node is None:
             return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.core.conversation.context_tree import Node
+from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.model.chat_model import Tools
 
@@ -37,6 +38,8 @@ class NamedTurn:
     facts: Mapping[str, Any]
     finish_reason: common_pb2.FinishReason.ValueType
     cached_tokens: int
+    of_other: Recalled | None = None
+    """The turn of another model, whose context is outside of the session's tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,14 @@ class Recalled:
     tools: Tools
     prompt_tokens: int
     sampled_ids: bytes
+    """b"" for a turn of another model."""
+    other_tokens: int = 0
+    """Length of the answer of another model."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Length of the answer."""
+        return self.other_tokens or len(self.sampled_ids) // TOKEN_BYTES
 
 
 def deletion(name: str) -> common_pb2.RewardEvent:

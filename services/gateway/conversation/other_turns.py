@@ -6,12 +6,14 @@ policy alone: no prompt shares a prefix with them, and nothing of them is traine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from forge.core.conversation.messages import Message, to_openai
+from forge.core.conversation.context_tree import ContextTree
+from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import (
@@ -19,7 +21,9 @@ from services.gateway.conversation.conversation import (
     Conversation,
     Prompt,
     SampledAnswer,
+    canonical_tools,
 )
+from services.gateway.conversation.handles import Handle, NamedTurn, Recalled
 from services.gateway.conversation.turn_record import record_sampling
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.other_model import OtherModel
@@ -31,7 +35,37 @@ def append_other(conversation: Conversation, turn: common_pb2.Turn) -> int:
     turn.parent_turn = NO_PARENT
     conversation.nodes.append(None)
     conversation.size_bytes += TURN_BYTES
+    if '"handle":' in turn.messages_json:
+        _store_names(conversation, turn)
     return turn.turn_index
+
+
+def _store_names(conversation: Conversation, turn: common_pb2.Turn) -> None:
+    context = json.loads(turn.messages_json)
+    if "handle" not in context:
+        return
+    # A tree of its own: no prompt of the policy may match these messages.
+    tree = ContextTree()
+    root = tree.root(canonical_tools(context.get("tools", [])))
+    after = tree.extend(root, [from_openai(plain) for plain in context["messages"]])
+    node = tree.answer(after, from_openai(context["answer"]), turn=turn.turn_index)
+    conversation.size_bytes += len(turn.messages_json)
+    for name, facts in context["handle"].items():
+        named = NamedTurn(
+            turn_index=turn.turn_index,
+            facts=facts,
+            finish_reason=turn.finish_reason,
+            cached_tokens=turn.cached_tokens,
+        )
+        recalled = Recalled(
+            turn=named,
+            node=node,
+            tools=context.get("tools", []),
+            prompt_tokens=turn.other_model.prompt_tokens,
+            sampled_ids=b"",
+            other_tokens=turn.other_model.sampled_tokens,
+        )
+        conversation.named_turns[name] = replace(named, of_other=recalled)
 
 
 def answered_turn(
@@ -44,7 +78,9 @@ def answered_turn(
         timings=sampled.timings,
         cached_tokens=sampled.cached_tokens,
         parse_error=sampled.parse_error,
-        messages_json=_messages_json(request.messages, answer, other.recorded_bytes),
+        messages_json=_messages_json(
+            request, answer, other.recorded_bytes, _handle(request, sampled)
+        ),
         other_model=common_pb2.OtherModel(
             name=other.name,
             kind=other.kind,
@@ -58,14 +94,22 @@ def answered_turn(
     return turn
 
 
-def _messages_json(messages: Sequence[Message], answer: Message, most_bytes: int) -> str:
-    """Returns the last messages that fit into `most_bytes`, and the answer.
+def _handle(request: TurnRequest, sampled: SampledAnswer) -> Handle | None:
+    aborted = sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    return None if aborted or sampled.answer is None else request.handle
+
+
+def _messages_json(
+    request: TurnRequest, answer: Message, most_bytes: int, handle: Handle | None
+) -> str:
+    """Returns the last messages that fit into `most_bytes`, and the answer; with the name of the
+    turn if all fit.
 
     The whole request comes with each call: without a limit a long conversation with another model
     would be stored again for each of its turns.
     """
     kept: list[msgspec.Raw] = []
-    room = most_bytes
+    messages, room = request.messages, most_bytes
     for at in range(len(messages) - 1, -1, -1):
         encoded = msgspec.json.encode(to_openai(messages[at]))
         room -= len(encoded)
@@ -75,4 +119,6 @@ def _messages_json(messages: Sequence[Message], answer: Message, most_bytes: int
     record: dict[str, Any] = {"messages": kept[::-1], "answer": to_openai(answer)}
     if len(kept) < len(messages):
         record["omitted_messages"] = len(messages) - len(kept)
+    elif handle is not None:
+        record |= {"tools": request.tools, "handle": {handle.name: handle.facts}}
     return msgspec.json.encode(record).decode()

@@ -12,7 +12,6 @@ from typing import Any
 
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
-from forge.core.token_columns import TOKEN_BYTES
 from services.gateway.actors.messages import Recall
 from services.gateway.conversation.handles import Recalled
 from services.gateway.conversation.prefix_match import NamedPrefix
@@ -95,7 +94,7 @@ def stored_response(recalled: Recalled, key: str, model: ChatModel) -> dict[str,
     spent = usage(
         prompt_tokens=recalled.prompt_tokens,
         cached_tokens=turn.cached_tokens,
-        sampled_tokens=len(recalled.sampled_ids) // TOKEN_BYTES,
+        sampled_tokens=recalled.sampled_tokens,
         reasoning_tokens=model.reasoning_tokens(answer, recalled.sampled_ids),
     )
     return head.response(status, output_of(head, answer, status), usage=spent, **details)

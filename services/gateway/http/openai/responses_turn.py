@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge.core.errors import ContextTooLong, ForgeError, InvalidArgument, ResourceExhausted
+from forge.core.errors import ContextTooLong, ForgeError, ResourceExhausted
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
@@ -76,11 +76,6 @@ async def draft_of(
     """Checks a request. `headers`: those of its response so far. `names_all`: also a response that
     is not stored gets a name. Raises `UnknownModel`, `ModelNotAllowed`, `InvalidArgument`."""
     turns = edge.models.turns(claims, asked.model)
-    if turns.other is not None and asked.store:
-        raise InvalidArgument(
-            f"store: responses of model {asked.model[:100]!r} are not stored; send store: false, "
-            "and the complete input with each request"
-        )
     head, turn = head_and_turn(
         asked,
         turns.model,
