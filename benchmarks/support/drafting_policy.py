@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,6 +36,7 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.training import MtpTraining
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
+from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
 
@@ -58,6 +60,28 @@ class Answer:
     logprobs: list[float]
     decode_cpu_s: float
     """CPU time of this process from the hand-off to the last token."""
+
+
+class StepClock:
+    """CPU time of all decode steps in this process."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure within."""
+        work = DecodeActor.work
+
+        def timed(actor: DecodeActor) -> bool:
+            began_s = time.thread_time()
+            try:
+                return work(actor)
+            finally:
+                self.cpu_s += time.thread_time() - began_s
+
+        with patch.object(DecodeActor, "work", timed):
+            yield
 
 
 class Engine:

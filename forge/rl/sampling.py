@@ -65,17 +65,17 @@ def sample(
     logits_BV: torch.Tensor,
     *,
     temperature_B: torch.Tensor,
-    top_p_B: torch.Tensor,
-    top_k_B: torch.Tensor,
     noise_BN: torch.Tensor,
+    top_p_B: torch.Tensor | None = None,
+    top_k_B: torch.Tensor | None = None,
     min_p_B: torch.Tensor | None = None,
     keep_all: bool = False,
 ) -> SampledBatch:
     """One token per row, by the races of `noise_BN`, from `race_noise`.
 
     Order of the cuts: temperature, min-p, top-k (0 keeps all), then top-p on what is left,
-    renormalized. Temperature 0 takes the likeliest token. Ties at a cut are kept. `keep_all`
-    returns the whole distribution, too.
+    renormalized; None cuts nothing. Temperature 0 takes the likeliest token. Ties at a cut are
+    kept. `keep_all` returns the whole distribution, too.
     """
     logits_BV = logits_BV.float()
     greedy_B = temperature_B <= 0
@@ -88,8 +88,10 @@ def sample(
     whole_BV = logits_BV
     if min_p_B is not None:
         logits_BV = _cut_min_p(logits_BV, min_p_B)
-    logits_BV = _cut_top_k(logits_BV, top_k_B)
-    logits_BV = _cut_top_p(logits_BV, top_p_B)
+    if top_k_B is not None:
+        logits_BV = _cut_top_k(logits_BV, top_k_B)
+    if top_p_B is not None:
+        logits_BV = _cut_top_p(logits_BV, top_p_B)
     logprobs_BV = logits_BV.log_softmax(-1)
     ids_B = _race(logprobs_BV.exp(), noise_BN)
     logprobs_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
