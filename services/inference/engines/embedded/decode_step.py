@@ -84,7 +84,7 @@ class DecodeStep:
         depth = self._depth.choose(len(self.running), most=self._drafter.most)
         for sequence in self.running:
             drafts = depth if self._drafter.is_ready(sequence) else 0
-            sequence.step_tokens = 1 + min(drafts, sequence.left - 1)
+            sequence.step_tokens = 1 + max(0, min(drafts, sequence.left - 1))
 
     def run(self) -> list[tuple[DecodeSequence, Outcome]]:
         """Run a step over all running sequences, which have room for their `step_tokens`."""
