@@ -30,6 +30,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
+from forge.rl import numerics
 from forge.rl.attention.flex import flex_runs, flex_tree_attention
 from forge.rl.attention.kernels import Kernel, Shape, kernel_for
 from forge.rl.attention.schedule import AttentionSchedule, Call
@@ -147,11 +148,14 @@ def tree_attention(
         )
     if flex_runs(q):
         return flex_tree_attention(q, k, v, schedule, scale=scale, window=window)
-    wide = torch.promote_types(v.dtype, torch.float32)
+    # As in an engine, whose keys and values are kept in this type.
+    narrow = numerics.matrix_type(v)
+    wide = torch.promote_types(narrow, torch.float32)
+    q, k, v = (one.to(narrow).to(wide) for one in (q, k, v))
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-        q.to(wide), k.to(wide), v.to(wide), schedule.calls(window), scale
+        q, k, v, schedule.calls(window), scale
     )
-    return result.to(v.dtype)
+    return result.to(narrow)
 
 
 def _attention_forward(  # noqa: PLR0913

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Span
+from forge.rl import numerics
 from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.collectives import all_reduce
 from forge.rl.losses.moe_load_balance import RouterBalance
@@ -78,6 +79,8 @@ class TreePolicy:
         hold the same weights and get the same batches.
         """
         register()
+        if autocast is not None:
+            numerics.patch(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.autocast = autocast
@@ -288,9 +291,7 @@ class TreePolicy:
         inputs: dict[str, Any] = {"input_ids": part.ids_L.to(self.device)[None], "use_cache": False}
         if self.balance is not None:
             inputs["output_router_logits"] = True
-        with torch.autocast(
-            self.device.type, dtype=self.autocast, enabled=self.autocast is not None
-        ):
+        with numerics.autocast(self.device, self.autocast):
             if self.unmerged:
                 if self.way.separate:
                     forget_lengths(self.model)

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.named_tensor import NamedTensor
+from forge.rl import numerics
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
 from forge.runtime.telemetry import log
@@ -87,8 +88,12 @@ class Policy:
         self._draft_tokens = draft_tokens
         self._draft_note: str | None = None
         self._model = model
+        self.dtype = _matrix_type(model)
+        if numerics.is_narrow(self.dtype):
+            numerics.patch(model)
+            numerics.store_narrow(model, self.dtype)
         self._weights = _Weight.all_of(model)
-        self.dtype, self.device = self._weights[0].served.dtype, self._weights[0].served.device
+        self.device = self._weights[0].served.device
         self.kv_shape = _probe(self)
 
     @classmethod
@@ -137,13 +142,14 @@ class Policy:
     ) -> torch.Tensor:
         """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`; then
         `head.states` has the states of these rows."""
-        output = self._model(
-            input_ids=ids_N[None],
-            position_ids=positions_N[None],
-            use_cache=False,
-            logits_to_keep=0 if logits_at is None else logits_at,
-            kv_pass=kv_pass,
-        )
+        with numerics.autocast(self.device, self.dtype):
+            output = self._model(
+                input_ids=ids_N[None],
+                position_ids=positions_N[None],
+                use_cache=False,
+                logits_to_keep=0 if logits_at is None else logits_at,
+                kv_pass=kv_pass,
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -261,6 +267,12 @@ class _Recorder:
         self.windowed |= heads.window is not None or heads.softcap is not None
         self.seen[heads.layer] = (*heads.k_NHD.shape[1:], heads.v_NHD.shape[2])
         return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
+
+
+def _matrix_type(model: torch.nn.Module) -> torch.dtype:
+    """Type of the model's matrices."""
+    kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
+    return next(kinds)
 
 
 def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:

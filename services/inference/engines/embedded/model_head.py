@@ -63,7 +63,8 @@ class ModelHead:
     def logits(self, states_RC: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] from states, float32, as the training of the heads computes them."""
         assert self._weight is not None
-        logits_RV = torch.nn.functional.linear(states_RC, self._weight).float()
+        wide_RC = states_RC.to(self._weight.dtype)
+        logits_RV = torch.nn.functional.linear(wide_RC, self._weight).float()
         if self._scale != 1.0:
             logits_RV = logits_RV * self._scale
         if self._softcap:
@@ -88,5 +89,6 @@ class DraftHeads:
         states before are those of the head before it, or the model's own for head 0."""
         head = self._heads[number]
         assert isinstance(head, MtpHead)
-        states_RC = head(states_RC, self._head.embed(ids_R).to(states_RC.dtype))
+        kind = head.fuse.weight.dtype
+        states_RC = head(states_RC.to(kind), self._head.embed(ids_R).to(kind))
         return states_RC, self._head.logits(head.out_norm(states_RC))

@@ -13,6 +13,7 @@ from services.inference.engines.embedded.kv.attention import (
     Heads,
     attention,
     attention_bias,
+    exact_type,
 )
 from services.inference.engines.embedded.prefill_schedule import Span
 
@@ -27,6 +28,8 @@ class PrefillPass:
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this pass's keys and values, and those of shared prefixes; see `KvPass`."""
         layer, q_NQD, k_NHD, v_NHD, _, window, _ = heads
+        kind = exact_type(k_NHD)
+        q_NQD = q_NQD.to(kind)
         kv_heads, head_size = k_NHD.shape[1:]
         groups = q_NQD.shape[1] // kv_heads
         read_NQD = torch.empty_like(q_NQD)
@@ -44,8 +47,8 @@ class PrefillPass:
             q_HGSD = q_NQD[rows].view(-1, kv_heads, groups, head_size).permute(1, 2, 0, 3)
             out_HGSD = attention(
                 q_HGSD,
-                k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
-                v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
+                k_HTD[:, None, : span.end].to(kind).expand(-1, groups, -1, -1),
+                v_HTD[:, None, : span.end].to(kind).expand(-1, groups, -1, -1),
                 bias=self._bias_for(index, window),
                 heads=heads,
                 is_causal=span.start == 0 and window is None,
@@ -61,6 +64,6 @@ class PrefillPass:
             span = self._spans[index]
             kv = span.reading.kv
             queries_S = torch.arange(span.start, span.end, device=kv.device)
-            bias_ST = attention_bias(queries_S, span.end, window=window, dtype=kv.dtype)
+            bias_ST = attention_bias(queries_S, span.end, window=window, dtype=exact_type(kv))
             self._bias[index, window] = bias_ST[None, None]
         return self._bias[index, window]

@@ -15,6 +15,7 @@ from services.inference.engines.embedded.kv.attention import (
     Heads,
     attention,
     attention_bias,
+    exact_type,
 )
 from services.inference.engines.embedded.model import Policy, StagedWeights
 
@@ -75,7 +76,7 @@ class _Alone:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Causal attention within the window; see `KvPass`."""
-        _, q_NQD, k_NHD, v_NHD, _, window, _ = heads
+        _, q_NQD, k_NHD, v_NHD, _, window, _ = heads.to(exact_type(heads.v_NHD))
         positions_N = torch.arange(len(q_NQD), device=q_NQD.device)
         bias_NN = attention_bias(positions_N, len(q_NQD), window=window, dtype=q_NQD.dtype)
         groups = q_NQD.shape[1] // k_NHD.shape[1]

@@ -12,7 +12,7 @@ from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.tensor_bytes import NAMES, from_bytes, to_bytes
 from services.inference.engines.kv_store.store import KvStore
 
-_LAYOUT = "embedded 1"
+_LAYOUT = "embedded 2"
 """Changes with the meaning of a block's bytes."""
 
 

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
+from forge.rl.numerics import is_narrow, matrix_type
 
 IMPLEMENTATION = "forge_kv"
 
@@ -34,12 +35,24 @@ class Heads(NamedTuple):
     softcap: float | None = None
     """Bound of the logits, by tanh; None: none."""
 
+    def to(self, dtype: torch.dtype) -> Heads:
+        """Convert queries, keys and values."""
+        q_NQD, k_NHD, v_NHD = (one.to(dtype) for one in (self.q_NQD, self.k_NHD, self.v_NHD))
+        return self._replace(q_NQD=q_NQD, k_NHD=k_NHD, v_NHD=v_NHD)
+
 
 class KvPass(Protocol):
     """Storage and attention of one forward pass."""
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this layer's keys and values; return the attention output, shape NQD."""
+
+
+def exact_type(values: torch.Tensor) -> torch.dtype:
+    """Type in which attention over many queries adds up: on a CPU float32, as in the trainer; it
+    takes no longer there."""
+    narrow = values.device.type == "cpu" and is_narrow(values.dtype)
+    return torch.float32 if narrow else values.dtype
 
 
 def attention(
@@ -102,9 +115,11 @@ def _attention(  # noqa: PLR0913
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    q_NQD, k_NHD, v_NHD = (each[0].transpose(0, 1) for each in (query, key, value))
+    kind = matrix_type(value)
+    q_NQD, k_NHD, v_NHD = (each[0].to(kind).transpose(0, 1) for each in (query, key, value))
     heads = Heads(layer, q_NQD, k_NHD, v_NHD, scaling, sliding_window, softcap)
-    return kv_pass.attend(heads)[None], None
+    with torch.autocast(value.device.type, enabled=False):
+        return kv_pass.attend(heads)[None], None
 
 
 def register() -> None:

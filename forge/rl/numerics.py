@@ -1,0 +1,107 @@
+"""One set of casts for trainer and engine where they compute in 16 bits.
+
+Both run a model under `torch.autocast`: matrix products, those of experts too, in 16 bits; the
+residual stream, embeddings, norms, rotary embeddings, routers and the language-model head in
+float32. Queries, keys and values are rounded to 16 bits; attention adds up in float32. So the two
+differ by the order of sums alone. The trainer keeps all parameters in float32 and rounds matrices
+as it computes; the engine keeps only the rounded matrices (`store_narrow`).
+
+Owns which parameters are matrices, and the patches of modules that autocast does not know.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ROUTERS = ("gate", "router")
+"""Names of routers that are linear layers."""
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a type has 16 bits: only then the casts matter."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Context of a forward pass; without effect for None and for types of 32 bits or more."""
+    enabled = dtype is not None and is_narrow(dtype)
+    return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)
+
+
+def matrix_type(value: Tensor) -> torch.dtype:
+    """Type in which matrix products with `value` are computed here."""
+    device = value.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+
+
+def patch(model: nn.Module) -> None:
+    """Make head and routers compute in float32, and experts in the type of autocast. Idempotent."""
+    for module in _wide_modules(model):
+        module.forward = partial(_in_float32, module)
+    for module in model.modules():
+        if _expert_parameters(module):
+            module.forward = partial(_in_matrix_type, module)
+
+
+def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep matrices in `dtype` and all other floating-point parameters in float32."""
+    wide = {id(one) for module in _wide_modules(model) for one in module.parameters()}
+    matrices: set[int] = set()
+    for module in model.modules():
+        own = module.parameters(recurse=False) if isinstance(module, nn.Linear) else ()
+        matrices.update(id(one) for one in (*own, *_expert_parameters(module).values()))
+    for one in model.parameters():
+        if one.is_floating_point():
+            one.data = one.data.to(dtype if id(one) in matrices - wide else torch.float32)
+
+
+def _wide_modules(model: nn.Module) -> list[nn.Module]:
+    """The head and the routers."""
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    counts = {getattr(config, name, None) for name in _EXPERT_COUNTS} - {None}
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    found = [] if head is None else [head]
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        is_gate = isinstance(module, nn.Linear) and leaf in _ROUTERS
+        if "Router" in type(module).__name__ or (is_gate and module.out_features in counts):
+            found.append(module)
+    return found
+
+
+def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Matrices of several experts in one tensor [experts, out, in]."""
+    if "Expert" not in type(module).__name__:
+        return {}
+    own = module.named_parameters(recurse=False)
+    return {name: one for name, one in own if one.ndim == 3 and one.is_floating_point()}
+
+
+def _in_float32(module: nn.Module, *given: Any, **named: Any) -> Any:
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return type(module).forward(module, *map(_widened, given), **named)
+
+
+def _widened(value: Any) -> Any:
+    narrow = isinstance(value, Tensor) and is_narrow(value.dtype)
+    return value.float() if narrow else value
+
+
+def _in_matrix_type(module: nn.Module, *given: Any, **named: Any) -> Any:
+    parameters = _expert_parameters(module)
+    rounded = {
+        name: one.to(kind)
+        for name, one in parameters.items()
+        if one.dtype != (kind := matrix_type(one))
+    }
+    if rounded:
+        return functional_call(module, rounded, given, named)
+    return type(module).forward(module, *given, **named)
