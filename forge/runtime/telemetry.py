@@ -140,7 +140,8 @@ def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
-    """`forge_<service>_<noun>_<unit>`, one object per name."""
+    """`forge_<service>_<noun>_<unit>`, one object per name; values of a GPU have the names of
+    NVIDIA's dcgm-exporter."""
     return cast(Gauge, _metric(Gauge, name, help, labels))
 
 
@@ -152,7 +153,8 @@ def histogram(
 
 
 def _metric(kind: type[Any], name: str, help: str, labels: Sequence[str], **options: Any) -> Any:
-    assert name.startswith("forge_"), f"metric {name!r} must be named forge_<service>_..."
+    known = name.startswith(("forge_", "DCGM_FI_"))
+    assert known, f"metric {name!r} must be named forge_<service>_..."
     if name not in _metrics:
         _metrics[name] = kind(name, help, tuple(labels), registry=REGISTRY, **options)
     return _metrics[name]

@@ -20,6 +20,7 @@ from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
@@ -77,6 +78,7 @@ class TrainerApp:
         """Starts actors, servicers and training."""
         self._evaluator = self._make_evaluator()
         self._context.metadata["incarnation"] = secrets.token_hex(8)
+        watch_gpus(self._context, device=self._config.device)
         lineage = await self._elected()
         actors = self._context.actors
         store = CheckpointStore(Path(self._config.checkpoint.dir))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from forge.runtime import weights
+from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig, KvSettings
@@ -29,6 +30,7 @@ _MIB = 1 << 20
 async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     """Start the engine, add its servicers, load frozen weights or follow the policy's; return the
     wait for the last request."""
+    watch_gpus(context, device=context.config.device)
     engine = await _start_engine(context)
     _report_cache(context, engine)
     if context.config.weights == "frozen":
