@@ -247,4 +247,6 @@ async def _kill(process: Process) -> None:
 async def _reason(process: Process) -> str:
     assert process.stderr
     lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=300)
-    return lines[-1] if lines else "the engine gives no reason"
+    # docker ends with a hint to its help.
+    reasons = [line for line in lines if "--help" not in line]
+    return reasons[-1] if reasons else "the engine gives no reason"

@@ -13,13 +13,15 @@ _READ_BYTES = 4096
 
 
 class CuttingProxy:
-    """Forwards connections; stalls the next one that is made after `stall_next`."""
+    """Forwards connections; `stall_next` stalls one."""
 
     def __init__(self) -> None:
         self.port = 0
         """Of both addresses, from `start` on."""
         self.answered_bytes: list[int] = []
         """Bytes to the caller, for each connection."""
+        self.stalled = -1
+        """Number of the stalled connection."""
         self._stall_after: int | None = None
         self._cut = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -30,7 +32,7 @@ class CuttingProxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stall_next(self, *, after_bytes: int) -> None:
-        """Forward no more on the next connection once its caller has got so many bytes."""
+        """Forward no more on the first new connection whose caller has got so many bytes."""
         self._stall_after = after_bytes
 
     def cut(self) -> None:
@@ -43,7 +45,7 @@ class CuttingProxy:
         self._server.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stall_after, self._stall_after = self._stall_after, None
+        may_stall = self._stall_after is not None
         number = len(self.answered_bytes)
         self.answered_bytes.append(0)
         try:
@@ -55,7 +57,7 @@ class CuttingProxy:
         with suppress(OSError):
             while data := await theirs.read(_READ_BYTES):
                 self.answered_bytes[number] += len(data)
-                if stall_after is not None and self.answered_bytes[number] > stall_after:
+                if may_stall and self._stalls(number):
                     await self._cut.wait()
                     break
                 writer.write(data)
@@ -63,6 +65,13 @@ class CuttingProxy:
         asking.cancel()
         for transport in (writer.transport, ours.transport):
             transport.abort()
+
+    def _stalls(self, number: int) -> bool:
+        after = self._stall_after
+        if after is None or self.answered_bytes[number] <= after:
+            return False
+        self.stalled, self._stall_after = number, None
+        return True
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
