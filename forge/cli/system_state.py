@@ -24,7 +24,7 @@ from forge.runtime.process.agreement import AGREED_KEY
 from forge.runtime.process.clock_watch import REMEDY
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
-from forge.runtime.serving_groups import MARK
+from forge.runtime.serving_groups import MARK, is_starting
 from forge.runtime.weights import TRAINER_STANDBYS
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
 
@@ -172,7 +172,8 @@ async def _services(coordinator: Coordinator, channels: Channels) -> list[Servic
         instances += registered
     everyone = await coordinator.all_instances()
     instances += sorted(
-        (one for one in everyone if MARK in one.kind), key=lambda one: (one.kind, one.instance_id)
+        (one for one in everyone if MARK in one.kind and not is_starting(one.kind)),
+        key=lambda one: (one.kind, one.instance_id),
     )
     states = await gather(*(_health(channels, one) for one in instances))
     return [

@@ -13,6 +13,7 @@ from forge.core.errors import InvalidArgument
 
 MARK = "@"
 """Between the kind and the group of an entry."""
+_STARTING = "~"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -24,6 +25,17 @@ def kind_in(group: str, kind: str) -> str:
 def role_of(kind: str) -> str:
     """Return the kind without its group."""
     return kind.partition(MARK)[0]
+
+
+def starting_in(group: str) -> str:
+    """Return the kind of a group's workers that fetch their first weights: they relay these to one
+    another and serve no request. No group has a name with this end."""
+    return f"prefill{MARK}{group}{_STARTING}"
+
+
+def is_starting(kind: str) -> bool:
+    """Whether instances of a kind have no weights yet."""
+    return kind.endswith(_STARTING)
 
 
 def check_group(setting: str, group: str) -> None:

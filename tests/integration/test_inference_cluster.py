@@ -211,6 +211,22 @@ async def test_worker_fetches_its_weights_from_a_peer(inference: InferenceCluste
     assert (await inference.sample(ids)).ids == greedy_of(reference("qwen3"), ids, 16)
 
 
+async def test_starting_workers_fetch_from_one_another(inference: InferenceCluster) -> None:
+    """Four workers start at once beside none with weights. Each finds those that started before it,
+    so the trainer sends the weights less often than to each."""
+    for role in ("prefill", "decode"):
+        await inference.workers(role, 0)
+    fetches = inference.publisher.fetches
+    # Nothing leaves the trainer until all have appeared.
+    async with inference.publisher.held():
+        names = [inference.start("decode") for _ in range(4)]
+        await inference.starting(4)
+    for name in names:
+        await inference.registered("decode", name, weight_version=str(inference.publisher.version))
+    assert 1 <= inference.publisher.fetches - fetches < 4
+    await inference.starting(0)
+
+
 async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> None:
     """With a wrong digest the old version stays in service, until good weights arrive."""
     await serving(inference)

@@ -30,6 +30,9 @@ _TRANSFER_S_PER_TOKEN = 20e-6
 """Guess of the transfer of one token's keys and values, until transfers have shown it."""
 _PREFILL_S_PER_TOKEN = 1e-4
 _STEP_S = 1e-3
+_WEIGHT_OF_OTHERS = 4.0
+"""Requests that a computation slows, per request that is there: more come until it is caught up.
+Found by `benchmarks.routing`: less moves histories too often, more leaves workers idle."""
 _PREFILL_GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
 """Where prefill is apart, a queue slows nobody else: the cost alone would let it grow."""
 EXPECTED_S = 60.0
@@ -247,18 +250,18 @@ class Fleet:
         prefill_s = (own.prefill if own.prefill.is_known else of_all.prefill).seconds
         each_s = (own.step if own.step.is_known else of_all.step).each_s
         store_s = self.store.s_per_token
-        slowed, sampling_s = 0.0, 0.0
+        beside, sampling_s = 0.0, 0.0
         if worker.samples:
-            slowed = self._busy_with(worker, session)
+            beside = self._busy_with(worker, session)
             sampling_s = each_s * self.answer_tokens.seconds
         return Candidate(
             worker=worker.instance_id,
-            queue_delay_s=worker.pending_tokens * prefill_s + slowed * sampling_s,
+            queue_delay_s=worker.pending_tokens * prefill_s + beside * sampling_s,
             cached_tokens=worker.cached.tokens(prompt, now_s=now_s),
             prefill_s_per_token=self.transfer.seconds if has_read else prefill_s,
             migration_s_per_token=store_s if worker.stored_tokens and not has_read else inf,
             sampling_s=sampling_s,
-            slowed=slowed,
+            slowed=_WEIGHT_OF_OTHERS * beside,
         )
 
     def _busy_with(self, worker: Worker, session: str) -> float:

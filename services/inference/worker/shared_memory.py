@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from forge.core.errors import DataLoss
 
@@ -27,6 +28,7 @@ _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 LEAST_BYTES = 1 << 20
 """Smaller spans travel in the message: a file costs more than it saves."""
 _ABANDONED_S = 600.0
+_PIECE_BYTES = 1 << 20
 
 
 def place() -> str:
@@ -49,13 +51,14 @@ def write(data: bytes | memoryview) -> tuple[str, int]:
         # Reserves the memory: writing to a mapping of full memory would kill the process.
         os.posix_fallocate(opened, 0, max(1, len(data)))
         with mmap.mmap(opened, max(1, len(data))) as mapped:
-            mapped[: len(data)] = data
+            for start, piece in _pieces(data):
+                mapped[start : start + len(piece)] = piece
     except BaseException:
         remove(name)
         raise
     finally:
         os.close(opened)
-    return name, xxh3_64_intdigest(data)
+    return name, _checksum(data)
 
 
 def read(name: str, *, size: int, checksum: int) -> memoryview:
@@ -73,9 +76,23 @@ def read(name: str, *, size: int, checksum: int) -> memoryview:
         os.close(opened)
         remove(name)
     data = memoryview(mapped)[:size]
-    if xxh3_64_intdigest(data) != checksum:
+    if _checksum(data) != checksum:
         raise DataLoss(f"shared memory {name} is damaged: wrong checksum")
     return data
+
+
+def _pieces(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the data in pieces: a copy holds the interpreter, which the event loop needs, too."""
+    view = memoryview(data)
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield start, view[start : start + _PIECE_BYTES]
+
+
+def _checksum(data: bytes | memoryview) -> int:
+    found = xxh3_64()
+    for _, piece in _pieces(data):
+        found.update(piece)
+    return found.intdigest()
 
 
 def remove(name: str) -> None:

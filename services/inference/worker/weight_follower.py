@@ -21,11 +21,12 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.streams import flowing
-from forge.runtime.serving_groups import kind_in
+from forge.runtime.serving_groups import kind_in, starting_in
 from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightManifest, digest_of, layout_of, manifest_key
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
+from services.inference.worker.appearance import Appearance
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
@@ -53,9 +54,9 @@ class WeightFollower:
         self._engine = engine
         self._key = manifest_key(policy)
         group = context.config.serving_group
-        self._peers = tuple(
-            context.coordinator.discover(kind_in(group, role)) for role in ("prefill", "decode")
-        )
+        kinds = (kind_in(group, "prefill"), kind_in(group, "decode"), starting_in(group))
+        self._peers = tuple(context.coordinator.discover(kind) for kind in kinds)
+        self._appearance = Appearance(context, kind=starting_in(group))
         self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
         self._silence_s: float = context.config.weight_silence_s
         self.relay = WeightRelay()
@@ -71,6 +72,7 @@ class WeightFollower:
     async def run(self) -> None:
         """Follow until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._appearance.run())
             tasks.create_task(self._listen())
             tasks.create_task(self._keep_up())
 
@@ -78,6 +80,7 @@ class WeightFollower:
         # Peers first: with an empty view it would fetch from the trainer.
         for peers in self._peers:
             await peers.known()
+        await self._appearance.tried()
         async with aclosing(self._context.coordinator.follow(self._key)) as announced:
             async for value in announced:
                 if value is None:
@@ -155,6 +158,7 @@ class WeightFollower:
         self._context.metadata["weight_version"] = str(manifest.weight_version)
         self._context.set_ready()
         await self._context.announce()
+        self._appearance.end()
 
     async def _fetch_from_any(self, manifest: WeightManifest) -> tuple[dict[str, NamedTensor], str]:
         """Return the tensors and the address of the source. Raises `Unavailable` when all sources

@@ -9,6 +9,7 @@ import json
 import signal
 from array import array
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
+from forge.runtime.serving_groups import starting_in
 from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
@@ -43,6 +45,8 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
         self._tensors: Mapping[str, NamedTensor] = {}
         self.version = 0
         self.address = ""
+        self._flows = asyncio.Event()
+        self._flows.set()
         self.fetches = 0
         """How many whole sets of weights were asked of it."""
 
@@ -78,6 +82,15 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
         )
         return version
 
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Meanwhile fetches begin and get nothing."""
+        self._flows.clear()
+        try:
+            yield
+        finally:
+            self._flows.set()
+
     async def fetched(self, times: int) -> None:
         """Returns once whole sets of weights have been asked for so many times more."""
         wanted = self.fetches + times
@@ -89,6 +102,7 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
         if request.weight_version != self.version:
             raise NotFound(f"weights {request.weight_version}")
         self.fetches += 1
+        await self._flows.wait()
         async for response in weight_responses(request, tuple(self._tensors.values())):
             yield response
 
@@ -178,6 +192,12 @@ class InferenceCluster:
 
         (instance,) = await self._coordinator.discover(role).wait(timeout_s=START_S, where=fits)
         return instance
+
+    async def starting(self, count: int) -> None:
+        """Returns once exactly `count` workers say that they fetch their first weights."""
+        discovery = self._coordinator.discover(starting_in(""))
+        await discovery.known()
+        await until(lambda: len(discovery.instances) == count)
 
     async def status(self) -> inference_pb2.GetInferenceStatusResponse:
         stub = await self._router()

@@ -17,6 +17,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
+from forge.runtime.serving_groups import starting_in
 from forge.runtime.weights import FULL_NAME, WeightServicer, layout_of, weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
@@ -128,10 +129,10 @@ class Worker:
         self.channels = Channels(SECURITY)
         self.coordinator = self
         self.config = SimpleNamespace(
-            instance_id=name, serving_group="", weight_silence_s=silence_s
+            instance_id=name, serving_group="", weight_silence_s=silence_s, lease_ttl_s=10
         )
         self.announced: list[dict[str, str]] = []
-        self._kinds = {"prefill": Peers(), "decode": Peers()}
+        self._kinds = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
         self._manifests: asyncio.Queue[bytes] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self._server: RpcServer | None = None
@@ -159,6 +160,16 @@ class Worker:
 
     def discover(self, kind: str) -> Peers:
         return self._kinds[kind]
+
+    async def until_listening(self) -> str:
+        return ""
+
+    async def register(self, *entry: Any, **options: Any) -> SimpleNamespace:
+        """Discovery is what a test writes."""
+
+        async def close() -> None: ...
+
+        return SimpleNamespace(close=close)
 
     async def follow(self, key: str) -> AsyncIterator[Any]:
         while True:

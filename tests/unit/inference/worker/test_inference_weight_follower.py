@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from forge.core.errors import Unavailable
+from forge.runtime.serving_groups import starting_in
 from services.inference.worker.weight_follower import WeightFollower
 
 
@@ -34,11 +35,19 @@ class Context:
     """Of a worker whose coordinator has the weights at once, and its peers when told."""
 
     def __init__(self) -> None:
-        self.peers = {"prefill": Peers(), "decode": Peers()}
+        self.peers = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
         self.asked: asyncio.Queue[str] = asyncio.Queue()
-        self.config = SimpleNamespace(instance_id="self", serving_group="", weight_silence_s=60.0)
+        self.config = SimpleNamespace(
+            instance_id="self", serving_group="", weight_silence_s=60.0, lease_ttl_s=10
+        )
         self.metadata: dict[str, str] = {}
         self.coordinator = self.channels = self
+
+    async def until_listening(self) -> str:
+        return "self:1"
+
+    async def register(self, *entry: Any, **options: Any) -> Any:
+        raise Unavailable("etcd is of no use here")
 
     def discover(self, kind: str) -> Peers:
         return self.peers[kind]
@@ -65,6 +74,7 @@ async def test_started_worker_fetches_weights_from_its_peers_first() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     context.peers["prefill"].show()
+    context.peers[starting_in("")].show()
     context.peers["decode"].show("peer:1")
     assert [await context.asked.get() for _ in range(2)] == ["peer:1", "trainer:1"]
     following.cancel()
