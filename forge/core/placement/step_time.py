@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 
 _KNOWN = 4.0
+_UNKNOWN_SHARE = 0.25
+"""Share of a step that counts as caused by its requests, until steps with few and many are seen."""
+_LEAST_SHARE = 1 / 256
+"""And at least: an idle worker is better than a busy one, if only a little."""
 
 
 class StepTime:
     """`fixed_s + each_s * running`, by least squares over recent observations.
 
-    Neither part is negative. Before the observations differ, the time counts as proportional.
+    Neither part is negative. Before the observations differ, most of the time counts as fixed.
     """
 
     def __init__(self, *, each_s: float, memory: float = 200.0) -> None:
@@ -42,6 +46,6 @@ class StepTime:
         spread = self._xx / self._n - mean_x**2
         proportional = mean_y / max(1.0, mean_x)
         if spread < 0.25 or not self.is_known:
-            return proportional
+            return proportional * _UNKNOWN_SHARE
         slope = (self._xy / self._n - mean_x * mean_y) / spread
-        return min(max(slope, proportional / 16), proportional)
+        return min(max(slope, proportional * _LEAST_SHARE), proportional)
