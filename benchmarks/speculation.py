@@ -4,7 +4,7 @@
                                      [--steps N] [--root DIRECTORY]
 
 Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
-rewards of its own samples, drawn by the embedded engine, with draft heads of five kinds beside it:
+rewards of its own samples, drawn by the embedded engine, with draft heads of four kinds beside it:
 
     frozen     Top-K KL before, no update since
     online     Top-K KL before, and an update with each batch of the policy
@@ -12,7 +12,7 @@ rewards of its own samples, drawn by the embedded engine, with draft heads of fi
     tv_online  total variation before, and an update with each batch
 
 None of them affects the policy: all follow the same one. Every few steps the engine answers
-held-out prompts, one at a time and at temperature 1, without drafts and with each kind of heads:
+held-out prompts, one at a time and at temperature 1, each without drafts and then with them:
 
     acceptance       share of accepted first drafts
     tokens_per_step  tokens of an answer in one decode step, on average
@@ -53,7 +53,7 @@ from forge.core.prefix_tree import Sample
 from forge.rl.mtp.training import MtpTraining
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
 
-PLAIN = "plain"
+PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 STEPS = StepClock()
 
 
@@ -120,19 +120,18 @@ def counts() -> tuple[float, float, float]:
     return DRAFTED.labels("1")._value.get(), taken[0], sum(taken)
 
 
-async def answer_all(policy: Policy, served: Engine, tasks: list[Task], measured: Measured) -> None:
-    """One at a time."""
+async def answer(policy: Policy, served: Engine, task: Task, seed: int, sums: Measured) -> None:
+    """One request alone."""
     before, steps_s = counts(), STEPS.cpu_s
-    for number, task in enumerate(tasks):
-        answer = await served.sample(task.ids, replace(policy.sampling, seed=number))
-        measured.tokens += len(answer.ids)
-        measured.answers += 1
-        measured.cpu_s += answer.decode_cpu_s
-    measured.step_cpu_s += STEPS.cpu_s - steps_s
+    found = await served.sample(task.ids, replace(policy.sampling, seed=seed))
+    sums.tokens += len(found.ids)
+    sums.answers += 1
+    sums.cpu_s += found.decode_cpu_s
+    sums.step_cpu_s += STEPS.cpu_s - steps_s
     first, taken, accepted = (now - then for now, then in zip(counts(), before, strict=True))
-    measured.first_drafts += first
-    measured.first_accepted += taken
-    measured.accepted += accepted
+    sums.first_drafts += first
+    sums.first_accepted += taken
+    sums.accepted += accepted
 
 
 async def measure(
@@ -143,21 +142,21 @@ async def measure(
     rounds: int,
 ) -> dict[str, float]:
     """The figures of every kind under the present weights."""
-    sums: dict[tuple[str, str], Measured] = {}
-    for _ in range(rounds):
-        for kind, heads in [(PLAIN, None), *kinds.items()]:
-            for mode, served in engines.items():
-                if mode == "adaptive" and kind == PLAIN:
-                    continue
-                await served.load(policy.published(heads))
-                warm = Measured()
-                await answer_all(policy, served, tasks if mode == "adaptive" else tasks[:2], warm)
-                one = sums.setdefault((kind, mode), Measured())
-                await answer_all(policy, served, tasks, one)
-    plain = sums[PLAIN, "fixed"]
-    found = {f"{PLAIN}.tokens_per_cpu_s": plain.speed}
-    for kind in kinds:
-        fixed, adaptive = sums[kind, "fixed"], sums[kind, "adaptive"]
+    found: dict[str, float] = {}
+    await engines[PLAIN].load(policy.published(None))
+    for kind, heads in kinds.items():
+        for mode in (FIXED, ADAPTIVE):
+            await engines[mode].load(policy.published(heads))
+        for seed, task in enumerate(tasks):
+            # Acceptance of other heads is to be forgotten.
+            await answer(policy, engines[ADAPTIVE], task, seed, Measured())
+        sums = {mode: Measured() for mode in engines}
+        for _ in range(rounds):
+            for seed, task in enumerate(tasks):
+                # Engines in turn, request by request: other work on the machine changes all alike.
+                for mode, served in engines.items():
+                    await answer(policy, served, task, seed, sums[mode])
+        plain, fixed, adaptive = (sums[mode] for mode in (PLAIN, FIXED, ADAPTIVE))
         found[f"{kind}.acceptance"] = fixed.first_accepted / max(1.0, fixed.first_drafts)
         found[f"{kind}.tokens_per_step"] = fixed.tokens_per_step
         found[f"{kind}.speedup"] = fixed.speed / plain.speed
@@ -205,9 +204,9 @@ async def run(path: Path, size: Size) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         engines = {
             mode: await stack.enter_async_context(
-                engine(path, drafts=HEADS, adaptive=mode == "adaptive")
+                engine(path, drafts=0 if mode == PLAIN else HEADS, adaptive=mode == ADAPTIVE)
             )
-            for mode in ("fixed", "adaptive")
+            for mode in (PLAIN, FIXED, ADAPTIVE)
         }
         sampler = await stack.enter_async_context(engine(path, drafts=0, adaptive=False))
         await sampler.load(policy.published(None))
@@ -245,7 +244,8 @@ def main() -> None:
     size = TINY if options.model == "tiny" else LARGE
     if options.quick:
         size = replace(TINY, steps=4, pretraining=40, prompts=4, rounds=1, points=2)
-    size = replace(size, steps=options.steps or size.steps)
+    if options.steps is not None:
+        size = replace(size, steps=options.steps)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with STEPS.running():
