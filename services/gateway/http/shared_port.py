@@ -114,9 +114,11 @@ class SharedPort:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
                 self._free.release()
-                if error.errno in _NO_DESCRIPTORS:
+                full = error.errno in _NO_DESCRIPTORS
+                if full:
                     log.warning("shared_port_accept_failed", error=error.strerror)
-                    await asyncio.sleep(_PAUSE_S)
+                # A turn of the loop in any case: an error may come back at once.
+                await asyncio.sleep(_PAUSE_S if full else 0)
                 continue
             except asyncio.CancelledError:
                 self._free.release()
