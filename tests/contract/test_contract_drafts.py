@@ -226,6 +226,23 @@ async def test_hand_off_carries_the_last_hidden_state(drafting: Pair, plain: Pai
     assert answer.ids == (await plain.sample(ids, SAMPLED)).ids
 
 
+async def test_heads_draft_in_bfloat16(model_path: Path) -> None:
+    """With the states of the hand-off in that type; every step of an answer drafts."""
+    options: dict[str, Any] = {"draft_tokens": 1, "adaptive_drafts": False, "dtype": "bfloat16"}
+    async with embedded(model_path, **options) as pair:
+        await pair.load(with_heads(published(draftable())), version=1)
+        prompt = engines.make_prompt(prompt_ids(20), SAMPLED)
+        await pair.prefill.prefill(prompt, hold_s=60)
+        span = await pair.prefill.fetch_kv(prompt.request_id, from_token=0)
+        assert len(span.last_state) == 64 * 2
+        drafted, accepted = counted(DRAFTED), counted(ACCEPTED)
+        answer = await pair.sample(prompt_ids(30), replace(SAMPLED, max_tokens=40))
+        drafted, accepted = counted(DRAFTED) - drafted, counted(ACCEPTED) - accepted
+    # 39 tokens of decode: one for each step, one for each accepted draft. The last has no draft
+    # where one token is left.
+    assert drafted in (len(answer.ids) - 1 - accepted, len(answer.ids) - 2 - accepted)
+
+
 async def test_heads_change_with_the_weights(model_path: Path) -> None:
     """In mid-answer, to other heads, heads that do not fit, and none; the drafts follow, the answer
     does not, and the log has one line for each change."""

@@ -105,7 +105,8 @@ class DecodeStep:
             sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
             if self._drafter.most and outcome.tokens:
                 # A copy: a view would keep the states of the whole step.
-                sequence.state = states_NC[row + len(outcome.tokens) - 1].clone()
+                last_C = states_NC[row + len(outcome.tokens) - 1]
+                sequence.state = last_C.to(self.policy.dtype, copy=True)
             row += sequence.step_tokens
             outcomes.append((sequence, outcome))
         self._observe(drafts, counts, depth=depth, seconds=self._clock() - began_s)

@@ -226,7 +226,7 @@ class PrefillActor(ThreadActor):
         if self._policy.drafts is not None:
             for span, state_C in zip(spans, self._policy.head.states, strict=True):
                 # A copy: a view would keep the whole pass.
-                span.reading.state = state_C.clone()
+                span.reading.state = state_C.to(self._policy.dtype, copy=True)
         self._answer([span.reading for span in spans if not span.reading.left])
 
     def _answer(self, complete: Iterable[Reading]) -> None:
