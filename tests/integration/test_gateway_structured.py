@@ -182,7 +182,9 @@ async def test_top_logprobs_are_returned_and_never_stored(
     """Whole, streamed and in responses: as many as requested, with the sampled token if it is one
     of them; the pool has none."""
     client = stack.openai(gateway, stack.token("likeliest:0:0"))
+    # Twelve tokens, whatever the seed draws.
     asked: Any = {"model": "policy", "messages": ask(), "seed": 4, "max_tokens": 12}
+    asked["extra_body"] = {"min_tokens": 12}
     whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=20)
     told = whole.choices[0].logprobs
     streamed: list[Any] = []
