@@ -260,12 +260,14 @@ class _Recorder:
     """A KvPass that records shapes."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int, int]] = {}
+        self.seen: dict[int, tuple[int, int]] = {}
         self.windowed = False
 
     def attend(self, heads: Heads) -> torch.Tensor:
-        self.windowed |= heads.window is not None or heads.softcap is not None
-        self.seen[heads.layer] = (*heads.k_NHD.shape[1:], heads.v_NHD.shape[2])
+        self.windowed |= any(
+            one is not None for one in (heads.window, heads.softcap, heads.sinks_Q)
+        )
+        self.seen[heads.layer] = (heads.k_NHD.shape[1], heads.k_NHD.shape[2])
         return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
 
 
@@ -297,16 +299,12 @@ def _probe(policy: Policy) -> KvShape:
             "the embedded engine needs the same key and value heads in every layer; "
             f"this model has {sorted(shapes) or 'none'} in layers {sorted(recorder.seen)}"
         )
-    ((heads, key_size, value_size),) = shapes
-    if key_size != value_size:
-        raise InvalidArgument(
-            f"the embedded engine needs keys and values of one size, got {key_size}, {value_size}"
-        )
+    ((heads, head_size),) = shapes
     return KvShape(
         layers=layers,
         windowed=recorder.windowed,
         heads=heads,
-        head_size=key_size,
+        head_size=head_size,
         dtype=policy.dtype,
         device=policy.device,
     )

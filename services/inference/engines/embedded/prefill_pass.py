@@ -27,11 +27,12 @@ class PrefillPass:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this pass's keys and values, and those of shared prefixes; see `KvPass`."""
-        layer, q_NQD, k_NHD, v_NHD, _, window, _ = heads
+        layer, q_NQD, k_NHD, v_NHD, _, window, _, sinks_Q = heads
         kind = exact_type(k_NHD)
         q_NQD = q_NQD.to(kind)
         kv_heads, head_size = k_NHD.shape[1:]
         groups = q_NQD.shape[1] // kv_heads
+        sinks = None if sinks_Q is None else sinks_Q.view(kv_heads, groups, 1)
         read_NQD = torch.empty_like(q_NQD)
         offset = 0
         for index, span in enumerate(self._spans):
@@ -52,6 +53,7 @@ class PrefillPass:
                 bias=self._bias_for(index, window),
                 heads=heads,
                 is_causal=span.start == 0 and window is None,
+                sinks=sinks,
             )
             read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
         return read_NQD

@@ -76,7 +76,7 @@ class _Alone:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Causal attention within the window; see `KvPass`."""
-        _, q_NQD, k_NHD, v_NHD, _, window, _ = heads.to(exact_type(heads.v_NHD))
+        _, q_NQD, k_NHD, v_NHD, _, window, _, sinks_Q = heads.to(exact_type(heads.v_NHD))
         positions_N = torch.arange(len(q_NQD), device=q_NQD.device)
         bias_NN = attention_bias(positions_N, len(q_NQD), window=window, dtype=q_NQD.dtype)
         groups = q_NQD.shape[1] // k_NHD.shape[1]
@@ -86,5 +86,6 @@ class _Alone:
             v_NHD.transpose(0, 1).repeat_interleave(groups, 0)[None],
             bias=bias_NN,
             heads=heads,
+            sinks=None if sinks_Q is None else sinks_Q[:, None],
         )[0]
         return out_QND.transpose(0, 1)

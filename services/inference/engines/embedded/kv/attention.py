@@ -12,10 +12,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from forge.core.errors import InvalidArgument
 from forge.rl.numerics import is_narrow, matrix_type
 
 IMPLEMENTATION = "forge_kv"
@@ -34,6 +33,8 @@ class Heads(NamedTuple):
     """Tokens that a query sees, itself included; None: all."""
     softcap: float | None = None
     """Bound of the logits, by tanh; None: none."""
+    sinks_Q: torch.Tensor | None = None
+    """Logit of a key without a value, for each query head; None: none."""
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Convert queries, keys and values."""
@@ -63,23 +64,61 @@ def attention(
     bias: torch.Tensor | None,
     heads: Heads,
     is_causal: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer, [A, B, S, D]; without `bias` causal or over all keys. A cap takes the
-    plain computation, as in transformers: no kernel of torch has one."""
-    if heads.softcap is None:
+    """Attention of one layer, [A, B, S, D]; without `bias` causal or over all keys. `sinks`: those
+    of `heads`, in a shape that broadcasts to [A, B, S]. A cap takes the plain computation, as in
+    transformers: no kernel of torch has one."""
+    if heads.softcap is None and sinks is None:
         return scaled_dot_product_attention(
             q_ABSD, k_ABTD, v_ABTD, attn_mask=bias, is_causal=is_causal, scale=heads.scale
         )
-    scale = q_ABSD.shape[-1] ** -0.5 if heads.scale is None else heads.scale
+    read_ABSD, lse_ABS = attention_with_lse(
+        q_ABSD,
+        k_ABTD,
+        v_ABTD,
+        bias=bias,
+        scale=heads.scale,
+        softcap=heads.softcap,
+        is_causal=is_causal,
+    )
+    return read_ABSD if sinks is None else with_sinks(read_ABSD, lse_ABS, sinks)
+
+
+def with_sinks(read_ABSD: torch.Tensor, lse_ABS: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Let sinks take their share of the probability; `lse_ABS` is that of the scores without."""
+    share_ABS = torch.sigmoid(lse_ABS - sinks.to(lse_ABS.dtype))
+    return (read_ABSD * share_ABS[..., None]).to(read_ABSD.dtype)
+
+
+def attention_with_lse(
+    q_ABSD: torch.Tensor,
+    k_ABTD: torch.Tensor,
+    v_ABTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the log-sum-exp of its scores [A, B, S] in float32 or wider; by a kernel on a
+    CPU without a cap, else by the plain computation."""
+    if q_ABSD.device.type == "cpu" and softcap is None:
+        read_ABSD, lse_ABS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_ABSD, k_ABTD, v_ABTD, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return read_ABSD, lse_ABS
+    scale = q_ABSD.shape[-1] ** -0.5 if scale is None else scale
     scores_ABST = q_ABSD @ k_ABTD.transpose(-1, -2) * scale
-    scores_ABST = torch.tanh(scores_ABST / heads.softcap) * heads.softcap
+    if softcap is not None:
+        scores_ABST = torch.tanh(scores_ABST / softcap) * softcap
     if is_causal:
         positions_S = torch.arange(q_ABSD.shape[-2], device=q_ABSD.device)
         bias = attention_bias(positions_S, len(positions_S), window=None, dtype=q_ABSD.dtype)
     if bias is not None:
         scores_ABST = scores_ABST + bias
-    wide = torch.promote_types(q_ABSD.dtype, torch.float32)
-    return scores_ABST.softmax(-1, dtype=wide).to(q_ABSD.dtype) @ v_ABTD
+    scores_ABST = scores_ABST.to(torch.promote_types(q_ABSD.dtype, torch.float32))
+    return scores_ABST.softmax(-1).to(q_ABSD.dtype) @ v_ABTD, scores_ABST.logsumexp(-1)
 
 
 def attention_bias(
@@ -108,18 +147,19 @@ def _attention(  # noqa: PLR0913
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    if s_aux is not None:
-        raise InvalidArgument(
-            f"{type(module).__name__} has attention sinks, which the embedded engine does not "
-            "support"
-        )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    kind = matrix_type(value)
-    q_NQD, k_NHD, v_NHD = (each[0].to(kind).transpose(0, 1) for each in (query, key, value))
-    heads = Heads(layer, q_NQD, k_NHD, v_NHD, scaling, sliding_window, softcap)
+    kind, values = matrix_type(value), value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Keys and values are stored with one size; zeros change neither scores nor sums.
+    size = max(key.shape[-1], values)
+    q_NQD, k_NHD, v_NHD = (
+        pad(each[0].to(kind), (0, size - each.shape[-1])).transpose(0, 1)
+        for each in (query, key, value)
+    )
+    heads = Heads(layer, q_NQD, k_NHD, v_NHD, scale, sliding_window, softcap, s_aux)
     with torch.autocast(value.device.type, enabled=False):
-        return kv_pass.attend(heads)[None], None
+        return kv_pass.attend(heads)[None, ..., :values], None
 
 
 def register() -> None:

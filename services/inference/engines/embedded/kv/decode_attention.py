@@ -19,6 +19,8 @@ from services.inference.engines.embedded.kv.attention import (
     Heads,
     attention,
     attention_bias,
+    attention_with_lse,
+    with_sinks,
 )
 from services.inference.engines.embedded.kv.shared_prefixes import Trunk
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
@@ -49,7 +51,7 @@ class SlabStep:
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store the new keys and values, then attend; see `KvPass`."""
-        layer, q_NQD, k_NHD, v_NHD, scale, window, _ = heads
+        layer, q_NQD, k_NHD, v_NHD, scale, window, _, sinks_Q = heads
         q_NHGD = q_NQD.view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
         bias = self._bias_for(window, q_NHGD.shape[2])
         out, lse = [], []
@@ -59,8 +61,8 @@ class SlabStep:
             start = new.stop
             k_RHTD, v_RHTD = tokens.store(layer, k_NHD[new], v_NHD[new])
             own = (tokens.padded(q_NHGD[new]), k_RHTD, v_RHTD)
-            if self._reads:
-                read, read_lse = _attention_with_lse(*own, bias=bias[index], scale=scale)
+            if self._reads or sinks_Q is not None:
+                read, read_lse = attention_with_lse(*own, bias=bias[index], scale=scale)
                 lse.append(tokens.unpadded(read_lse[..., None])[..., 0])
             else:
                 read = attention(*own, bias=bias[index], heads=heads)
@@ -68,6 +70,9 @@ class SlabStep:
         out_NHGD = torch.cat(out) if len(out) > 1 else out[0]
         if self._reads:
             self._merge_trunks(layer, q_NHGD, out_NHGD, torch.cat(lse), scale=scale)
+        if sinks_Q is not None:
+            sinks_HG = sinks_Q.view(q_NHGD.shape[1:3])
+            out_NHGD = with_sinks(out_NHGD, torch.cat(lse), sinks_HG)
         return out_NHGD.flatten(1, 2)
 
     def _merge_trunks(
@@ -236,7 +241,7 @@ class _TrunkRead:
         q_RKHGD = q_NHGD[self.table]
         rows, asking, heads, groups, head_size = q_RKHGD.shape
         q_RHKD = q_RKHGD.transpose(1, 2).reshape(rows, heads, asking * groups, head_size)
-        out, lse = _attention_with_lse(q_RHKD, k_RHTD, v_RHTD, bias=self.bias, scale=scale)
+        out, lse = attention_with_lse(q_RHKD, k_RHTD, v_RHTD, bias=self.bias, scale=scale)
         out = out.view(rows, heads, asking, groups, head_size).transpose(1, 2)
         lse = lse.view(rows, heads, asking, groups).transpose(1, 2)
         return out.flatten(0, 1)[self.places], lse.flatten(0, 1)[self.places]
@@ -256,21 +261,6 @@ def _reads(slab: Slab) -> list[list[Trunk]]:
 
 def _is_wide(trunk: Trunk) -> bool:
     return len(trunk.sequences) > _PADDED_SEQUENCES
-
-
-def _attention_with_lse(
-    q_BHGD: torch.Tensor,
-    k_BHTD: torch.Tensor,
-    v_BHTD: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the float32 log-sum-exp of its scores, [B, H, G]; trunks are for CPUs."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHGD, k_BHTD, v_BHTD, 0.0, False, attn_mask=bias, scale=scale
-    )
-    return out, lse
 
 
 def _length(slab: Slab, needed: Sequence[int]) -> int:

@@ -17,7 +17,8 @@ class KvShape:
 
     layers: int
     windowed: bool
-    """Whether some layer has a sliding window or caps its logits: two reads cannot be merged."""
+    """Whether some layer has a sliding window, caps its logits or has sinks: two reads cannot be
+    merged."""
     heads: int
     head_size: int
     dtype: torch.dtype
