@@ -106,6 +106,7 @@ MATRIX = {
     "PrefillService/FetchKv": SERVICE,
     "PrefillService/ReleaseKv": SERVICE,
     "DecodeService/Decode": SERVICE,
+    "CacheService/WatchCache": SERVICE,
     "WeightService/FetchWeights": SERVICE,
     "TrainerService/GetTrainerStatus": VIEWER,
     "TrainerService/WatchSteps": VIEWER,
