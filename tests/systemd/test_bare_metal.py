@@ -132,16 +132,23 @@ def test_gateway_on_an_occupied_port_is_not_restarted(host: BareHost) -> None:
 
 
 def test_moved_trainer_does_not_start_over(host: BareHost) -> None:
-    """A second trainer stands by; without the checkpoints of the first it then refuses, once."""
-    steps = host.journal("--unit=forge-trainer@1").count('"step_done"')
-    assert steps
+    """A standby fetches the checkpoints of the first trainer and continues from them; one that is
+    elected without any refuses, once."""
+    before = trained(host)
+    # Its stop saves a checkpoint.
+    host.run("systemctl", "restart", "forge-trainer@1")
     host.run("systemctl", "start", "forge-trainer@2")
-    until(lambda: '"event": "standby"' in host.journal("--unit=forge-trainer@2"))
+    until(lambda: '"event": "checkpoint_fetched"' in host.journal("--unit=forge-trainer@2"))
     host.run("systemctl", "stop", "forge-trainer@1")
-    until(lambda: host.show("forge-trainer@2", "ActiveState") == "failed")
-    said = host.journal("--unit=forge-trainer@2")
-    assert "/var/lib/forge/trainer-1" in said and "--start-over=" in said
-    assert '"weights_published"' not in said
-    host.run("systemctl", "start", "forge-trainer@1")
+    until(lambda: '"event": "rewound"' in host.journal("--unit=forge-trainer@2"))
     submit(host, 48, 56)
-    until(lambda: trained(host) == 56)
+    until(lambda: trained(host) == before + 8)
+    host.run("systemctl", "stop", "forge-trainer@2")
+    host.run("systemctl", "start", "forge-trainer@3", check=False)
+    until(lambda: host.show("forge-trainer@3", "ActiveState") == "failed")
+    said = host.journal("--unit=forge-trainer@3")
+    assert "/var/lib/forge/trainer-2" in said and "--start-over=" in said
+    assert '"weights_published"' not in said
+    host.run("systemctl", "start", "forge-trainer@2")
+    submit(host, 56, 64)
+    until(lambda: trained(host) == before + 16)
