@@ -33,8 +33,8 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling, Tokens
-from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PAGES = ("README.md", "docs/architecture.md", "docs/training.md", "docs/inference.md")
@@ -112,16 +112,10 @@ async def sample(
 
 def published(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, NamedTensor]:
     """Weights as a trainer publishes them."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        found[name] = NamedTensor(
-            name=name,
-            dtype=tensor_bytes.NAMES[kept.dtype],
-            shape=tuple(kept.shape),
-            data=tensor_bytes.to_bytes(kept),
-        )
-    return found
+    return {
+        name: to_named(name, one.to(dtype) if one.is_floating_point() else one)
+        for name, one in model.state_dict().items()
+    }
 
 
 def gaps(model: torch.nn.Module, answers: Sequence[Answer], dtype: torch.dtype) -> torch.Tensor:

@@ -40,7 +40,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 SHAPE = SHAPES["tiny"]
 
@@ -102,15 +102,7 @@ async def engines(role: str, **options: Any) -> AsyncIterator[Pair]:
         SHAPE.save_pretrained(folder)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(SHAPE, dtype=torch.float32)
-        weights = {
-            name: NamedTensor(
-                name=name,
-                dtype=NAMES[tensor.dtype],
-                shape=tuple(tensor.shape),
-                data=to_bytes(tensor),
-            )
-            for name, tensor in model.state_dict().items()
-        }
+        weights = {name: to_named(name, one) for name, one in model.state_dict().items()}
         chosen = EngineOptions(
             model_path=str(Path(folder)), dtype="float32", request_timeout_s=600.0, **options
         )

@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.environments.gym import GYM_DOMAINS
 from forge.agents.environments.reasoning import ReasoningDomain
-from forge.core.named_tensor import NamedTensor
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.rl.config import LearnerConfig, MtpConfig, MtpLoss, OptimizerConfig
@@ -38,7 +37,7 @@ from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 HEADS = 3
 _numbers = count()
@@ -94,15 +93,7 @@ class Engine:
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Serve these weights."""
         self._version += 1
-        named = {
-            name: NamedTensor(
-                name=name,
-                dtype=NAMES[one.dtype],
-                shape=tuple(one.shape),
-                data=to_bytes(one.detach().contiguous()),
-            )
-            for name, one in tensors.items()
-        }
+        named = {name: to_named(name, one) for name, one in tensors.items()}
         for engine in (self._prefill, self._decode):
             await engine.load(named, version=self._version)
 

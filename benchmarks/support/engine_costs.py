@@ -18,12 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from benchmarks.support.routing_simulation import EngineCosts
-from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
 from services.inference.engines.embedded.engine import EmbeddedBoth
-from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 _STEPS = 12
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -94,15 +93,7 @@ async def _measure(config: PreTrainedConfig, *, quick: bool) -> EngineCosts:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = {
-            name: NamedTensor(
-                name=name,
-                dtype=NAMES[tensor.dtype],
-                shape=tuple(tensor.shape),
-                data=to_bytes(tensor),
-            )
-            for name, tensor in model.state_dict().items()
-        }
+        weights = {name: to_named(name, one) for name, one in model.state_dict().items()}
         options = EngineOptions(
             model_path=str(Path(folder)), dtype="float32", request_timeout_s=600.0
         )

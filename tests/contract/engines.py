@@ -33,7 +33,7 @@ from services.inference.engines.base import (
     Tokens,
 )
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
 torch.set_num_threads(1)
@@ -82,12 +82,7 @@ def published(model: PreTrainedModel) -> dict[str, NamedTensor]:
         if tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        tensors[name] = NamedTensor(
-            name=name,
-            dtype=NAMES[tensor.dtype],
-            shape=tuple(tensor.shape),
-            data=to_bytes(tensor),
-        )
+        tensors[name] = to_named(name, tensor)
     return tensors
 
 
@@ -113,12 +108,7 @@ def with_heads(
         assert isinstance(head, MtpHead)
         head.fuse.weight.data = torch.cat([torch.zeros(channels, channels), torch.eye(channels)], 1)
         head.down.weight.data.zero_()
-    drafted = {
-        name: NamedTensor(
-            name=name, dtype="float32", shape=tuple(one.shape), data=to_bytes(one.detach())
-        )
-        for name, one in heads.named_tensors().items()
-    }
+    drafted = {name: to_named(name, one) for name, one in heads.named_tensors().items()}
     return {**tensors, **drafted}
 
 

@@ -54,3 +54,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def from_named(tensor: NamedTensor) -> torch.Tensor:
     """Return a read-only view of a received tensor."""
     return from_bytes(tensor.data, dtype=tensor.dtype, shape=tensor.shape)
+
+
+def to_named(name: str, tensor: torch.Tensor) -> NamedTensor:
+    """Return a tensor as a trainer publishes it."""
+    return NamedTensor(
+        name=name,
+        dtype=NAMES[tensor.dtype],
+        shape=tuple(tensor.shape),
+        data=to_bytes(tensor.detach().contiguous()),
+    )

@@ -24,7 +24,7 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.heads import MtpHeads
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import logprobs
-from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import to_named
 
 _TOKENS = 40
 _SHAPE: dict[str, Any] = {
@@ -103,13 +103,7 @@ def test_draft_heads_run_in_16_bits(tmp_path: Path) -> None:
 
 
 def _published(tensors: Mapping[str, torch.Tensor]) -> dict[str, NamedTensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        kept = tensor.bfloat16()
-        found[name] = NamedTensor(
-            name=name, dtype=NAMES[kept.dtype], shape=tuple(kept.shape), data=to_bytes(kept)
-        )
-    return found
+    return {name: to_named(name, one.bfloat16()) for name, one in tensors.items()}
 
 
 def _trained(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
