@@ -75,6 +75,8 @@ def _tombstones_of_freed(
     for task_id, state in command.states.items():
         if not command.tombstone_freed or state.state != common_pb2.GROUP_STATE_PENDING:
             continue
+        if not records.has(Table.GROUPS, group_key(task_id)):
+            continue  # An orphan has a state only; `_is_new_state` refuses it.
         stored = intact_state(records, task_id)
         if stored is not None and stored.freed_unix_s and not is_erased(records, task_id):
             check_not_moved(records, task_id)

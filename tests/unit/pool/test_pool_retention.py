@@ -19,7 +19,7 @@ from forge.core.queue.groups import FREED
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
-from services.pool.data.commands import FreeGroups, SetGroupStates
+from services.pool.data.commands import FreeGroups, MarkOrphans, SetGroupStates
 from services.pool.data.freeing import Freed
 from services.pool.maintenance import backup
 from services.pool.storage.keys import group_key, trajectory_key
@@ -173,6 +173,17 @@ def test_half_freed_group_is_freed_to_its_end_after_a_start_over(store):
     assert free_now(store, "task").groups == 1
     counts = records_of(store)
     assert (counts[Table.TURNS], counts[Table.REWARDS], counts[Table.SETTLED]) == (0, 0, 0)
+
+
+def test_freed_orphan_gets_no_state_by_a_start_over(store):
+    """Its group was never here: the answer says so, and nothing is stored."""
+    commit(store, MarkOrphans(task_ids=("task",), now_unix_s=SETTLED_S))
+    assert free_now(store, "task").groups == 1
+    before = records_of(store)
+    pending = {"task": common_pb2.GroupRecord(state=PENDING)}
+    with pytest.raises(NotFound, match="group task is not on this shard"):
+        commit(store, SetGroupStates(states=pending, fence=1, tombstone_freed=True, now_unix_s=0.0))
+    assert records_of(store) == before
 
 
 @pytest.mark.parametrize("state", [TOMBSTONED, EVALUATED])
