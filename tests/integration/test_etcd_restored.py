@@ -63,6 +63,21 @@ async def many_revisions(coordinator: Coordinator, count: int) -> None:
         )
 
 
+async def restore(etcd: EtcdServer, snapshot: Path, coordinator: Coordinator) -> None:
+    """Return once etcd answers this client again: after a refusal its connection pauses, and calls
+    fail at once."""
+    etcd.restore(snapshot)
+
+    async def answers() -> bool:
+        try:
+            await coordinator.get("config/x")
+        except Unavailable:
+            return False
+        return True
+
+    await until(answers)
+
+
 async def test_schedulers_continue_on_an_older_etcd(
     forge: SchedulerCluster, own_etcd: EtcdServer, coordinator: Coordinator, tmp_path: Path
 ) -> None:
@@ -141,7 +156,7 @@ async def test_replicas_continue_on_an_older_etcd(
         before = await ReplicaSet.read(coordinator, "s0")
         assert before is not None
 
-        own_etcd.restore(tmp_path / "snapshot")
+        await restore(own_etcd, tmp_path / "snapshot", coordinator)
 
         async def led_anew() -> bool:
             found = await ReplicaSet.read(coordinator, "s0")
@@ -197,7 +212,7 @@ async def test_trainers_continue_on_an_older_etcd(
     second = await elected("second")
     await second.saved(saved(store, second, 2), step=2, weight_version=2)
     await second.resign()
-    own_etcd.restore(tmp_path / "snapshot")
+    await restore(own_etcd, tmp_path / "snapshot", coordinator)
 
     third = await elected("third")
     assert third.began_fence > second.began_fence

@@ -239,6 +239,7 @@ async def test_registrations_survive_a_lost_data_directory(
     discovery = observer.discover("pool")
     await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
+    await until(lambda: not registration.alive)
     own_etcd.forget()
     await in_thread(own_etcd.start)
     await until(lambda: registration.alive)
