@@ -162,11 +162,14 @@ class ScriptedGateway:
         session.context_actions.append(seen.get("context_action", ""))
         return await self.script(token, messages)
 
-    async def until_aborted(self) -> None:
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Note the end of a held call, also of one whose caller has gone before it is held."""
         try:
-            await asyncio.Event().wait()
+            yield
         finally:
-            self.aborted.set()
+            if self.hold_after_first_word:
+                self.aborted.set()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
@@ -224,9 +227,10 @@ class _Servicer(GatewayServiceServicer):
         if aborted:
             await context.abort(*aborted[0])
         for word in message["content"].split(" "):
-            yield gateway_pb2.ChatResponse(delta=word)
-            if self._gateway.hold_after_first_word:
-                await self._gateway.until_aborted()
+            with self._gateway.holding():
+                yield gateway_pb2.ChatResponse(delta=word)
+                if self._gateway.hold_after_first_word:
+                    await asyncio.Event().wait()
         yield gateway_pb2.ChatResponse(
             message=to_proto(message),
             finish_reason=common_pb2.FINISH_REASON_STOP,
