@@ -85,8 +85,9 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _in_float32(module: nn.Module, *given: Any, **named: Any) -> Any:
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    device = next(module.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        named = {name: _widened(one) for name, one in named.items()}
         return type(module).forward(module, *map(_widened, given), **named)
 
 
