@@ -15,7 +15,7 @@ import grpc.aio
 
 from forge.core.errors import DataLoss, ForgeError
 from forge.runtime.concurrency.backoff import Backoff
-from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.concurrency.tasks import cancel_and_wait, raise_if_cancelled
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
@@ -57,6 +57,7 @@ class CacheWatch:
                         backoff.reset()
                         self._report(worker, change)
             except ForgeError as error:
+                raise_if_cancelled()
                 CACHE_RESYNCS.inc()
                 log.debug("cache_watch_failed", worker=worker.instance_id, error=str(error))
             await asyncio.sleep(backoff.next_s())
