@@ -147,7 +147,7 @@ async def test_requests_without_a_session_are_answered_where_they_arrive(
 async def test_sessions_of_a_killed_process_are_answered_by_the_other(
     stack: GatewayStack, url: str
 ) -> None:
-    """At once, before discovery knows: a socket that nobody takes stays."""
+    """A socket that no process takes stays where it is, also before discovery knows."""
     stack.kill(NAMES[1])
     before = (await counts(NAMES[0]))["turns"]
     names = [f"shared-{number}:0:0" for number in range(3, SESSIONS)]

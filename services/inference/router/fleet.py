@@ -34,7 +34,8 @@ _WEIGHT_OF_OTHERS = 4.0
 """Requests that a computation slows, per request that is there: more come until it is caught up.
 Found by `benchmarks.routing`: less moves histories too often, more leaves workers idle."""
 _PREFILL_GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
-"""Where prefill is apart, a queue slows nobody else: the cost alone would let it grow."""
+"""Bounds the queue of a prefill worker. That queue slows no running answer, so the cost alone would
+let it grow."""
 EXPECTED_S = 60.0
 """Time for which a placed prompt counts as cached, if the worker does not report it."""
 

@@ -1,4 +1,4 @@
-"""GPUs are watched through NVML; whatever fails there, the service goes on."""
+"""NVML gives the state of GPUs. Its failures do not stop the service."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_the_directory_entry_has_a_summary() -> None:
 
 
 async def test_a_driver_that_fails_later_is_one_line() -> None:
-    """The summary leaves the directory; the service goes on."""
+    """The directory entry loses its summary. The service continues."""
     context, watch = _watch(_FakeNvml("nvmlDeviceGetCount"))
     context.metadata[METADATA_KEY] = "0 NVIDIA H100"
     with structlog.testing.capture_logs() as lines:
