@@ -73,11 +73,14 @@ class FetchCheckpointRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HAVE_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     trainer: _builtins.str
-    """Name of the process that fetches. A trainer that stops waits until each one has its last
+    """Name of the process that fetches. A trainer that stops waits until each one has stored its last
     checkpoint.
     """
+    stored: _builtins.bool
+    """Says that the checkpoint is stored. The response is empty."""
     @_builtins.property
     def have(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By path: bytes from the beginning of the file."""
@@ -88,10 +91,11 @@ class FetchCheckpointRequest(_message.Message):
         step: _builtins.int = ...,
         have: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         trainer: _builtins.str = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "step", b"step", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "step", b"step", "stored", b"stored", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

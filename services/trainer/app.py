@@ -160,12 +160,14 @@ class TrainerApp:
             if not task.cancelled() and (error := task.exception()) is not None:
                 context.fail("checkpoint-follower", error)
 
-        follower = asyncio.create_task(CheckpointFollower(context, directory).follow())
-        follower.add_done_callback(ended)
+        follower = CheckpointFollower(context, directory)
+        following = asyncio.create_task(follower.follow())
+        following.add_done_callback(ended)
         try:
             await lineage.campaign(context.stand_by)
+            await follower.arrived()
         finally:
-            await cancel_and_wait(follower)
+            await cancel_and_wait(following)
 
     async def _hand_over(self, step: int, *, give_up_s: float) -> None:
         """Waits until standbys on other hosts have the last checkpoint."""

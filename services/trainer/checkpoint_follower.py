@@ -37,12 +37,18 @@ class CheckpointFollower:
         """Of the leader; kept while it drains, when discovery no longer has it."""
         self._wanted: LineageRecord | None = None
         self._news = asyncio.Event()
+        self._arriving = asyncio.Lock()
 
     async def follow(self) -> None:
         """Follow until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._keep_up())
+
+    async def arrived(self) -> None:
+        """Returns once no checkpoint is in the middle of its arrival."""
+        async with self._arriving:
+            pass
 
     async def _listen(self) -> None:
         await self._trainers.known()
@@ -61,7 +67,10 @@ class CheckpointFollower:
             record = self._wanted
             try:
                 if record is not None and record.step:
-                    await self._obtain(record)
+                    async with self._arriving:
+                        stored = await self._obtain(record)
+                    if stored:
+                        await self._confirm(record)
                 backoff.reset()
                 await self._news.wait()
             except ForgeError as error:
@@ -78,7 +87,8 @@ class CheckpointFollower:
                 except TimeoutError:
                     continue
 
-    async def _obtain(self, record: LineageRecord) -> None:
+    async def _obtain(self, record: LineageRecord) -> bool:
+        """Whether the checkpoint is here now; False if a newer one has replaced it."""
         here = partial(
             is_current,
             self._directory,
@@ -87,25 +97,36 @@ class CheckpointFollower:
             fingerprint=record.fingerprint,
         )
         if await asyncio.to_thread(here):
-            return
+            return True
         staging = Staging(self._directory, step=record.step, fingerprint=record.fingerprint)
         have = await asyncio.to_thread(staging.begin)
-        request = pb.FetchCheckpointRequest(
-            step=record.step, have=have, trainer=self._context.metadata["incarnation"]
-        )
+        try:
+            async with aclosing(self._fetch(step=record.step, have=have)) as responses:
+                async for response in responses:
+                    await asyncio.to_thread(staging.add, response)
+        except NotFound:
+            if self._wanted is record:
+                raise
+            return False
+        path = await asyncio.to_thread(staging.complete)
+        log.info("checkpoint_fetched", step=record.step, path=str(path), source=self._address)
+        return True
+
+    async def _confirm(self, record: LineageRecord) -> None:
+        async with aclosing(self._fetch(step=record.step, stored=True)) as responses:
+            # A leader of an earlier release sends the checkpoint again.
+            async for _ in responses:
+                return
+
+    async def _fetch(self, **fields: Any) -> AsyncGenerator[pb.FetchCheckpointResponse, None]:
+        request = pb.FetchCheckpointRequest(trainer=self._context.metadata["incarnation"], **fields)
         stub = rpc.TrainerServiceStub(self._context.channels.get(self._source()))
         call: Any = stub.FetchCheckpoint(request)
         try:
             async for response in flowing(call, silence_s=SILENCE_S, source="the trainer"):
-                await asyncio.to_thread(staging.add, response)
-        except NotFound:
-            if self._wanted is record:
-                raise
-            return
+                yield response
         finally:
             call.cancel()
-        path = await asyncio.to_thread(staging.complete)
-        log.info("checkpoint_fetched", step=record.step, path=str(path), source=self._address)
 
     def _source(self) -> str:
         for instance in self._trainers.instances:
@@ -120,30 +141,32 @@ class CheckpointSource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._sent: dict[str, int] = {}
-        """By standby, the step that it has fetched last; 0 during its first."""
+        self._stored: dict[str, int] = {}
+        """By standby, the step of the newest checkpoint that it has stored; 0 before the first."""
         self._changed = asyncio.Event()
 
     async def send(
         self, request: pb.FetchCheckpointRequest
     ) -> AsyncGenerator[pb.FetchCheckpointResponse, None]:
         """The responses to one call. Raises `NotFound` and `DataLoss`."""
-        self._sent.setdefault(request.trainer, 0)
+        if request.stored:
+            self._stored[request.trainer] = request.step
+            self._changed.set()
+            return
+        self._stored.setdefault(request.trainer, 0)
         responses = pieces(self._directory, request)
         try:
             while (response := await asyncio.to_thread(next, responses, None)) is not None:
                 yield response
         finally:
             await asyncio.to_thread(responses.close)
-        self._sent[request.trainer] = request.step
-        self._changed.set()
 
     async def handed_over(self, step: int, *, standbys: int) -> None:
-        """Wait until the standbys that fetch have the checkpoint of `step`. `standbys` counts all,
-        also those of a shared directory."""
+        """Wait until the standbys that have ever asked here have stored the checkpoint of `step`.
+        `standbys` counts those that live."""
         while True:
             self._changed.clear()
-            fetched = sum(sent >= step for sent in self._sent.values())
-            if fetched >= min(standbys, len(self._sent)):
+            stored = sum(newest >= step for newest in self._stored.values())
+            if stored >= min(standbys, len(self._stored)):
                 return
             await self._changed.wait()

@@ -98,6 +98,7 @@ class Lineage:
         """Of the newest checkpoint here, at the start."""
         self.name = ""
         """Id of the lineage, from `begin` on."""
+        self._saving = asyncio.Lock()
 
     @property
     def fence(self) -> int:
@@ -233,18 +234,21 @@ class Lineage:
         return max(served)
 
     async def saved(self, path: Path, *, step: int, weight_version: int) -> None:
-        """Store that the checkpoint of `step` is durable here; without etcd the next one does."""
+        """Store that the checkpoint of `step` is durable here, unless a later one is.
+
+        Without etcd the next call does.
+        """
         try:
-            record, revision = await self._read()
-            if record is None or record.lineage != self.name:
-                raise StaleFence(f"the lineage in etcd is no longer {self.name}")
-            changed = self._at(
-                record,
-                step=step,
-                weight_version=weight_version,
-                fingerprint=await asyncio.to_thread(fingerprint_of, path),
-            )
-            await self._write(changed, revision)
+            fingerprint = await asyncio.to_thread(fingerprint_of, path)
+            async with self._saving:
+                record, revision = await self._read()
+                if record is None or record.lineage != self.name:
+                    raise StaleFence(f"the lineage in etcd is no longer {self.name}")
+                if record.step <= step:
+                    changed = self._at(
+                        record, step=step, weight_version=weight_version, fingerprint=fingerprint
+                    )
+                    await self._write(changed, revision)
         except (Unavailable, StaleFence) as error:
             log.warning("checkpoint_not_announced", step=step, error=str(error))
 

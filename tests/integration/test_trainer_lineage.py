@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from services.trainer.checkpoint.store import read_checkpoint
+from services.trainer.lineage import RECORD_KEY, Lineage, LineageRecord
 from tests.support.runtime.cut_connection import ADDRESS, CuttingProxy
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
@@ -31,6 +33,10 @@ needs_namespaces = pytest.mark.skipif(
     reason="unshare is not permitted here",
 )
 SETTINGS = {"checkpoint__every_steps": 1}
+
+
+async def no_groups() -> int:
+    return 0
 
 
 class TwoHosts:
@@ -156,6 +162,27 @@ async def test_standby_on_another_host_fetches_the_checkpoints(hosts: TwoHosts) 
     hosts.second.kill()
     await until(lambda: len(hosts.first.logged("rewound")) == 2 or None)
     assert hosts.first.logged("rewound")[-1]["step"] == 3
+
+
+async def test_checkpoints_saved_at_once_leave_the_later_one_in_the_record(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """A drain can save while a checkpoint of a step is being announced: a standby that was told of
+    none, or of the earlier one last, would never fetch the last."""
+    lineage = Lineage(coordinator, trainer="t", location="h:/c", start_over="", ttl_s=30.0)
+    await lineage.campaign(lambda: None)
+    await lineage.begin(None, no_groups)
+    steps = range(1, 6)
+    for step in steps:
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "state.json").write_text(f'{{"step": {step}}}')
+    for order in (steps, reversed(steps)):
+        await asyncio.gather(
+            *(lineage.saved(tmp_path / f"step-{n}", step=n, weight_version=n) for n in order)
+        )
+        record = await coordinator.get(RECORD_KEY)
+        assert record is not None and LineageRecord.decode(record.value).step == 5
+    await lineage.resign()
 
 
 async def test_standby_with_copies_follows_a_refused_trainer(hosts: TwoHosts) -> None:
