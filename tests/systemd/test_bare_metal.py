@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.systemd.bare_host import BareHost, missing
 from tests.support.systemd.installed import Installed
-from tests.support.systemd.work import TASKS, until
+from tests.support.systemd.work import SESSIONS, TASKS, until
 
 FORGE = "/opt/forge/.venv/bin/forge"
 CLUSTER = ("--etcd", "127.0.0.1:2379", "--key-file", "/etc/forge/key")
@@ -28,6 +28,7 @@ def host(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """The host with everything started and not yet rebooted."""
     root = installed.copy(tmp_path_factory.mktemp("host") / "debian12")
     (root / "root/tasks.py").write_text(TASKS)
+    (root / "root/sessions.py").write_text(SESSIONS)
     host = BareHost(root, shared=installed.software)
     host.boot()
     try:
@@ -129,6 +130,20 @@ def test_gateway_on_an_occupied_port_is_not_restarted(host: BareHost) -> None:
     assert host.show("forge-gateway@2", "NRestarts") == "0"
     assert host.show("forge-gateway@2", "ExecMainStatus") == "2"
     assert "8000" in host.journal("--unit=forge-gateway@2")
+
+
+def test_gateways_of_a_host_share_a_port(host: BareHost) -> None:
+    """By the documented settings: each session reaches one process, whichever the kernel chose."""
+    settings = "/etc/forge/gateway.toml"
+    host.run("sed", "-i.bak", r"s/^port = 8000/port = 0\nshared_port = 8000/", settings)
+    host.run("systemctl", "restart", "forge-gateway@1", "forge-gateway@2")
+    until(lambda: all(host.show(f"forge-gateway@{n}", "ActiveState") == "active" for n in (1, 2)))
+    sessions = ("/opt/forge/.venv/bin/python", "/root/sessions.py", "8000", "9231", "9232")
+    until(lambda: "handed over by both" in host.run(*sessions))
+    host.run("systemctl", "stop", "forge-gateway@2")
+    host.run("mv", f"{settings}.bak", settings)
+    host.run("systemctl", "restart", "forge-gateway@1")
+    until(lambda: all_active(host))
 
 
 def test_moved_trainer_does_not_start_over(host: BareHost) -> None:
