@@ -11,7 +11,7 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs engine-vllm \
-	dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+	test-ranks dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -93,6 +93,9 @@ test-vm: setup  ## Limits of sandboxes and containers in a virtual machine (root
 
 test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agent
 	@FORGE_FIRST_AGENT=1 $(PY) -m pytest tests/e2e/test_e2e_first_agent.py
+
+test-ranks: setup  ## Trainers of 2 and 4 processes under torchrun, against one process
+	@$(PY) -m pytest --timeout=1800 tests/ranks
 
 test-wheel: dist  ## Install the wheel in an environment of its own and train with it
 	@$(PY) -m pytest --timeout=3600 tests/wheel

@@ -145,6 +145,14 @@ class TreePlan:
         """Number of tokens to compute."""
         return len(self.ids) // TOKEN_BYTES
 
+    def work(self, pair_cost: float) -> float:
+        """Tokens to compute, each weighted by the tokens it attends."""
+
+        def until(depth: int) -> float:
+            return depth + pair_cost * depth * (depth + 1) / 2
+
+        return sum(until(one.depth + one.end - one.start) - until(one.depth) for one in self.nodes)
+
 
 def plan_trees(
     samples: Sequence[Sample], *, token_budget: int, pair_cost: float = 0.0, relay: bool = True

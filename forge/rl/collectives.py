@@ -16,6 +16,11 @@ from torch import Tensor
 class RankShortage(MemoryError):
     """Another rank of the group ran out of memory."""
 
+    def __init__(self, message: str, group: dist.ProcessGroup) -> None:
+        super().__init__(message)
+        self.group = group
+        """The group in which that rank reported it."""
+
 
 class RankLost(RuntimeError):
     """Another rank of the group does not respond; that rank reports the cause."""
@@ -40,7 +45,7 @@ def meet(group: dist.ProcessGroup, device: torch.device, *, shortage: bool = Fal
     short = torch.tensor([rank + 1 if shortage else 0], dtype=torch.int32, device=device)
     _reduce(short, dist.ReduceOp.MAX, group)
     if int(short) and not shortage:
-        raise RankShortage(f"out of memory on rank {int(short) - 1} of the group")
+        raise RankShortage(f"out of memory on rank {int(short) - 1} of the group", group)
 
 
 def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import OptimizerConfig
@@ -34,10 +35,16 @@ class Optimizers:
         """Steps the parameters of a transformers model that require a gradient, and `extra`
         parameters by AdamW at a scaled rate.
 
-        Raises `InvalidArgument` when the optimizer's package is missing.
+        Raises `InvalidArgument` when the optimizer's package is missing, and for sharded parameters
+        with another optimizer than adamw.
         """
         self.name = config.name
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if config.name != "adamw" and any(isinstance(p, DTensor) for p in self.parameters):
+            raise InvalidArgument(
+                f"optimizer.name = {config.name!r} is not allowed with sharded parameters, since "
+                "it steps whole tensors: use 'adamw'"
+            )
         matrices = _backbone_matrices(model) if config.name == "muon" else []
         taken = {id(parameter) for parameter in matrices}
         others = [p for p in self.parameters if id(p) not in taken]

@@ -10,10 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forge.core.prefix_tree import Sample, plan_trees
+from forge.core.prefix_tree import Sample, TreePlan, plan_trees
 from forge.rl.losses.objective import BatchSize
 from forge.rl.model.capabilities import pair_cost
+from forge.rl.parallel.rounds import TreeCost, divide
 from forge.rl.tree.batch import TreeBatch, build_tree_batch
+
+TRIED_ROUNDS = 4
+"""Numbers of trees per data group that a plan is tried with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +59,27 @@ class BatchPlan:
 
 
 def plan_batch(
-    samples: Sequence[Sample], *, token_budget: int, channels: int, relay: bool = True
+    samples: Sequence[Sample],
+    *,
+    token_budget: int,
+    channels: int,
+    relay: bool = True,
+    data_groups: int = 1,
 ) -> BatchPlan:
     """Merge a batch's samples into trees, on any thread; needs no weights.
 
-    `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. Raises
+    `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. With
+    several data groups the trees are those that the groups finish earliest. Raises
     `InvalidArgument` for a malformed sample.
     """
     began = time.perf_counter()
     for sample in samples:
         sample.validate()
     trainable = [sample for sample in samples if sample.trained]
-    plans = plan_trees(
-        trainable, token_budget=token_budget, pair_cost=pair_cost(channels), relay=relay
-    )
+    cost = pair_cost(channels)
+    plans = plan_trees(trainable, token_budget=token_budget, pair_cost=cost, relay=relay)
+    if data_groups > 1:
+        plans = _for_groups(plans, trainable, token_budget, data_groups, pair_cost=cost)
     trees = tuple(
         build_tree_batch(plan, trainable, channels=channels, token_budget=token_budget)
         for plan in plans
@@ -79,3 +90,30 @@ def plan_batch(
         samples=tuple(trainable),
         token_budget=token_budget,
     )
+
+
+def _for_groups(
+    plans: list[TreePlan],
+    samples: Sequence[Sample],
+    budget: int,
+    groups: int,
+    *,
+    pair_cost: float,
+) -> list[TreePlan]:
+    """The best of several plans for groups that compute at the same time: smaller trees compute
+    shared prefixes more often, larger ones leave groups without work."""
+    best, least = plans, _span(plans, groups, pair_cost)
+    tokens = sum(plan.tokens for plan in plans)
+    fewest = max(1, -(-tokens // (budget * groups)))
+    for rounds in range(fewest, fewest + TRIED_ROUNDS):
+        smaller = min(budget, -(-tokens // (groups * rounds)))
+        tried = plan_trees(samples, token_budget=smaller, pair_cost=pair_cost, relay=False)
+        fits = all(plan.tokens <= budget for plan in tried)
+        if fits and (span := _span(tried, groups, pair_cost)) < least:
+            best, least = tried, span
+    return best
+
+
+def _span(plans: Sequence[TreePlan], groups: int, pair_cost: float) -> float:
+    costs = [TreeCost(work=plan.work(pair_cost), passes=len(plan.parts)) for plan in plans]
+    return divide(costs, groups).span

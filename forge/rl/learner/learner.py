@@ -22,9 +22,10 @@ from forge.core.prefix_tree import Sample
 from forge.rl.collectives import RankShortage, meet
 from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
-from forge.rl.learner.critic import Credit, Critic, critic_stats
+from forge.rl.learner.critic import Critic, critic_stats
+from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_of, token_stats
 from forge.rl.learner.types import StepResult
-from forge.rl.losses.objective import Objective
+from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
 from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
@@ -32,17 +33,8 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.out_of_memory import memory_shortage, smaller_budgets
+from forge.rl.parallel.sharding import clip_gradients
 from forge.rl.tree.batch import TreeBatch
-
-
-@dataclass(slots=True, kw_only=True)
-class _Frozen:
-    """Log-probs of a tree that stay fixed over the epochs of a batch."""
-
-    old: Tensor
-    reference: Tensor | None
-    credit: Credit | None
-    """With a critic: advantages and values at the beginning of the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +46,7 @@ class _Gradient:
     stats: list[TokenStats] = field(default_factory=list)
     balance_loss: float = 0.0
     mtp: MtpStats = MtpStats()  # noqa: RUF009
-    frozen: list[_Frozen] = field(default_factory=list)
+    frozen: list[Frozen] = field(default_factory=list)
     retries: int = 0
     shortage: str = ""
     failed: str = ""
@@ -64,7 +56,7 @@ class _Gradient:
 class Reference(Protocol):
     """The frozen reference policy of a KL penalty."""
 
-    def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [T], as `TreePolicy.logprobs` returns them."""
         ...
 
@@ -97,6 +89,7 @@ class Learner:
             )
         self.steps = 0
         """Optimizer steps taken so far."""
+        self._share = Share(trees=())
         self.token_budget = config.token_budget
         """Current budget: lowered when memory runs out, until the process ends."""
         self._critic: Critic | None = None
@@ -122,6 +115,7 @@ class Learner:
             token_budget=token_budget or self.token_budget,
             channels=self.policy.channels,
             relay=self.policy.group is None,
+            data_groups=self.policy.world.shape.data_groups,
         )
 
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
@@ -144,13 +138,15 @@ class Learner:
             skipped=skipped,
             stats=policy_stats(first.stats, weight_version=weight_version),
             domains=domain_stats(first.stats, weight_version=weight_version),
-            critic=critic_stats([one.credit for one in frozen if one.credit is not None]),
+            critic=critic_stats(credits_of_all(frozen, self.policy.world)),
             balance_loss=first.balance_loss,
             mtp=first.mtp,
             compute_s=time.perf_counter() - began,
             plan=plan,
             cut_short=cut_short,
             memory_retries=first.retries,
+            empty_passes=self._share.empty_passes,
+            imbalance=self._share.imbalance,
             shortage=first.shortage,
         )
 
@@ -189,22 +185,29 @@ class Learner:
             torch.set_rng_state(rng)
 
     def _attempt(
-        self, plan: BatchPlan, weight_version: int, frozen: list[_Frozen]
+        self, plan: BatchPlan, weight_version: int, frozen: list[Frozen]
     ) -> tuple[float, list[TokenStats], str]:
-        """`accumulate`, and the error of a rank that ran out of memory, or ""."""
-        group, device = self.policy.group, self.policy.device
+        """`accumulate`, and the error of a rank that ran out of memory, or "".
+
+        A rank of a world that shards parameters raises that error: the others wait for its part of
+        a layer, where no message can reach them.
+        """
+        world, device = self.policy.world, self.policy.device
         try:
             loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
-            if group is not None:
-                meet(group, device)
+            if world.everyone is not None:
+                meet(world.everyone, device)
             return loss, stats, ""
         except (RuntimeError, MemoryError) as error:
-            shortage, remote = memory_shortage(error), isinstance(error, RankShortage)
-            if not shortage:
+            shortage = memory_shortage(error)
+            if not shortage or world.shape.sharded:
                 raise
+            heard = {error.group} if isinstance(error, RankShortage) else set()
         # After the except block the traceback is freed, and with it the activations.
-        if group is not None and not remote:
-            meet(group, device, shortage=True)
+        if world.tree is not None and not heard and world.tree is not world.everyone:
+            meet(world.tree, device, shortage=True)
+        if world.everyone is not None and world.everyone not in heard:
+            meet(world.everyone, device, shortage=True)
         return 0.0, [], shortage
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
@@ -224,7 +227,7 @@ class Learner:
     def _pass_tokens(self, plan: BatchPlan) -> int:
         return max((self.policy.pass_tokens(tree) for tree in plan.trees), default=0)
 
-    def _later_epochs(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
+    def _later_epochs(self, plan: BatchPlan, frozen: list[Frozen], weight_version: int) -> str:
         """The updates after the first; why they were cut short, or ""."""
         for _ in range(1, self.config.epochs):
             loss, _, shortage = self._attempt(plan, weight_version, frozen)
@@ -238,7 +241,7 @@ class Learner:
         return ""
 
     def accumulate(
-        self, plan: BatchPlan, *, weight_version: int = 0, frozen: list[_Frozen] | None = None
+        self, plan: BatchPlan, *, weight_version: int = 0, frozen: list[Frozen] | None = None
     ) -> tuple[float, list[TokenStats]]:
         """The loss over the whole batch; its gradient is on the parameters.
 
@@ -249,81 +252,88 @@ class Learner:
             return self._accumulate(plan, weight_version, [] if frozen is None else frozen)
 
     def _accumulate(
-        self, plan: BatchPlan, weight_version: int, frozen: list[_Frozen]
+        self, plan: BatchPlan, weight_version: int, frozen: list[Frozen]
     ) -> tuple[float, list[TokenStats]]:
-        size = plan.size
+        size, policy = plan.size, self.policy
         loss = 0.0
         stats = []
         if self.mtp is not None:
             self.mtp.begin()
-        trees = [self.policy.arranged(tree) for tree in plan.trees]
-        self.policy.begin(trees)
-        for index, tree in enumerate(one.to(self.policy.device) for one in trees):
-            logprobs_T, values_T, entropy_T = self._evaluate(tree)
-            if index == len(frozen):
-                frozen.append(self._freeze(tree, logprobs_T.detach(), values_T))
-            credit = frozen[index].credit
-            tokens = TrainedTokens(
-                logprobs=logprobs_T,
-                old=frozen[index].old,
-                behavior=tree.behavior_T,
-                advantages=tree.advantages_T if credit is None else credit.advantages,
-                lengths=tree.lengths_S,
-                versions=tree.versions_T,
-                weight_version=weight_version,
-                entropy=entropy_T,
-                reference=frozen[index].reference,
-            )
-            share = self.objective.evaluate(tokens, size)
-            total = share.loss
-            if self._critic is not None and values_T is not None and credit is not None:
-                value_loss_T = self._critic.loss(values_T, credit)
-                coef = self.config.critic.value_coef
-                total = total + coef * self.objective.normalized(value_loss_T, tokens, size)
-            logprobs_T.retain_grad()
+        self._share = share_of([policy.arranged(tree) for tree in plan.trees], policy)
+        policy.begin(self._share.trees)
+        for index, (tree, passes) in enumerate(self._share.trees):
+            tree = tree.to(policy.device)
+            tokens, values_T = self._tokens(tree, passes, frozen, index, weight_version)
+            if tree.trained_tokens:
+                share = self.objective.evaluate(tokens, size)
+                total = share.loss + self._value_loss(values_T, frozen[index], tokens, size)
+                tokens.logprobs.retain_grad()
+            else:  # an idle rank, which takes part in the sums of gradients
+                total = tokens.logprobs.sum()
             total.backward()  # type: ignore[no-untyped-call]
             if self.mtp is not None:
-                self.mtp.accumulate(tree, tokens=size.tokens)
-            loss += float(total.detach())
-            stats.append(
-                TokenStats(
-                    logprobs=logprobs_T.detach(),
-                    behavior=tree.behavior_T,
-                    entropy=entropy_T,
-                    versions=tree.versions_T,
-                    clipped=share.clipped,
-                    masked=share.masked,
-                    reference_kl=share.reference_kl,
-                    gradient_size=_gradient_size(logprobs_T),
-                    lengths=tree.lengths_S,
-                    domains=tree.domains_S,
-                )
-            )
-        self.policy.reduce_gradients()
+                with policy.gathered():
+                    self.mtp.accumulate(tree, tokens=size.tokens)
+            if tree.trained_tokens:
+                loss += float(total.detach())
+                stats.append(token_stats(tree, tokens, share))
+        policy.reduce_gradients()
         if self.mtp is not None:
             self.mtp.reduce_gradients()
-        return loss, stats
+        return policy.world.summed(loss, policy.device), of_all(stats, policy.world)
 
-    def _evaluate(self, tree: TreeBatch) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _tokens(
+        self, tree: TreeBatch, passes: int, frozen: list[Frozen], index: int, weight_version: int
+    ) -> tuple[TrainedTokens, Tensor | None]:
+        """The tokens of a tree under the present weights, and their values if there is a critic."""
+        logprobs_T, values_T, entropy_T = self._evaluate(tree, passes)
+        if index == len(frozen):
+            frozen.append(self._freeze(tree, passes, logprobs_T.detach(), values_T))
+        credit = frozen[index].credit
+        tokens = TrainedTokens(
+            logprobs=logprobs_T,
+            old=frozen[index].old,
+            behavior=tree.behavior_T,
+            advantages=tree.advantages_T if credit is None else credit.advantages,
+            lengths=tree.lengths_S,
+            versions=tree.versions_T,
+            weight_version=weight_version,
+            entropy=entropy_T,
+            reference=frozen[index].reference,
+        )
+        return tokens, values_T
+
+    def _value_loss(
+        self, values_T: Tensor | None, frozen: Frozen, tokens: TrainedTokens, size: BatchSize
+    ) -> Tensor | float:
+        """The critic's part of the loss; 0 without a critic."""
+        if self._critic is None or values_T is None or frozen.credit is None:
+            return 0.0
+        value_loss_T = self._critic.loss(values_T, frozen.credit)
+        return self.config.critic.value_coef * self.objective.normalized(value_loss_T, tokens, size)
+
+    def _evaluate(self, tree: TreeBatch, passes: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probs, values if there is a critic, entropies."""
         if self._critic is None:
-            logprobs_T, entropy_T = self.policy.logprobs(tree)
+            logprobs_T, entropy_T = self.policy.logprobs(tree, passes=passes)
             return logprobs_T, None, entropy_T
-        return self.policy.logprobs_and_values(tree)
+        return self.policy.logprobs_and_values(tree, passes=passes)
 
-    def _freeze(self, tree: TreeBatch, logprobs_T: Tensor, values_T: Tensor | None) -> _Frozen:
+    def _freeze(
+        self, tree: TreeBatch, passes: int, logprobs_T: Tensor, values_T: Tensor | None
+    ) -> Frozen:
         """Log-probs of the first epoch, before any update: `recomputed` needs no extra forward."""
         recomputed = self.config.objective.old_logprobs == "recomputed"
         reference_T = None
         if self._reference is not None:
             with torch.no_grad():
-                reference_T, _ = self._reference.logprobs(tree)
+                reference_T, _ = self._reference.logprobs(tree, passes=passes)
         credit = None
-        if self._critic is not None and values_T is not None:
+        if self._critic is not None and values_T is not None and tree.trained_tokens:
             credit = self._critic.credit(
                 values_T, tree.returns_T, tree.advantages_T, tree.lengths_S
             )
-        return _Frozen(
+        return Frozen(
             old=logprobs_T if recomputed else tree.behavior_T,
             reference=reference_T,
             credit=credit,
@@ -366,7 +376,7 @@ class Learner:
     def _update(self, loss: float) -> tuple[float, str]:
         """Update the weights; returns the gradient norm, and why there was no update, or ""."""
         parameters, largest = self._optimizer.parameters, self.config.optimizer.grad_clip
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, largest))
+        grad_norm = clip_gradients(parameters, largest)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
         self._optimizer.step(self.config.rate(self.steps))
@@ -374,9 +384,3 @@ class Learner:
             self.mtp.step(self.config.rate_share(self.steps))
         self.steps += 1
         return grad_norm, ""
-
-
-def _gradient_size(logprobs_T: Tensor) -> Tensor:
-    """|d loss / d log pi| of each token, after the backward."""
-    gradient_T = logprobs_T.grad
-    return torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T.abs()

@@ -39,3 +39,8 @@ class StepResult:
     """Retries of the batch in smaller trees after memory ran out."""
     shortage: str = ""
     """Error of the allocator at the last shortage."""
+    empty_passes: int = 0
+    """Passes without effect, over all data groups: so that each runs the same number."""
+    imbalance: float = 0.0
+    """Time that data groups wait for each other, as a share of the time that they compute; by the
+    work of their trees."""

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
+from forge.rl.collectives import all_reduce
 
 
 class RouterBalance:
@@ -77,8 +79,13 @@ class RouterBalance:
         rows = self._counts_X.new_tensor([self._rows])
         return torch.cat([self._counts_X, rows])
 
-    def replace_totals(self, totals: Tensor) -> None:
-        """Set the totals to the sums over all ranks."""
+    def sum_over(self, group: dist.ProcessGroup, *, earlier: Tensor | float = 0.0) -> None:
+        """Set the totals to the sums over all ranks, except for `earlier` ones, which are sums
+        already."""
+        own = self.totals() - earlier
+        assert isinstance(own, Tensor), "a pass has been made"
+        all_reduce(own, group)
+        totals = own + earlier
         self._counts_X, self._rows = totals[:-1], float(totals[-1])
 
     def loss(self, mass_X: Tensor) -> Tensor:

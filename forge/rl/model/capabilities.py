@@ -5,9 +5,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+
+from forge.core.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
 
 MERGED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types whose outputs depend only on a token's ancestors and their positions."""
@@ -135,3 +142,25 @@ def one_line(error: BaseException) -> str:
     """An error's type and first line."""
     (line, *_) = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__
+
+
+def weight_of(model: Any) -> Tensor:
+    """Weight of the language-model head: a part of it while it is sharded. Raises `InvalidArgument`
+    for a model without a head."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if not isinstance(weight, Tensor):
+        raise InvalidArgument(
+            f"{type(model).__name__} cannot be trained: it has no language-model head"
+        )
+    return weight
+
+
+def warn_unmerged(family: str, way: Way) -> None:
+    """Log why a model is not trained on merged trees."""
+    alone = ", each sample alone" if way.separate else ""
+    log.warning(
+        "%s is trained sequence by sequence, without merging prefixes%s: %s",
+        family,
+        alone,
+        way.unmerged,
+    )

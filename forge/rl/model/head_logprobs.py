@@ -146,6 +146,32 @@ def edge_logprobs(
     return logprobs_E, entropy_R
 
 
+def distributions(
+    states_RC: Tensor, weight_VC: Tensor, temperatures_R: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """[R, V] log-probs over the next token, fp32 or wider; logits are scaled, then capped, then
+    divided by the temperature."""
+    wide = torch.promote_types(states_RC.dtype, torch.float32)
+    logits_RV = states_RC.to(wide) @ (weight_VC.to(wide).T * scale)
+    if softcap:
+        logits_RV = torch.tanh(logits_RV / softcap) * softcap
+    return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
+
+
+def edge_values(
+    states_LC: Tensor, value_head: nn.Linear, head: HeadRows, *, norm: nn.Module | None
+) -> Tensor:
+    """[E] value of the state that each edge leaves, in fp32 or wider."""
+    with torch.autocast(states_LC.device.type, enabled=False):
+        states_RC = states_LC.index_select(0, head.places_R)
+        if norm is not None:
+            states_RC = norm(states_RC)
+        wide = torch.promote_types(states_RC.dtype, torch.float32)
+        weight, bias = value_head.weight.to(wide), value_head.bias.to(wide)
+        values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
+    return values_R[head.rows_E]
+
+
 def kept_elements(states: int) -> int:
     """Most probabilities kept for the backward, by the elements of a pass's states."""
     return min(KEPT_STATES * states, CHUNK_ELEMENTS)

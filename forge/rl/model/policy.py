@@ -8,13 +8,13 @@ against the model's own forward. Owns no loss and no optimizer.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Span
 from forge.rl import numerics
 from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
-from forge.rl.collectives import all_reduce
 from forge.rl.losses.moe_load_balance import RouterBalance
-from forge.rl.model.backbone import Backbone, BackboneOutput
+from forge.rl.model.backbone import Backbone
 from forge.rl.model.capabilities import (
     Way,
     depends_on_length,
@@ -36,9 +35,16 @@ from forge.rl.model.capabilities import (
     pair_cost,
     prefix_cost,
     unmergeable,
+    warn_unmerged,
+    weight_of,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
-from forge.rl.model.head_logprobs import edge_logprobs, logits_logprobs
+from forge.rl.model.head_logprobs import (
+    distributions,
+    edge_logprobs,
+    edge_values,
+    logits_logprobs,
+)
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
     gather_edges,
@@ -46,14 +52,16 @@ from forge.rl.parallel.context_parallel import (
     sum_gradients,
 )
 from forge.rl.parallel.partition import rank_spans
+from forge.rl.parallel.sharding import Entry, shard
+from forge.rl.parallel.world import World
 from forge.rl.tree.batch import TreeBatch
-from forge.rl.tree.kv_relay import Relay, RelayPrefix, shared_slots
-from forge.rl.tree.parts import HeadRows, TreePart, single_sequences
+from forge.rl.tree.kv_relay import relay_prefixes
+from forge.rl.tree.parts import TreePart, single_sequences, with_empty
 from forge.rl.tree.passes import Passes, PassOutput, run_passes, with_loss
 from forge.rl.tree.separate_samples import separated
 from forge.rl.tree.states import TreeStates
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class TreePolicy:
@@ -92,12 +100,15 @@ class TreePolicy:
         """Set to keep the backbone's last states of each tree, without gradient."""
         self.group = group
         """The ranks that compute each tree together, if there are any."""
+        self.world = World(everyone=group, tree=group)
+        """Set by `spread`."""
         self.own_attention: str = own_attention or model.config._attn_implementation
         """The model's stock attention implementation."""
         self._pair_cost = pair_cost(self.channels)
         self._prefix_cost = prefix_cost(config)
         self._backbone = Backbone(model)
-        self._head = _head_of(model)
+        self._entry = Entry(model)
+        weight_of(model)
         self._logit_scale = logit_scale(config)
         self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         self.way = Way()
@@ -106,6 +117,21 @@ class TreePolicy:
             self.settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
         else:
             self.use_way(way)
+
+    def spread(self, world: World) -> None:
+        """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
+        world does. Raises like `sharding.shard`."""
+        self.world, self.group = world, world.tree
+        if world.mesh is not None:
+            shard(self._entry, world)
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """A computation with the model outside of this class; all ranks run it."""
+        return self._entry.run(compute)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Context with embedding and head whole; all ranks enter it."""
+        return self._entry.gathered()
 
     @property
     def unmerged(self) -> str:
@@ -118,68 +144,78 @@ class TreePolicy:
         return type(self.model).__name__
 
     @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary."""
+        return weight_of(self.model).shape[0]
+
+    @property
     def head_type(self) -> torch.dtype:
         """Type of the language-model head's weights."""
-        return self._head.dtype
+        return weight_of(self.model).dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the log-probs."""
-        return self._head.device
+        return weight_of(self.model).device
 
     def arranged(self, batch: TreeBatch) -> TreeBatch:
         """The tree as this model computes it: split where samples are computed alone."""
         return separated(batch) if self.way.separate else batch
 
-    def begin(self, trees: Sequence[TreeBatch]) -> None:
-        """Announce the trees of one gradient. The load-balance loss is over all of them, so several
-        trees are routed once in advance; without that loss this costs nothing."""
+    def passes(self, batch: TreeBatch) -> int:
+        """Passes of a tree that `arranged` returned."""
+        if self.unmerged:
+            return max(1, len(self._sequences(batch)))
+        return 1 if self.group is not None else len(batch.parts)
+
+    def begin(self, trees: Sequence[tuple[TreeBatch, int]]) -> None:
+        """Announce the trees of one gradient, with their passes. A load-balance loss is over all of
+        them: several trees are routed once in advance."""
         if self.balance is None:
             return
         self.balance.reset()
-        if len(trees) > 1:
+        if len(trees) > 1 or self.world.data is not None:
             with torch.no_grad():
-                for tree in trees:
-                    self._edges(self.arranged(tree))
+                for tree, passes in trees:
+                    self._edges(self.arranged(tree), passes)
+            if self.world.data is not None and trees:
+                self.balance.sum_over(self.world.data)
             self.balance.complete = True
 
-    def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        """Log-prob (differentiable) and entropy of the trained tokens, both [T]."""
-        columns_T, entropy_T = self._tokens(batch)
+    def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
+        """Log-prob (differentiable) and entropy of the trained tokens, both [T]. `passes`: at least
+        that many, the first of them empty."""
+        columns_T, entropy_T = self._tokens(batch, passes)
         return columns_T if self.value_head is None else columns_T[:, 0], entropy_T
 
-    def logprobs_and_values(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs_and_values(
+        self, batch: TreeBatch, *, passes: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, the values of the states sampled in (both differentiable), entropies."""
-        columns_T, entropy_T = self._tokens(batch)
+        columns_T, entropy_T = self._tokens(batch, passes)
         return columns_T[:, 0], columns_T[:, 1], entropy_T
 
-    def _tokens(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+    def _tokens(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
         if self.balance is not None and not self.balance.complete:
             self.balance.reset()
         batch = self.arranged(batch)
-        columns_E, entropy_E = self._edges(batch)
+        columns_E, entropy_E = self._edges(batch, passes)
         edges_T = batch.edges_T.to(columns_E.device)
         return columns_E[edges_T], entropy_E[edges_T]
 
     def distributions(self, states_RC: Tensor, temperatures_R: Tensor) -> Tensor:
         """[R, V] log-probs over the next token from states as in `states`, fp32 or wider;
         differentiable with respect to the states alone."""
-        wide = torch.promote_types(states_RC.dtype, torch.float32)
-        logits_RV = states_RC.to(wide) @ (self._head.detach().to(wide).T * self._logit_scale)
-        if self._softcap:
-            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
-        return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
+        weight_VC = weight_of(self.model).detach()
+        return distributions(
+            states_RC, weight_VC, temperatures_R, scale=self._logit_scale, softcap=self._softcap
+        )
 
     def plain(self) -> TreePolicy:
         """The same model for log-probs alone: without values, states and load balance."""
         bare = copy(self)
         bare.value_head = bare.states = bare.balance = None
         return bare
-
-    @property
-    def vocabulary(self) -> int:
-        """Size of the vocabulary."""
-        return self._head.shape[0]
 
     def pass_tokens(self, batch: TreeBatch) -> int:
         """Tokens of the largest pass of a tree, over all ranks."""
@@ -188,51 +224,48 @@ class TreePolicy:
         return max(end - start for start, end in self._spans(batch, self.group))
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over the ranks of the group, after all trees of a batch."""
-        if self.group is not None:
-            sum_gradients(self.model.parameters(), self.group)
+        """Sum gradients over all ranks, after all trees of a batch. Those of sharded parameters
+        are sums already."""
+        everyone = self.world.everyone
+        if everyone is not None:
+            if not self.world.shape.sharded:
+                sum_gradients(self.model.parameters(), everyone)
             if self.balance is not None:
-                shares = torch.tensor(self.balance.value, dtype=torch.float64)
-                shares = shares.to(self.device)
-                all_reduce(shares, self.group)
-                self.balance.value = float(shares)
+                self.balance.value = self.world.total(self.balance.value, self.device)
             if self.value_head is not None:
-                sum_gradients(self.value_head.parameters(), self.group)
+                sum_gradients(self.value_head.parameters(), everyone)
 
-    def _edges(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+    def _edges(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
         if self.states is not None:
             self.states.begin(batch.tokens)
         if self.unmerged:
-            return self._by_sequence(batch)
+            return self._by_sequence(batch, passes)
         if self.group is not None:
             return self._by_rank(batch, self.group)
-        if len(batch.parts) > 1:
-            return self._by_relay(batch)
+        if max(passes, len(batch.parts)) > 1:
+            return self._by_relay(batch, passes)
         output = self._forward(batch.parts[0])
         return self._with_balance(output), output.entropy_E
 
-    def _by_relay(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        parts = batch.parts
-        starts = [int(part.places_L[0]) for part in parts]
-        spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
-        slots = shared_slots(spans, [part.prefix_P for part in parts])
-        relay = Relay(sum(len(one.own) for one in slots))
-        prefixes = [RelayPrefix(relay=relay, slots=one) for one in slots]
-        return self._several(parts, prefixes, kept=1)
+    def _by_relay(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
+        parts = with_empty(batch.layout, batch.parts, passes)
+        empty = len(parts) - len(batch.parts)
+        return self._several(parts, [*[None] * empty, *relay_prefixes(batch.parts)], kept=1)
 
-    def _by_sequence(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+    def _by_sequence(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
         if self.group is not None:
             raise InvalidArgument(
                 f"{self.family} cannot be trained by a group of ranks per tree: {self.unmerged}"
             )
-        parts = [
-            part
-            for part in single_sequences(batch.layout)
-            if len(part.edges_E) or self.balance is not None
-        ]
+        parts = with_empty(batch.layout, self._sequences(batch), passes)
         held = accumulate(part.tokens for part in reversed(parts))
-        kept = sum(tokens <= batch.pass_tokens for tokens in held)
-        return self._several(parts, [None] * len(parts), kept=max(1, kept))
+        kept = max(1, sum(tokens <= batch.pass_tokens for tokens in held))
+        # Ranks of several data groups run the same passes in the same order.
+        return self._several(parts, [None] * len(parts), kept=1 if passes else kept)
+
+    def _sequences(self, batch: TreeBatch) -> list[TreePart]:
+        parts = single_sequences(batch.layout)
+        return [one for one in parts if len(one.edges_E) or self.balance is not None]
 
     def _several(
         self, parts: Sequence[TreePart], prefixes: Sequence[Prefix | None], *, kept: int
@@ -260,10 +293,7 @@ class TreePolicy:
         earlier = self.balance.totals() if self.balance is not None else 0.0
         output = self._forward(mine.part, prefix)
         if self.balance is not None and not self.balance.complete:
-            own = self.balance.totals() - earlier  # what trees before have is all ranks' already
-            assert isinstance(own, Tensor), "a pass has been made"
-            all_reduce(own, group)
-            self.balance.replace_totals(own + earlier)
+            self.balance.sum_over(group, earlier=earlier)
         if self.states is not None:
             self.states.gather(group)
         logprobs_E = gather_edges(self._with_balance(output), mine, group)
@@ -287,6 +317,13 @@ class TreePolicy:
         self, part: TreePart, prefix: Prefix | None = None, *, count: bool = True
     ) -> PassOutput:
         """One pass through the model; `count` is False when the pass is a repetition."""
+        outputs = self._entry.run(partial(self._computed, part, prefix, count))
+        return PassOutput(logprobs_E=outputs[0], entropy_E=outputs[1], mass_X=outputs[2])
+
+    def _computed(
+        self, part: TreePart, prefix: Prefix | None, count: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs and entropies [E], probability mass of experts [X]."""
         head = part.head.to(self.device)
         inputs: dict[str, Any] = {"input_ids": part.ids_L.to(self.device)[None], "use_cache": False}
         if self.balance is not None:
@@ -308,31 +345,19 @@ class TreePolicy:
             if self._logit_scale != 1.0:
                 scaled = replace(head, temperatures_R=head.temperatures_R / self._logit_scale)
             logprobs_E, entropy_R = edge_logprobs(
-                backbone.states_LC, self._head, scaled, norm=backbone.norm
+                backbone.states_LC, weight_of(self.model), scaled, norm=backbone.norm
             )
         if self.value_head is not None:
-            logprobs_E = torch.stack([logprobs_E, self._values(backbone, head)], dim=1)
+            values_E = edge_values(backbone.states_LC, self.value_head, head, norm=backbone.norm)
+            logprobs_E = torch.stack([logprobs_E, values_E], dim=1)
         if self.states is not None and backbone.normed_LC is not None and count:
             self.states.keep(part, backbone.normed_LC)
-        mass_X = None
+        mass_X, weights_L = None, part.weights_L.to(self.device)
         if self.balance is not None:
-            weights_L = part.weights_L.to(self.device)
             mass_X = self.balance.mass(backbone.router_logits, weights_L)
             if count:
                 self.balance.count(backbone.router_logits, weights_L)
-        return PassOutput(logprobs_E=logprobs_E, entropy_E=entropy_R[head.rows_E], mass_X=mass_X)
-
-    def _values(self, backbone: BackboneOutput, head: HeadRows) -> Tensor:
-        """[E] value of the state that each edge leaves, in fp32 or wider."""
-        assert self.value_head is not None
-        with torch.autocast(self.device.type, enabled=False):
-            states_RC = backbone.states_LC.index_select(0, head.places_R)
-            if backbone.norm is not None:
-                states_RC = backbone.norm(states_RC)
-            wide = torch.promote_types(states_RC.dtype, torch.float32)
-            weight, bias = self.value_head.weight.to(wide), self.value_head.bias.to(wide)
-            values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
-        return values_R[head.rows_E]
+        return logprobs_E, entropy_R[head.rows_E], mass_X
 
     def over(self, model: Any, way: Way) -> TreePolicy:
         """A policy with another model's weights and the given way."""
@@ -352,13 +377,7 @@ class TreePolicy:
             way = Way(unmerged=f"it takes no other attention ({one_line(error)})", separate=True)
             self.use_way(way)
         if way.unmerged and way.unmerged != known:
-            alone = ", each sample alone" if way.separate else ""
-            log.warning(
-                "%s is trained sequence by sequence, without merging prefixes%s: %s",
-                self.family,
-                alone,
-                way.unmerged,
-            )
+            warn_unmerged(self.family, way)
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
@@ -371,21 +390,11 @@ class TreePolicy:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Context in which passes use this process alone and the type of the master weights."""
-        # Rounding under autocast differs with the shape of a pass.
+        """Context in which passes use this process alone and the type of the master weights, since
+        rounding under autocast differs with the shape of a pass."""
         autocast, self.autocast = self.autocast, None
         group, self.group = self.group, None
         try:
             yield
         finally:
             self.autocast, self.group = autocast, group
-
-
-def _head_of(model: Any) -> Tensor:
-    head = model.get_output_embeddings()
-    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
-        raise InvalidArgument(
-            f"{type(model).__name__} cannot be trained: it has no language-model head"
-        )
-    weight: Tensor = head.weight
-    return weight

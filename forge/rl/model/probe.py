@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
@@ -234,9 +235,13 @@ def _deviation(policy: TreePolicy, samples: Sequence[Sample], budget: int) -> fl
         batch = build_tree_batch(plan, samples, channels=policy.channels)
         logprobs_T, _ = policy.logprobs(batch)
         with policy.stock_attention():
-            own_T = torch.cat([own_logprobs(policy.model, samples[one]) for one in plan.samples])
+            own_T = torch.cat([_own_by_policy(policy, samples[one]) for one in plan.samples])
         differences.append((logprobs_T - own_T).abs().max())
     return float(torch.stack(differences).max())
+
+
+def _own_by_policy(policy: TreePolicy, sample: Sample) -> Tensor:
+    return policy.run(lambda: own_logprobs(policy.model, sample))
 
 
 def small_copy(model: Any, attention: str) -> Any:
@@ -282,7 +287,9 @@ def kinds_of_modules(model: Any) -> set[str]:
     switches, names, and which sizes exist."""
     found = set()
     for module in model.modules():
-        if not type(module).__module__.startswith("transformers."):
+        # The class of a sharded layer is made at run time, of torch's and its own.
+        kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+        if not kind.__module__.startswith("transformers."):
             continue
         traits = [
             f"{name}={_trait(value)}"
@@ -290,7 +297,7 @@ def kinds_of_modules(model: Any) -> set[str]:
             if not name.startswith("_") and name not in ("training", "gradient_checkpointing")
             if value is None or isinstance(value, (bool, str, int))
         ]
-        found.add(f"{type(module).__name__}({', '.join(traits)})")
+        found.add(f"{kind.__name__}({', '.join(traits)})")
     return found
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge.rl.parallel.sharding import local
 
 
 class ServedValues:
@@ -44,10 +47,17 @@ class ServedValues:
         """
         master = []
         for one in self._parameters:
-            master.append(one.data)
-            one.data = one.data.to(self._type).to(one.dtype)
+            if isinstance(one, DTensor):  # gathered from this very memory
+                master.append(local(one).detach().clone())
+                local(one.data).copy_(master[-1].to(self._type))
+            else:
+                master.append(one.data)
+                one.data = one.data.to(self._type).to(one.dtype)
         try:
             yield
         finally:
             for one, data in zip(self._parameters, master, strict=True):
-                one.data = data
+                if isinstance(one, DTensor):
+                    local(one.data).copy_(data)
+                else:
+                    one.data = data

@@ -182,11 +182,11 @@ class MtpTraining:
 
     def reduce_gradients(self) -> None:
         """Sum gradients and statistics over the ranks, after all trees of a batch."""
-        group = self._policy.group
-        if group is not None:
-            sum_gradients(self.heads.parameters(), group)
+        everyone = self._policy.world.everyone
+        if everyone is not None:
+            sum_gradients(self.heads.parameters(), everyone)
             totals = self._totals_KN.to(self._policy.device)
-            all_reduce(totals, group)
+            all_reduce(totals, everyone)
             self._totals_KN = totals.cpu()
 
     def step(self, rate_share: float) -> None:

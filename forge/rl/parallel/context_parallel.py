@@ -16,7 +16,7 @@ Shapes: N tokens that are attended by other ranks, E distinct edges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from forge.core.prefix_tree import Span
 from forge.rl.collectives import all_reduce
 from forge.rl.tree.kv_relay import Slots, shared_slots, shared_tokens
-from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, path_to
+from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, idle_part, path_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,29 +48,10 @@ def rank_part(layout: TreeLayout, spans: Sequence[Span], *, rank: int) -> RankPa
     paths = [path_to(layout, start) if start < end else nothing for start, end in spans]
     start, end = spans[rank]
     return RankPart(
-        part=cut_part(layout, (start, end)) if start < end else _idle(layout),
+        part=cut_part(layout, (start, end)) if start < end else idle_part(layout),
         slots=shared_slots(spans, paths)[rank],
         size=len(shared_tokens(paths)),
         edges=len(layout.head.rows_E),
-    )
-
-
-def _idle(layout: TreeLayout) -> TreePart:
-    """A part of one token without effect: a rank without work must join every exchange."""
-    part = cut_part(layout, (0, 1))
-    head, none = part.head, part.edges_E[:0]
-    return replace(
-        part,
-        weights_L=torch.zeros_like(part.weights_L),
-        edges_E=none,
-        places_L=none,
-        head=replace(
-            head,
-            places_R=none,
-            temperatures_R=head.temperatures_R[:0],
-            rows_E=none,
-            targets_E=none,
-        ),
     )
 
 

@@ -62,6 +62,10 @@ class TreeBatch:
         """T."""
         return self.edges_T.shape[0]
 
+    def work(self, pair_cost: float) -> float:
+        """Tokens to compute, each weighted by the tokens it attends."""
+        return float((1.0 + pair_cost * (self.layout.positions_L + 1).double()).sum())
+
     def to(self, device: torch.device) -> TreeBatch:
         """A batch with its columns on `device`; passes move their own inputs."""
         if self.edges_T.device == device:
@@ -70,6 +74,33 @@ class TreeBatch:
         moved = {name: getattr(self, name).to(device) for name in columns}
         returns_T = None if self.returns_T is None else self.returns_T.to(device)
         return replace(self, **moved, returns_T=returns_T)
+
+
+def idle_tree(channels: int) -> TreeBatch:
+    """A tree of one token without effect and without trained tokens, for a rank without a tree."""
+    none, empty = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    head = HeadRows(places_R=none, temperatures_R=empty, rows_E=none, targets_E=none)
+    layout = TreeLayout(
+        nodes=(Node(0, 1, 1, 0, -1),),
+        ids_L=torch.zeros(1, dtype=torch.long),
+        positions_L=torch.zeros(1, dtype=torch.long),
+        weights_L=torch.zeros(1, dtype=torch.float64),
+        head=head,
+        channels=channels,
+    )
+    return TreeBatch(
+        layout=layout,
+        parts=(cut_part(layout, (0, 1)),),
+        edges_T=none,
+        behavior_T=empty,
+        advantages_T=empty,
+        versions_T=none.int(),
+        lengths_S=none,
+        returns_T=None,
+        domains_S=(),
+        sample_tokens=0,
+        lasts_S=none,
+    )
 
 
 def build_tree_batch(

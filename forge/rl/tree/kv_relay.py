@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge.rl.tree.parts import TreePart
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
@@ -99,6 +101,15 @@ class RelayPrefix:
         """Stores keys and values for later parts; returns them with the prefix before them."""
         keys, values = _Relayed.apply(key, value, self, layer)  # type: ignore[no-untyped-call]
         return keys, values
+
+
+def relay_prefixes(parts: Sequence[TreePart]) -> list[RelayPrefix]:
+    """Access of each part of a tree to a new relay."""
+    starts = [int(part.places_L[0]) for part in parts]
+    spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
+    slots = shared_slots(spans, [part.prefix_P for part in parts])
+    relay = Relay(sum(len(one.own) for one in slots))
+    return [RelayPrefix(relay=relay, slots=one) for one in slots]
 
 
 class _Relayed(torch.autograd.Function):

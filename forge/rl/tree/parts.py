@@ -120,6 +120,32 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
     )
 
 
+def idle_part(layout: TreeLayout) -> TreePart:
+    """A part of one token without effect: a rank without work must join every exchange."""
+    part = cut_part(layout, (0, 1))
+    head, none = part.head, part.edges_E[:0]
+    return replace(
+        part,
+        weights_L=torch.zeros_like(part.weights_L),
+        edges_E=none,
+        places_L=none,
+        head=replace(
+            head,
+            places_R=none,
+            temperatures_R=head.temperatures_R[:0],
+            rows_E=none,
+            targets_E=none,
+        ),
+    )
+
+
+def with_empty(layout: TreeLayout, parts: Sequence[TreePart], passes: int) -> list[TreePart]:
+    """The parts after as many idle ones as give that number of passes. The last pass keeps its
+    activations and is computed once, so it is not an idle one."""
+    empty = max(0, passes - len(parts))
+    return [*[idle_part(layout)] * empty, *parts]
+
+
 def _lowered(indices: Tensor, by: int) -> Tensor:
     """Indices less `by`, without a copy if it is 0."""
     return indices - by if by else indices

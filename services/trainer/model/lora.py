@@ -104,11 +104,11 @@ class BaseReference:
         self._policy = policy
         self._layers = layers
 
-    def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies under the frozen weights, without dropout."""
         self._enable(False)
         try:
-            return self._policy.plain().logprobs(batch)
+            return self._policy.plain().logprobs(batch, passes=passes)
         finally:
             self._enable(True)
 

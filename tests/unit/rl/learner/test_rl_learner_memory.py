@@ -96,7 +96,7 @@ def test_other_errors_are_not_taken_for_out_of_memory() -> None:
     one = learner(32)
     with pytest.MonkeyPatch.context() as patch:
 
-        def broken(_: Any) -> Any:
+        def broken(_: Any, **__: Any) -> Any:
             raise RuntimeError("shapes do not match")
 
         patch.setattr(one.policy, "logprobs", broken)

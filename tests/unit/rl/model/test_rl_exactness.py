@@ -158,7 +158,7 @@ def test_recurrent_model_is_not_merged(family: str, caplog: pytest.LogCaptureFix
         caplog.clear()
         found = errors(family, torch.float32, samples, budget, expected)
         assert max(found) <= 1e-5
-        (record,) = [one for one in caplog.records if one.name == "forge.rl.model.policy"]
+        (record,) = [one for one in caplog.records if one.name == "forge.rl.model.capabilities"]
         assert "sequence by sequence" in record.getMessage()
 
 

@@ -1,0 +1,128 @@
+"""The part of a batch that one rank computes, and the results of all parts together.
+
+Owns dividing a planned batch over the data groups of a world. Every rank has the whole plan, so no
+plan is exchanged. A world of one data group computes all trees in their order.
+
+Shapes: T trained tokens, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.rl.learner.critic import Credit
+from forge.rl.losses.objective import PassLoss
+from forge.rl.losses.stats import TokenStats
+from forge.rl.losses.tokens import TrainedTokens
+from forge.rl.model.capabilities import pair_cost
+from forge.rl.model.policy import TreePolicy
+from forge.rl.parallel.rounds import Rounds, TreeCost, divide
+from forge.rl.parallel.world import World
+from forge.rl.tree.batch import TreeBatch, idle_tree
+
+
+@dataclass(slots=True, kw_only=True)
+class Frozen:
+    """Log-probs of a tree that stay fixed over the epochs of a batch."""
+
+    old: Tensor
+    reference: Tensor | None
+    credit: Credit | None
+    """With a critic: advantages and values at the beginning of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The trees of one rank, in order."""
+
+    trees: tuple[tuple[TreeBatch, int], ...]
+    """Each with its number of passes; 0: as many as it has."""
+    empty_passes: int = 0
+    """Over all ranks."""
+    imbalance: float = 0.0
+
+
+def share_of(trees: Sequence[TreeBatch], policy: TreePolicy) -> Share:
+    """The share of this rank in the trees of a batch, which `policy.arranged` returned."""
+    world = policy.world
+    if world.shape.data_groups == 1:
+        return Share(trees=tuple((tree, 0) for tree in trees))
+    weight = pair_cost(policy.channels)
+    sharded = world.shape.sharded
+    costs = [
+        TreeCost(work=tree.work(weight), passes=policy.passes(tree) if sharded else 1)
+        for tree in trees
+    ]
+    rounds = divide(costs, world.shape.data_groups)
+    return Share(
+        trees=tuple(_mine(rounds, trees, world, policy.channels)),
+        empty_passes=rounds.empty_passes if sharded else 0,
+        imbalance=rounds.imbalance,
+    )
+
+
+def _mine(
+    rounds: Rounds, trees: Sequence[TreeBatch], world: World, channels: int
+) -> list[tuple[TreeBatch, int]]:
+    own = []
+    for one in rounds.rounds:
+        index = one.trees[world.data_group]
+        tree = idle_tree(channels) if index is None else trees[index]
+        # Ranks with all parameters meet only after the batch: each runs its own passes.
+        own.append((tree, one.passes if world.shape.sharded else 0))
+    return own
+
+
+def of_all(stats: Sequence[TokenStats], world: World) -> list[TokenStats]:
+    """The statistics of all data groups on rank 0."""
+    return world.gathered([_on_host(one) for one in stats]) if world.data else list(stats)
+
+
+def credits_of_all(frozen: Sequence[Frozen], world: World) -> list[Credit]:
+    """What the critic credited in all data groups, on rank 0."""
+    credits = [one.credit for one in frozen if one.credit is not None]
+    if world.data is None:
+        return credits
+    return world.gathered([_credit_on_host(one) for one in credits])
+
+
+def _on_host(stats: TokenStats) -> TokenStats:
+    moved: dict[str, Any] = {
+        name: value.detach().cpu()
+        for name in TokenStats.__dataclass_fields__
+        if isinstance(value := getattr(stats, name), torch.Tensor)
+    }
+    return replace(stats, **moved)
+
+
+def _credit_on_host(credit: Credit) -> Credit:
+    return Credit(
+        values=credit.values.cpu(), targets=credit.targets.cpu(), advantages=credit.advantages.cpu()
+    )
+
+
+def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> TokenStats:
+    """Statistics of a tree, after its backward."""
+    return TokenStats(
+        logprobs=tokens.logprobs.detach(),
+        behavior=tree.behavior_T,
+        entropy=tokens.entropy,
+        versions=tree.versions_T,
+        clipped=share.clipped,
+        masked=share.masked,
+        reference_kl=share.reference_kl,
+        gradient_size=_gradient_size(tokens.logprobs),
+        lengths=tree.lengths_S,
+        domains=tree.domains_S,
+    )
+
+
+def _gradient_size(logprobs_T: Tensor) -> Tensor:
+    """|d loss / d log pi| of each token, after the backward."""
+    gradient_T = logprobs_T.grad
+    return torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T.abs()

@@ -1,0 +1,116 @@
+"""A model whose parameters are divided over ranks (FSDP2, `torch.distributed.fsdp.fully_shard`).
+
+Owns the units of sharding, and the entry through which every computation with the model's
+parameters runs. A layer is one unit: it is gathered for its forward and again for its backward.
+Embedding, last norm and head are the unit of the entry, gathered once per pass, since tied weights
+must be in one unit. Gradients are summed, not averaged: the loss of a pass is already its part of
+the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from forge.core.errors import InvalidArgument
+from forge.rl.parallel.world import World
+
+T = TypeVar("T")
+
+
+class Entry(nn.Module):
+    """Runs computations with the parameters of a model; if they are sharded, with its own unit
+    gathered. All ranks run the same computations in the same order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """`compute()`, whose tensors are in tuples."""
+        return compute()
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """`compute()` with the unit gathered; it stays so until the backward, if there is one."""
+        result: T = self(compute)
+        if not torch.is_grad_enabled() and isinstance(self, FSDPModule):
+            self.reset_iter_state()
+        return result
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context with embedding, norm and head gathered, outside of a pass."""
+        if not isinstance(self, FSDPModule):
+            yield
+            return
+        self.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model."""
+    return [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+
+def shard(entry: Entry, world: World) -> None:
+    """Divide the parameters of a model over the ranks of the world, in place.
+
+    Every rank must have the same parameters, or the same on the meta device. Raises
+    `InvalidArgument` for a model without layers that transformers marks.
+    """
+    assert world.mesh is not None, "a mesh that shards"
+    layers = layers_of(entry.model)
+    if not layers:
+        raise InvalidArgument(
+            f"dp_shard = {world.shape.dp_shard} is not allowed: {type(entry.model).__name__} has "
+            "no layers that can be gathered one by one"
+        )
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(entry, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in entry.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            # A rank whose trees use no token of an expert still takes part in its sum.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], largest: float) -> float:
+    """Scale gradients down to the norm `largest`; returns the norm before. Norms of sharded and of
+    whole gradients are combined."""
+    trained = [one for one in parameters if one.grad is not None]
+    sharded = [one for one in trained if isinstance(one.grad, DTensor)]
+    if not sharded:
+        return float(torch.nn.utils.clip_grad_norm_(trained, largest))
+    whole = [one for one in trained if not isinstance(one.grad, DTensor)]
+    norms = [torch.nn.utils.get_total_norm([_grad(one) for one in sharded])]
+    if whole:
+        norms.append(torch.nn.utils.get_total_norm([_grad(one) for one in whole]))
+    sizes = [float(one.full_tensor() if isinstance(one, DTensor) else one) for one in norms]
+    norm = math.hypot(*sizes)
+    for part in (sharded, whole):
+        torch.nn.utils.clip_grads_with_norm_(part, largest, torch.tensor(norm))
+    return norm
+
+
+def _grad(parameter: Tensor) -> Any:
+    return parameter.grad

@@ -1,0 +1,271 @@
+"""Errors of worlds of several ranks: `torchrun --nproc-per-node N -m tests.support.rl.worlds`.
+
+Prints, on rank 0, one JSON object: {"<mesh> <case>": the largest relative error of loss, gradients
+or weights}, and the parameters that a rank holds. Each case is computed by the world of every mesh
+of N ranks. `gradient` cases are compared with one sample at a time by the model's own forward,
+`step` cases with a learner of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+
+from forge.core.errors import InvalidArgument
+from forge.core.prefix_tree import Sample
+from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig, OptimizerConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import StepResult
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
+from forge.rl.model.served_weights import ServedValues
+from forge.rl.out_of_memory import recompute_activations
+from forge.rl.parallel.sharding import local
+from forge.rl.parallel.world import MeshShape, World, make_world, whole
+from tests.support.rl.forests import forest
+from tests.support.rl.models import (
+    CAP,
+    Gradient,
+    reference_gradient,
+    relative_errors,
+    tiny_model,
+    wide_norms,
+)
+
+BALANCE = 0.1
+MESHES = {
+    1: ["1x1x1"],
+    2: ["1x2x1", "2x1x1", "1x1x2"],
+    4: ["1x4x1", "2x2x1", "1x2x2", "2x1x2"],
+}
+"""Meshes by number of ranks: dp_replicate x dp_shard x cp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and a batch."""
+
+    family: str = "qwen3"
+    budget: int = 40
+    relayed: bool = False
+    lora: bool = False
+    checkpointed: bool = False
+
+
+CASES = {
+    "untied": Case(),
+    "tied": Case(family="llama"),
+    "windows": Case(family="gemma3"),
+    "experts": Case(family="qwen3_moe"),
+    "relayed": Case(family="llama", budget=12, relayed=True),
+    "relayed experts": Case(family="qwen3_moe", budget=12, relayed=True),
+    "adapters": Case(family="llama", lora=True),
+    "checkpointed": Case(checkpointed=True),
+    "checkpointed, relayed": Case(checkpointed=True, budget=12, relayed=True),
+}
+LEAN = ("tied", "relayed experts", "adapters")
+
+
+def samples() -> list[Sample]:
+    """Trees of several shapes and sizes."""
+    kinds = ("think_stripped", "forked", "compacted", "temperatures", "single_token")
+    return [one for kind in kinds for one in forest(kind)]
+
+
+def model_of(case: Case) -> Any:
+    model = tiny_model(case.family, torch.float64)
+    if case.lora:
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
+        model.to(torch.float64)
+        for name, one in model.named_parameters():
+            if "lora_B" in name:  # zero at the start, and so would be the gradients of A
+                torch.nn.init.normal_(one, std=0.3, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def policy_of(case: Case, world: World | None) -> TreePolicy:
+    model = model_of(case)
+    if case.checkpointed:
+        recompute_activations(model)
+    balance = BALANCE if "experts" in case.family or "moe" in case.family else 0.0
+    policy = TreePolicy(model, balance_coef=balance)
+    if world is not None:
+        policy.spread(world)
+    return policy
+
+
+def gradient_error(case: Case, world: World) -> float:
+    """On rank 0; elsewhere 0."""
+    policy = policy_of(case, world)
+    config = LearnerConfig(token_budget=case.budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(policy, config)
+    plan = learner.plan(samples())
+    if case.relayed and policy.group is None:
+        assert any(len(one.parts) > 1 for one in plan.trees)
+    loss, _ = learner.accumulate(plan)
+    if policy.balance is not None:
+        loss += policy.balance.value
+    found = {
+        name: whole(one.grad)
+        for name, one in policy.model.named_parameters()
+        if one.grad is not None
+    }
+    if world.rank:
+        return 0.0
+    coef = policy.balance.coef if policy.balance is not None else 0.0
+    expected = reference_gradient(model_of(case), samples(), balance_coef=coef)
+    return max(relative_errors(Gradient(loss=loss, of=found), expected))
+
+
+def by_sequence_error(world: World) -> float:
+    """Of the gradient of a model that is trained sequence by sequence, against one process."""
+    found = []
+    for one in (world, None):
+        policy = policy_of(Case(family="qwen3_next"), one)
+        assert policy.unmerged
+        learner = Learner(policy, LearnerConfig(token_budget=40))
+        learner.accumulate(learner.plan(samples()))
+        grads = [whole(each.grad) for each in policy.model.parameters() if each.grad is not None]
+        found.append(torch.cat([each.flatten() for each in grads]))
+    shared, alone = found
+    return float((shared - alone).norm() / alone.norm())
+
+
+STEPS = {
+    "clipped": LearnerConfig(),
+    "warm epochs": LearnerConfig(
+        epochs=2, objective=ObjectiveConfig(algorithm="grpo", old_logprobs="recomputed")
+    ),
+    "penalty": LearnerConfig(objective=ObjectiveConfig(kl_coef=0.3, kl_estimator="k3")),
+    "critic": LearnerConfig(objective=ObjectiveConfig(algorithm="ppo")),
+    "draft heads": LearnerConfig(mtp=MtpConfig(heads=2)),
+}
+
+
+def step_error(config: LearnerConfig, world: World, *, served: bool = False) -> float:
+    """Of weights, losses and statistics over two steps, in fp32."""
+    ends = []
+    for one in (world, None):
+        torch.manual_seed(0)
+        policy = TreePolicy(tiny_model("llama", torch.float32))
+        reference = TreePolicy(tiny_model("llama", torch.float32))
+        if one is not None:
+            policy.spread(one)
+            reference.spread(one)
+        learner = Learner(
+            policy,
+            replace(config, token_budget=40, optimizer=OptimizerConfig(learning_rate=1e-3)),
+            reference=reference if config.objective.kl_coef else None,
+            served=ServedValues(policy.model, published=torch.bfloat16) if served else None,
+        )
+        results = [learner.step(learner.plan(credited()), weight_version=5) for _ in range(2)]
+        assert not any(each.skipped for each in results), [each.skipped for each in results]
+        state = {name: whole(each.detach()) for name, each in policy.model.named_parameters()}
+        if learner.mtp is not None:
+            state |= dict(learner.mtp.heads.named_tensors())
+        ends.append((results, state))
+    (results, state), (expected, their_state) = ends
+    if world.rank:
+        return 0.0
+    weights = max(float((state[name] - their_state[name]).abs().max()) for name in state)
+    return max(weights, *map(result_error, results, expected))
+
+
+def credited() -> list[Sample]:
+    """Samples with returns."""
+    rng = Random(4)
+    return [
+        replace(one, returns=_returns(one, rng), domain=f"d{rng.randrange(2)}") for one in samples()
+    ]
+
+
+def _returns(sample: Sample, rng: Random) -> bytes:
+    one = torch.full((sample.trained_tokens,), rng.uniform(-1, 1))
+    return one.numpy().tobytes()
+
+
+def result_error(found: StepResult, expected: StepResult) -> float:
+    """The largest difference of two results of the same step."""
+    numbers = [
+        (found.loss, expected.loss),
+        (found.grad_norm / expected.grad_norm, 1.0),
+        (found.stats.entropy, expected.stats.entropy),
+        (found.stats.behavior_kl / expected.stats.behavior_kl, 1.0),
+        (found.stats.clip_fraction, expected.stats.clip_fraction),
+        (found.critic.explained_variance, expected.critic.explained_variance),
+        (found.domains["d0"].gradient_share, expected.domains["d0"].gradient_share),
+        (float(found.domains["d1"].tokens), float(expected.domains["d1"].tokens)),
+        *zip(found.mtp.losses, expected.mtp.losses, strict=True),
+        *zip(found.mtp.acceptance, expected.mtp.acceptance, strict=True),
+    ]
+    return max(abs(one - other) for one, other in numbers)
+
+
+def refusal_error(world: World) -> float:
+    """Optimizers of whole tensors are refused where a rank has only a part of them."""
+    policy = policy_of(CASES["untied"], world)
+    try:
+        Learner(policy, LearnerConfig(optimizer=OptimizerConfig(name="muon")))
+    except InvalidArgument as error:
+        return 0.0 if world.shape.sharded and "'muon'" in str(error) else 1.0
+    return float(world.shape.sharded)
+
+
+def held(world: World) -> int:
+    """Elements of the parameters that this rank holds."""
+    policy = policy_of(CASES["untied"], world)
+    return sum(local(one).numel() for one in policy.model.parameters())
+
+
+def probe_error(world: World) -> float:
+    """The check of a sharded model finds that it is exact."""
+    policy = policy_of(CASES["tied"], world)
+    check_policy(policy)
+    return 1.0 if policy.unmerged else 0.0
+
+
+def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with wide_norms():
+        for name, case in CASES.items():
+            if lean and name not in LEAN:
+                continue
+            found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
+        if not lean and world.tree is None:  # ranks of a tree cannot compute it
+            found[f"{mesh} fp64 linear attention"] = by_sequence_error(world)
+    if not lean:
+        for name, config in STEPS.items():
+            found[f"{mesh} fp32 step, {name}"] = step_error(config, world)
+        found[f"{mesh} fp32 step, served"] = step_error(LearnerConfig(), world, served=True)
+        found[f"{mesh} fp32 refusal"] = refusal_error(world)
+        found[f"{mesh} fp32 probe"] = probe_error(world)
+    found[f"{mesh} held"] = held(world)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    lean = "--lean" in sys.argv
+    ranks = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    found: dict[str, float] = {}
+    for mesh in MESHES[ranks][: 1 if lean else None]:
+        replicate, shard, cp = map(int, mesh.split("x"))
+        shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp)
+        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=lean)
+    if not dist.get_rank():
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
