@@ -103,6 +103,40 @@ one may be short.
 """
 Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
+class _QueuePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QueuePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QueuePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUEUE_PHASE_UNSPECIFIED: _QueuePhase.ValueType  # 0
+    QUEUE_PHASE_GONE: _QueuePhase.ValueType  # 1
+    """No group in memory: it was settled long ago, or its pool shard has not been read."""
+    QUEUE_PHASE_QUEUED: _QueuePhase.ValueType  # 2
+    QUEUE_PHASE_RUNNING: _QueuePhase.ValueType  # 3
+    QUEUE_PHASE_COMPLETE: _QueuePhase.ValueType  # 4
+    """Every rollout is sealed."""
+    QUEUE_PHASE_BATCHED: _QueuePhase.ValueType  # 5
+    """In a batch that is not committed."""
+    QUEUE_PHASE_TRAINED: _QueuePhase.ValueType  # 6
+    QUEUE_PHASE_TOMBSTONED: _QueuePhase.ValueType  # 7
+
+class QueuePhase(_QueuePhase, metaclass=_QueuePhaseEnumTypeWrapper):
+    """What a position of the training queue waits for."""
+
+QUEUE_PHASE_UNSPECIFIED: QueuePhase.ValueType  # 0
+QUEUE_PHASE_GONE: QueuePhase.ValueType  # 1
+"""No group in memory: it was settled long ago, or its pool shard has not been read."""
+QUEUE_PHASE_QUEUED: QueuePhase.ValueType  # 2
+QUEUE_PHASE_RUNNING: QueuePhase.ValueType  # 3
+QUEUE_PHASE_COMPLETE: QueuePhase.ValueType  # 4
+"""Every rollout is sealed."""
+QUEUE_PHASE_BATCHED: QueuePhase.ValueType  # 5
+"""In a batch that is not committed."""
+QUEUE_PHASE_TRAINED: QueuePhase.ValueType  # 6
+QUEUE_PHASE_TOMBSTONED: QueuePhase.ValueType  # 7
+Global___QueuePhase: _TypeAlias = QueuePhase  # noqa: Y015
+
 @_typing.final
 class SubmitTasksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1128,6 +1162,153 @@ class GetSchedulerStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSchedulerStatusResponse: _TypeAlias = GetSchedulerStatusResponse  # noqa: Y015
+
+@_typing.final
+class GetQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    BEFORE_HEAD_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    first_index: _builtins.int
+    """The first position. Unset: `before_head` positions before H, at least 0."""
+    before_head: _builtins.int
+    positions: _builtins.int
+    """Maximum number of positions."""
+    details: _builtins.bool
+    """Return `groups` too."""
+    def __init__(
+        self,
+        *,
+        first_index: _builtins.int | None = ...,
+        before_head: _builtins.int = ...,
+        positions: _builtins.int = ...,
+        details: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_index", b"_first_index", "first_index", b"first_index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_index", b"_first_index", "before_head", b"before_head", "details", b"details", "first_index", b"first_index", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_index: _TypeAlias = _typing.Literal["first_index"]  # noqa: Y015
+    _WhichOneofArgType__first_index: _TypeAlias = _typing.Literal["_first_index", b"_first_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_index) -> _WhichOneofReturnType__first_index | None: ...
+
+Global___GetQueueRequest: _TypeAlias = GetQueueRequest  # noqa: Y015
+
+@_typing.final
+class GetQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    EDGE_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    first_index: _builtins.int
+    phases: _builtins.bytes
+    """One byte per position: the number of its QueuePhase. Ends with the queue."""
+    head: _builtins.int
+    """H, and the first position that no trainer sees: H + W, or the end of the queue."""
+    edge: _builtins.int
+    next_index: _builtins.int
+    """One above the last position."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedGroup]:
+        """With `details`: the groups in memory, in queue order."""
+
+    def __init__(
+        self,
+        *,
+        first_index: _builtins.int = ...,
+        phases: _builtins.bytes = ...,
+        head: _builtins.int = ...,
+        edge: _builtins.int = ...,
+        next_index: _builtins.int = ...,
+        groups: _abc.Iterable[Global___QueuedGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "first_index", b"first_index", "groups", b"groups", "head", b"head", "next_index", b"next_index", "phases", b"phases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQueueResponse: _TypeAlias = GetQueueResponse  # noqa: Y015
+
+@_typing.final
+class QueuedGroup(_message.Message):
+    """One training group of the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_INDEX_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    SCAFFOLD_FIELD_NUMBER: _builtins.int
+    POOL_SHARD_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SEALED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    OPEN_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    queue_index: _builtins.int
+    task_id: _builtins.str
+    domain: _builtins.str
+    scaffold: _builtins.str
+    pool_shard: _builtins.str
+    phase: Global___QueuePhase.ValueType
+    group_size: _builtins.int
+    sealed: _builtins.int
+    """Of its rollouts: sealed, leased to a runner, and in back-off after a failure."""
+    leased: _builtins.int
+    waiting: _builtins.int
+    failures: _builtins.int
+    """Failed attempts of the task itself, over its rollouts; 0 once the group is closed."""
+    batch_id: _builtins.str
+    step: _builtins.int
+    """Optimizer step that trained it."""
+    reason: _builtins.str
+    """Reason of the tombstone."""
+    @_builtins.property
+    def sealed_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sealed attempts, and the leased ones, which are open."""
+
+    @_builtins.property
+    def open_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        queue_index: _builtins.int = ...,
+        task_id: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        scaffold: _builtins.str = ...,
+        pool_shard: _builtins.str = ...,
+        phase: Global___QueuePhase.ValueType = ...,
+        group_size: _builtins.int = ...,
+        sealed: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        batch_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        sealed_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        open_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "domain", b"domain", "failures", b"failures", "group_size", b"group_size", "leased", b"leased", "open_trajectory_ids", b"open_trajectory_ids", "phase", b"phase", "pool_shard", b"pool_shard", "queue_index", b"queue_index", "reason", b"reason", "scaffold", b"scaffold", "sealed", b"sealed", "sealed_trajectory_ids", b"sealed_trajectory_ids", "step", b"step", "task_id", b"task_id", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuedGroup: _TypeAlias = QueuedGroup  # noqa: Y015
 
 @_typing.final
 class ListGroupsRequest(_message.Message):

@@ -104,6 +104,11 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusResponse.FromString,
                 _registered_method=True)
+        self.GetQueue = channel.unary_unary(
+                '/forge.v1.SchedulerService/GetQueue',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.GetQueueRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.GetQueueResponse.FromString,
+                _registered_method=True)
         self.ListGroups = channel.unary_stream(
                 '/forge.v1.SchedulerService/ListGroups',
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.ListGroupsRequest.SerializeToString,
@@ -243,6 +248,15 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetQueue(self, request, context):
+        """Returns consecutive positions of the training queue for viewers, from the leader's memory alone: a
+        settled group that left memory is GONE. INVALID_ARGUMENT for more than 16,384 positions, and for
+        more than 64 with details. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGroups(self, request, context):
         """Returns groups with the rewards of their counted trajectories, by tag; every group without one.
         """
@@ -332,6 +346,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetSchedulerStatus,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusResponse.SerializeToString,
+            ),
+            'GetQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQueue,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.GetQueueRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.GetQueueResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.ListGroups,
@@ -722,6 +741,33 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/GetSchedulerStatus',
             forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/GetQueue',
+            forge_dot_v1_dot_scheduler__pb2.GetQueueRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.GetQueueResponse.FromString,
             options,
             channel_credentials,
             insecure,

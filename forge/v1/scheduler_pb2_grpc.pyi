@@ -97,6 +97,11 @@ class SchedulerServiceStub:
     """
     GetSchedulerStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]
     """Returns the state of the queue and the window, and the counts of groups."""
+    GetQueue: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetQueueRequest, _scheduler_pb2.GetQueueResponse]
+    """Returns consecutive positions of the training queue for viewers, from the leader's memory alone: a
+    settled group that left memory is GONE. INVALID_ARGUMENT for more than 16,384 positions, and for
+    more than 64 with details. Safe to retry.
+    """
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
     """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
     RenewToken: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]
@@ -172,6 +177,11 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     GetSchedulerStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]  # type: ignore[assignment]
     """Returns the state of the queue and the window, and the counts of groups."""
+    GetQueue: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetQueueRequest, _scheduler_pb2.GetQueueResponse]  # type: ignore[assignment]
+    """Returns consecutive positions of the training queue for viewers, from the leader's memory alone: a
+    settled group that left memory is GONE. INVALID_ARGUMENT for more than 16,384 positions, and for
+    more than 64 with details. Safe to retry.
+    """
     ListGroups: _aio.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
     RenewToken: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]  # type: ignore[assignment]
@@ -328,6 +338,17 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetSchedulerStatusResponse, _abc.Awaitable[_scheduler_pb2.GetSchedulerStatusResponse]]:
         """Returns the state of the queue and the window, and the counts of groups."""
+
+    @_abc_1.abstractmethod
+    def GetQueue(
+        self,
+        request: _scheduler_pb2.GetQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.GetQueueResponse, _abc.Awaitable[_scheduler_pb2.GetQueueResponse]]:
+        """Returns consecutive positions of the training queue for viewers, from the leader's memory alone: a
+        settled group that left memory is GONE. INVALID_ARGUMENT for more than 16,384 positions, and for
+        more than 64 with details. Safe to retry.
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(

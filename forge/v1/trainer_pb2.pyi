@@ -669,12 +669,17 @@ Global___DomainEvaluation: _TypeAlias = DomainEvaluation  # noqa: Y015
 class GetTrainerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_EVALUATIONS_FIELD_NUMBER: _builtins.int
+    with_evaluations: _builtins.bool
+    """Return `evaluations` too."""
     def __init__(
         self,
+        *,
+        with_evaluations: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_evaluations", b"with_evaluations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,6 +698,7 @@ class GetTrainerStatusResponse(_message.Message):
     OLDEST_CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     LATEST_EVALUATION_FIELD_NUMBER: _builtins.int
     EVALUATING_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     step: _builtins.int
     max_steps: _builtins.int
@@ -710,6 +716,12 @@ class GetTrainerStatusResponse(_message.Message):
     def latest_evaluation(self) -> Global___Evaluation:
         """The evaluation that ended last; unset before the first end."""
 
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluation]:
+        """On request: the newest evaluations, at most 1000, in the order of their ends, without outcomes per
+        task.
+        """
+
     def __init__(
         self,
         *,
@@ -722,10 +734,11 @@ class GetTrainerStatusResponse(_message.Message):
         oldest_checkpoint_step: _builtins.int = ...,
         latest_evaluation: Global___Evaluation | None = ...,
         evaluating: _builtins.bool = ...,
+        evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "latest_evaluation", b"latest_evaluation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "evaluating", b"evaluating", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "evaluating", b"evaluating", "evaluations", b"evaluations", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,7 @@ SCOPES = {
     "RetireShard": "operator",
     "DeclareShardLost": "admin",
     "GetSchedulerStatus": "viewer",
+    "GetQueue": "viewer",
     "ListGroups": "operator",
     "LeaseRollouts": "runner",
     "RenewRollouts": "runner",
@@ -291,6 +292,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         status.retirements.extend(leader.members.progress.values())
         return status
+
+    async def GetQueue(
+        self, request: scheduler_pb2.GetQueueRequest, context: Any
+    ) -> scheduler_pb2.GetQueueResponse:
+        """Positions of the queue."""
+        leader = await self._lead(context)
+        most = validation.MAX_DETAILED if request.details else validation.MAX_POSITIONS
+        ask = m.GetQueue(
+            first_index=request.first_index if request.HasField("first_index") else None,
+            before_head=request.before_head,
+            positions=validation.check_count("positions", request.positions, most=most),
+            details=request.details,
+        )
+        answer: scheduler_pb2.GetQueueResponse = await leader.queue.ask(ask, timeout_s=ASK_S)
+        return answer
 
     async def ListGroups(
         self, request: scheduler_pb2.ListGroupsRequest, context: Any

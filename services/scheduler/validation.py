@@ -23,6 +23,9 @@ MAX_ROLLOUTS = 1024
 """Most rollouts of one LeaseRollouts call."""
 MAX_DECLARED = 4096
 """Most domains, and most scaffolds, that a runner declares."""
+MAX_POSITIONS = 16_384
+"""Most positions of one GetQueue call, and with details."""
+MAX_DETAILED = 64
 MAX_GROUPS = 4096
 """Most groups of one batch."""
 

@@ -36,7 +36,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.GetTrainerStatusRequest, context: Any
     ) -> pb.GetTrainerStatusResponse:
         """The state of training, with the newest step and evaluation."""
-        return self._record.status()
+        return self._record.status(with_evaluations=request.with_evaluations)
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: Any

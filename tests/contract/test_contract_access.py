@@ -62,6 +62,7 @@ MATRIX = {
     "SchedulerService/DropGroups": OPERATOR,
     "SchedulerService/RetireShard": OPERATOR,
     "SchedulerService/DeclareShardLost": ADMIN,
+    "SchedulerService/GetQueue": VIEWER,
     "SchedulerService/ListGroups": OPERATOR,
     "SchedulerService/GetSchedulerStatus": VIEWER,
     "SchedulerService/LeaseRollouts": RUNNER,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.activity import Activity
@@ -270,10 +271,14 @@ class GroupLedger:
         self._over += settled
         return settled
 
+    def settled_training(self) -> Iterator[Group]:
+        """Trained and tombstoned training groups in memory."""
+        groups = chain(*self._trained.values(), self._over, self._settled)
+        return (group for group in groups if not group.spec.evaluation)
+
     def tombstoned(self) -> list[Group]:
         """Tombstoned training groups in memory, the oldest first."""
-        groups = (*self._over, *self._settled)
-        return [g for g in groups if g.phase is Phase.TOMBSTONED and not g.spec.evaluation]
+        return [g for g in self.settled_training() if g.phase is Phase.TOMBSTONED]
 
     def _keep_settled(self, groups: Iterable[Group]) -> None:
         """Record groups that an earlier term settled, for `forget`."""

@@ -163,6 +163,10 @@ class Window:
         self._advance()
         return self._edge
 
+    def group_at(self, index: int) -> Group | None:
+        """The group of an index, unless it is consumed."""
+        return self._groups.get(index)
+
     @property
     def ready(self) -> int:
         """Complete groups inside, in no batch."""

@@ -16,6 +16,9 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, Extent, History, extend
 from services.trainer.reporting.sinks import Sink
 
+MOST_EVALUATIONS = 1000
+"""Evaluations in one answer."""
+
 
 class TrainingRecord:
     """The record of a training run, read by RPCs, evaluation and metrics."""
@@ -89,9 +92,9 @@ class TrainingRecord:
             sink.begin(self.step)
         self._wake()
 
-    def status(self) -> pb.GetTrainerStatusResponse:
-        """The current state of training."""
-        return pb.GetTrainerStatusResponse(
+    def status(self, *, with_evaluations: bool = False) -> pb.GetTrainerStatusResponse:
+        """The current state of training; `with_evaluations`: also the newest ones, in brief."""
+        status = pb.GetTrainerStatusResponse(
             phase=self.phase,
             step=self.step,
             max_steps=self._max_steps,
@@ -102,6 +105,13 @@ class TrainingRecord:
             latest_evaluation=self.evaluations[-1] if self.evaluations else None,
             evaluating=self.evaluating,
         )
+        if with_evaluations:
+            status.evaluations.extend(self.evaluations[-MOST_EVALUATIONS:])
+            for evaluation in status.evaluations:
+                for domain in evaluation.domains.values():
+                    # Thousands of lines.
+                    domain.ClearField("task_outcomes")
+        return status
 
     async def watch(self, after_step: int) -> AsyncGenerator[pb.StepMetrics, None]:
         """Every step after `after_step`, then each new one; repeated steps are yielded again.

@@ -169,6 +169,19 @@ def test_status_has_the_latest_step() -> None:
     assert (status.step, status.max_steps, status.latest.step) == (4, 9, 4)
 
 
+def test_status_has_every_evaluation_on_request() -> None:
+    """Oldest first and without outcomes per task; the record keeps those."""
+    one = record()
+    for number in (0, 1):
+        one.evaluated(evaluation(number, reward=0.5))
+    assert not one.status().evaluations
+    found = one.status(with_evaluations=True).evaluations
+    assert [each.step for each in found] == [0, 1]
+    assert found[1].domains["code"].mean_reward == 0.5
+    assert not found[1].domains["code"].task_outcomes
+    assert one.evaluations[1].domains["code"].task_outcomes
+
+
 def test_yield_is_throughput_times_gain_per_trajectory() -> None:
     """100 tokens in 2 s a step; reward from .2 to .6 over 40 trajectories: 50 * .4 / 40."""
     steps = [step(1, reward=0.2), step(2, reward=0.2), step(3, reward=0.6), step(4, reward=0.6)]
