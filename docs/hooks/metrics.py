@@ -18,6 +18,7 @@ _SECTIONS = {
     "scheduler": "Scheduler",
     "inference": "Inference",
     "trainer": "Trainer",
+    "console": "Console",
     "runner": "Agent runner",
 }
 """By the second word of a name; any other word is a metric of every process."""

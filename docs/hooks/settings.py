@@ -16,6 +16,7 @@ CONFIGS = {
     "scheduler": "services.scheduler.config:SchedulerConfig",
     "inference": "services.inference.config:InferenceConfig",
     "trainer": "services.trainer.config:TrainerConfig",
+    "console": "services.console.config:ConsoleConfig",
     "runner": "forge.agents.config:RunnerConfig",
 }
 """By the name that is part of the environment variable: `FORGE_POOL_SHARD`."""

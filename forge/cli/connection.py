@@ -39,6 +39,8 @@ class Connection:
     accept_unsigned: bool = False
     etcd_user: str = ""
     etcd_password_file: str = ""
+    run_dir: Path | None = None
+    """Directory of the run, if the system is one."""
 
     def keyring(self) -> Keyring:
         """Returns the cluster's keys. Raises `ConfigError`."""
@@ -111,6 +113,7 @@ def of_run(path: Path) -> Connection:
         etcd=endpoints_file.read_text().strip(),
         cluster=directory.path.name,
         key_file=directory.key_file,
+        run_dir=directory.path,
     )
 
 

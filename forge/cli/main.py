@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from forge.cli.certs import certs_app
-from forge.cli.command_exit import Commands, console, finish, say
-from forge.cli.connection import of_run
+from forge.cli.command_exit import Commands, finish, say
+from forge.cli.command_exit import console as terminal
+from forge.cli.connection import Connection, of_run
 from forge.cli.etcd import etcd_app
 from forge.cli.options import SystemOptions, with_options
 from forge.cli.pool import pool_app
@@ -43,7 +44,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib import metadata
 
-        console.print(metadata.version("forge-rl"))
+        terminal.print(metadata.version("forge-rl"))
         raise typer.Exit
 
 
@@ -102,6 +103,31 @@ def status(
         await show_status(of_run(directory) if directory else system.resolved(), as_json=json)
 
     finish(main, "")
+
+
+@app.command()
+@with_options
+def console(
+    at: Connection,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, show_default="7800, or a free one", help="Port of the page."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Model directory, for the texts of tokens. Default: the run's.")
+    ] = "",
+) -> None:
+    """Serve the web console: curves, the window, trajectories, services. It changes nothing.
+
+    On loopback without login; beyond it readers log in with a token of
+    [bold]forge token issue[/bold].
+    """
+    from forge.cli.web_console import serve_console
+
+    serve_console(at, host=host, port=port, model_path=model)
 
 
 @app.command()

@@ -20,6 +20,7 @@ PROCESSES = {
     "router": "services.inference",
     "gateway": "services.gateway",
     "runner": "forge.agents",
+    "console": "services.console",
 }
 """The processes of a run, in the order they start, and the module of each."""
 

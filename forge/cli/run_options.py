@@ -60,6 +60,9 @@ class RunOptions:
             help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
         ),
     ] = None
+    console: Annotated[
+        bool, typer.Option(help="Serve the web console on a free port of loopback.")
+    ] = True
     models: Annotated[
         Path | None,
         typer.Option(

@@ -21,6 +21,7 @@ from forge.cli.presets import PROCESSES, Settings
 from forge.cli.programs import run_module
 from forge.cli.rundir import RunDirectory
 from forge.cli.served_models import PlannedModels, ServingGroup
+from forge.cli.web_console import address
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator
@@ -31,7 +32,7 @@ from forge.runtime.serving_groups import MARK, kind_in
 
 T = TypeVar("T")
 
-READY_KINDS = tuple(name for name in PROCESSES if name != "runner")
+READY_KINDS = tuple(name for name in PROCESSES if name not in ("runner", "console"))
 """Kinds that must have registered before the stack is ready."""
 DRAIN_S = 10.0
 """Drain time of a service."""
@@ -59,6 +60,8 @@ class StackPlan:
     """Models beside the policy."""
     gateways: int = 1
     """Gateway processes; the runner spreads its rollouts over them."""
+    console: bool = False
+    """Also serve the web console. The stack runs on without it."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -108,6 +111,9 @@ def members(plan: StackPlan) -> list[Member]:
     ]
     if plan.runner:
         services.append(member("runner", {}))
+    if plan.console:
+        # A lasting port: the page in a browser outlives a restart.
+        services.append(member("console", model | {"http.port": str(free_ports(1)[0])}))
     return services
 
 
@@ -186,6 +192,8 @@ class Stack:
         self.plan = plan
         self.endpoints = plan.etcd
         self.supervisor = ProcessSupervisor(on_event=self._heard)
+        self.console = ""
+        """Address of the web console, once it starts."""
         self._on_event = on_event
         self._given_up: asyncio.Future[ProcessEvent] = asyncio.get_running_loop().create_future()
 
@@ -203,6 +211,8 @@ class Stack:
         await self.guard(reach_etcd(self.endpoints, cluster=self.plan.cluster))
         for member in members(self.plan):
             await self.supervisor.start(self._spec(member))
+            if member.name == "console" and (port := int(member.settings["http.port"])):
+                self.console = address(member.settings.get("host", "127.0.0.1"), port)
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
         """Awaits `work`. Raises `Unavailable` when a process crashed too often."""
@@ -243,7 +253,9 @@ class Stack:
 
     def _heard(self, event: ProcessEvent) -> None:
         self._on_event(event)
-        if event.kind == "gave_up" and not self._given_up.done():
+        # A run needs no console.
+        fatal = event.kind == "gave_up" and event.name != "console"
+        if fatal and not self._given_up.done():
             self._given_up.set_result(event)
 
     def _spec(self, member: Member) -> ProcessSpec:

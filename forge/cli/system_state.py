@@ -172,7 +172,11 @@ async def _services(coordinator: Coordinator, channels: Channels) -> list[Servic
         instances += registered
     everyone = await coordinator.all_instances()
     instances += sorted(
-        (one for one in everyone if MARK in one.kind and not is_starting(one.kind)),
+        (
+            one
+            for one in everyone
+            if one.kind == "console" or (MARK in one.kind and not is_starting(one.kind))
+        ),
         key=lambda one: (one.kind, one.instance_id),
     )
     states = await gather(*(_health(channels, one) for one in instances))

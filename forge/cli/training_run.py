@@ -188,6 +188,7 @@ def plan_of(
         etcd=options.etcd,
         settings=settings_of(options, directory, state, preset),
         gateways=options.gateways or default_gateways(os.cpu_count() or 1),
+        console=options.console,
     )
 
 
@@ -272,6 +273,8 @@ async def running(
                     on_ready=lambda kind: display.say(f"  {kind} is ready"),
                 )
             )
+            if stack.console:
+                display.say(f"Console {stack.console}")
             yield stack, coordinator, channels
         finally:
             await channels.close()

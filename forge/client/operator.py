@@ -159,13 +159,32 @@ class Operator:
         )
         return status
 
-    async def trainer_status(self) -> trainer_pb2.GetTrainerStatusResponse:
-        """Return the progress of training."""
-        request = trainer_pb2.GetTrainerStatusRequest()
+    async def trainer_status(
+        self, *, with_evaluations: bool = False
+    ) -> trainer_pb2.GetTrainerStatusResponse:
+        """Return the progress of training; `with_evaluations`: also all evaluations, in brief."""
+        request = trainer_pb2.GetTrainerStatusRequest(with_evaluations=with_evaluations)
         status: trainer_pb2.GetTrainerStatusResponse = await self._trainer.call(
             "GetTrainerStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
         )
         return status
+
+    async def queue(
+        self,
+        *,
+        first_index: int | None = None,
+        before_head: int = 0,
+        positions: int,
+        details: bool = False,
+    ) -> scheduler_pb2.GetQueueResponse:
+        """Return positions of the training queue, from `first_index` or from before the head on."""
+        request = scheduler_pb2.GetQueueRequest(
+            first_index=first_index, before_head=before_head, positions=positions, details=details
+        )
+        answer: scheduler_pb2.GetQueueResponse = await self._ask_scheduler(
+            "GetQueue", request, timeout_s=5.0
+        )
+        return answer
 
     async def groups(self, tag: str) -> AsyncIterator[scheduler_pb2.BatchGroup]:
         """Yields the groups of `tag` with their trajectories' rewards, each once."""

@@ -26,6 +26,7 @@ from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.rollout_leases import rollout_lease
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
+from services.scheduler.state.queue_positions import GetQueue
 
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
@@ -299,7 +300,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Positions of the queue."""
         leader = await self._lead(context)
         most = validation.MAX_DETAILED if request.details else validation.MAX_POSITIONS
-        ask = m.GetQueue(
+        ask = GetQueue(
             first_index=request.first_index if request.HasField("first_index") else None,
             before_head=request.before_head,
             positions=validation.check_count("positions", request.positions, most=most),

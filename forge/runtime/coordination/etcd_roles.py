@@ -45,6 +45,7 @@ ROLES: Mapping[str, EtcdRole] = {
         ),
     ),
     "trainer": EtcdRole(writes=("services/trainer/", "leader/trainer/", "trainer/", "weights/")),
+    "console": EtcdRole(writes=("services/console/",)),
     "runner": EtcdRole(writes=("services/runner/",)),
     "operator": EtcdRole(reads=_EVERYTHING),
     "admin": EtcdRole(

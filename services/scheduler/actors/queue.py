@@ -25,7 +25,7 @@ from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
 from services.scheduler.state.erased_groups import NoteErased
-from services.scheduler.state.queue_positions import positions_of
+from services.scheduler.state.queue_positions import GetQueue, positions_of
 from services.scheduler.state.queue_status import status_of, tombstones_of
 from services.scheduler.state.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
@@ -120,7 +120,7 @@ class QueueActor(Actor):
                 status = status_of(state, now_s=now_s)
                 status.tombstones.extend(tombstones_of(state) if wanted else ())
                 return status
-            case m.GetQueue():
+            case GetQueue():
                 return positions_of(state, message)
             case m.ListTagged(tag=tag):
                 state.check_all_read()

@@ -303,17 +303,6 @@ class GetStatus:
     with_tombstones: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetQueue:
-    """Answered by a GetQueueResponse."""
-
-    first_index: int | None
-    """None: `before_head` positions before the head."""
-    before_head: int
-    positions: int
-    details: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Tick:
     """The timer of the queue fired."""

@@ -7,10 +7,10 @@ memory (`held_settled_groups`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from forge.core.queue.groups import Group, Phase, RolloutPhase
 from forge.v1 import scheduler_pb2
-from services.scheduler.state.messages import GetQueue
 from services.scheduler.state.term_state import TermState
 
 _PHASES = {
@@ -22,6 +22,17 @@ _PHASES = {
     Phase.TOMBSTONED: scheduler_pb2.QUEUE_PHASE_TOMBSTONED,
 }
 _GONE = scheduler_pb2.QUEUE_PHASE_GONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetQueue:
+    """To the queue; answered by a GetQueueResponse."""
+
+    first_index: int | None
+    """None: `before_head` positions before the head."""
+    before_head: int
+    positions: int
+    details: bool = False
 
 
 def positions_of(state: TermState, asked: GetQueue) -> scheduler_pb2.GetQueueResponse:

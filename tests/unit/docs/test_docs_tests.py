@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SERVICES = ("gateway", "inference", "pool", "scheduler", "trainer")
+SERVICES = ("console", "gateway", "inference", "pool", "scheduler", "trainer")
 OTHERS = ("deploy", "docs")
 """Folders of `tests/unit` about files that are no packages."""
 

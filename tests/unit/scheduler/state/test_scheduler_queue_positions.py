@@ -6,13 +6,14 @@ from typing import Any
 
 from forge.v1 import scheduler_pb2 as pb
 from services.scheduler.state import messages as m
+from services.scheduler.state.queue_positions import GetQueue
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, TermActors
 
 
 async def positions(term: TermActors, **asked: Any) -> pb.GetQueueResponse:
     ask = {"first_index": None, "before_head": 0, "positions": 100} | asked
-    answer: pb.GetQueueResponse = await term.queue.ask(m.GetQueue(**ask), timeout_s=ASK_S)
+    answer: pb.GetQueueResponse = await term.queue.ask(GetQueue(**ask), timeout_s=ASK_S)
     return answer
 
 

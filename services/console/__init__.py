@@ -1,0 +1,1 @@
+"""The web console: a page over the public RPCs that shows a running system. It changes nothing."""

@@ -1,0 +1,72 @@
+"""Wiring of a console instance: topics, sources, HTTP."""
+
+from __future__ import annotations
+
+from forge.client.operator import Operator
+from forge.runtime.process.service import ServiceContext
+from services.console.config import ConsoleConfig
+from services.console.data.overview import Overview
+from services.console.data.queue_view import QueueView
+from services.console.data.steps import Steps
+from services.console.data.topics import News, Poll, Topic
+from services.console.http.access import Access
+from services.console.http.events import Viewers
+from services.console.http.server import HttpServer, Sources
+
+
+class ConsoleApp:
+    """One console instance. It has no gRPC service of its own and no state to lose."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+
+    async def start(self) -> None:
+        """Serves the page."""
+        config = self._context.config
+        assert isinstance(config, ConsoleConfig)
+        context = self._context
+        # No retries: a page shows that a service is away, and reads again.
+        operator = Operator(context.coordinator, context.channels, retry_for_s=0.0)
+        queue = QueueView(operator)
+        news = News()
+        topics = self._topics(config, operator, queue, news)
+        for topic in topics.values():
+            context.keep_running(topic.run(), name=f"topic-{topic.name}")
+        sources = Sources(viewers=Viewers(topics, news, most=config.http.max_viewers), queue=queue)
+        access = Access(config, context.security)
+        self._http = HttpServer(config, access, sources)
+        tls = context.security.http_context(config.host)
+        port = await self._http.start(tls)
+        host = config.advertise_host or config.host
+        context.metadata["http"] = f"{host}:{port}"
+
+    async def drain(self) -> None:
+        """Ends all pages; browsers connect again, to this instance's successor."""
+        await self._http.stop()
+
+    async def stop(self) -> None:
+        """The same as `drain`."""
+        await self._http.stop()
+
+    def _topics(
+        self, config: ConsoleConfig, operator: Operator, queue: QueueView, news: News
+    ) -> dict[str, Topic]:
+        overview = Overview(operator, cluster=config.cluster)
+        polls = {"overview": overview.read, "queue": queue.read}
+        return {
+            "steps": Steps(
+                news,
+                lambda after: operator.tail(after_step=after),
+                most=config.max_steps,
+            ),
+            **{
+                name: Poll(
+                    name,
+                    news,
+                    read,
+                    period_s=config.poll_s,
+                    timeout_s=2 * config.call_timeout_s,
+                )
+                for name, read in polls.items()
+            },
+        }

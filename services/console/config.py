@@ -1,0 +1,66 @@
+"""Settings of the console."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from forge.core.errors import InvalidArgument
+from forge.runtime.security.tls import is_loopback
+from forge.runtime.settings import Port, ServiceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """The HTTP listener."""
+
+    port: Port = 0
+    """HTTP port; 0 takes a free one."""
+    hosts: tuple[str, ...] = ()
+    """Other host names by which browsers reach the console, such as a proxy's; with any, a token is
+    demanded."""
+    login: Literal["auto", "always"] = "auto"
+    """When a token is demanded: auto (unless the console is on loopback without other hosts),
+    always."""
+    max_viewers: Annotated[int, Meta(ge=1)] = 64
+    """Most pages with live updates; further ones get 429."""
+    max_requests: Annotated[int, Meta(ge=1)] = 16
+    """Most requests in work that read other services; further ones get 429."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleConfig(ServiceConfig):
+    """A web page that shows a running system: curves, the window, trajectories, services."""
+
+    model_path: str = ""
+    """Model directory with tokenizer.json, for the texts of tokens; empty: ids alone."""
+    call_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0
+    """Deadline of a call to a service."""
+    fetch_timeout_s: Annotated[float, Meta(ge=1)] = 30.0
+    """Deadline of a request of the browser, such as the read of a long trajectory."""
+    poll_s: Annotated[float, Meta(ge=0.2)] = 1.0
+    """Pause between two reads of the scheduler, the trainer and inference, while a page is open."""
+    services_poll_s: Annotated[float, Meta(ge=1)] = 5.0
+    """Pause between two health checks of every service, while its page is open."""
+    max_steps: Annotated[int, Meta(ge=100)] = 4000
+    """Most optimizer steps in memory and in a page; beyond it every second older one is left
+    out."""
+    max_cache_mib: Annotated[float, Meta(ge=1)] = 256.0
+    """Memory of trajectories that were read last; a larger trajectory is refused."""
+    http: HttpSettings = field(default_factory=HttpSettings)
+
+    @property
+    def login_needed(self) -> bool:
+        """Whether readers need a token."""
+        on_loopback = is_loopback(self.host) and not self.http.hosts
+        return self.http.login == "always" or not on_loopback
+
+    def validate(self) -> None:
+        """Raises `InvalidArgument` for a host name with a scheme or a path."""
+        for name in self.http.hosts:
+            if "/" in name:
+                raise InvalidArgument(
+                    f"http.hosts has {name!r}: a host name, with a port unless it is the default"
+                )

@@ -1,0 +1,126 @@
+"""Topics of live pages: the latest state of one subject, read only while a page watches it.
+
+A topic holds one state and no queue, so a page that reads slowly gets fewer, newer states, and
+memory does not grow with the pages. All pages share one read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import msgspec
+
+from forge.core.errors import ForgeError
+from services.console.metrics import READS
+
+Cursor = tuple[int, int]
+START: Cursor = (0, 0)
+"""Cursor of a page that has nothing."""
+encode = msgspec.json.encode
+
+
+class News:
+    """Wakes every live page after a change of any topic."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """A topic has changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """Set at the next change after this call."""
+        return self._event
+
+
+class Topic:
+    """The base of all topics."""
+
+    name: ClassVar[str]
+
+    def __init__(self, news: News) -> None:
+        self._news = news
+        self._watchers = 0
+        self._watched = asyncio.Event()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """The topic is kept up to date in this block."""
+        self._watchers += 1
+        self._watched.set()
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._watched.clear()
+
+    @property
+    def watched(self) -> asyncio.Event:
+        """Set while a page watches."""
+        return self._watched
+
+    def since(self, cursor: Cursor) -> tuple[bytes | None, Cursor]:
+        """JSON of the changes after a cursor, None without any; and the cursor after it."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Keeps the topic up to date while it is watched; endless."""
+        raise NotImplementedError
+
+
+class Poll(Topic):
+    """A topic that is read again and again."""
+
+    def __init__(
+        self,
+        name: str,
+        news: News,
+        read: Callable[[], Awaitable[Any]],
+        *,
+        period_s: float,
+        timeout_s: float,
+    ) -> None:
+        """`read` returns the state as plain data; after a ForgeError the last state stays, with the
+        error beside it."""
+        super().__init__(news)
+        self.name = name  # type: ignore[misc]
+        self._read = read
+        self._period_s, self._timeout_s = period_s, timeout_s
+        self._version = 0
+        self._state: Any = None
+        self._payload = b""
+
+    def since(self, cursor: Cursor) -> tuple[bytes | None, Cursor]:
+        """The whole state, if it is newer."""
+        if cursor[0] == self._version:
+            return None, cursor
+        return self._payload, (self._version, 0)
+
+    async def run(self) -> None:
+        """Reads while watched."""
+        while True:
+            await self._watched.wait()
+            await self.refresh()
+            await asyncio.sleep(self._period_s)
+
+    async def refresh(self) -> None:
+        """Reads once."""
+        error = ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._state = await self._read()
+        except TimeoutError:
+            error = f"no answer within {self._timeout_s:g} s"
+        except ForgeError as failed:
+            error = str(failed)
+        READS.labels(self.name, "failed" if error else "ok").inc()
+        state = {"at": time.time(), "state": self._state, "error": error}
+        self._payload, self._version = encode(state), self._version + 1
+        self._news.tell()

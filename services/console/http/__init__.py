@@ -1,0 +1,1 @@
+"""The HTTP side: access, pages, live events. May import `data`."""

@@ -1,0 +1,248 @@
+"""The HTTP server: files of the page, its data, live events, login.
+
+Owns the routes and the answers of errors. Every route of data names the right that it needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from forge.core.errors import ConfigError, ForgeError, InvalidArgument, ResourceExhausted
+from forge.runtime.telemetry import log
+from services.console.config import ConsoleConfig
+from services.console.data.queue_view import QueueView
+from services.console.http.access import COOKIE, HEADERS, QUEUE, TRAINING, Access, Right
+from services.console.http.events import Viewers
+from services.console.metrics import REQUESTS
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Read = Callable[[web.Request], Awaitable[Any]]
+TOPIC_RIGHTS: Mapping[str, Right] = {"steps": TRAINING, "overview": QUEUE, "queue": QUEUE}
+MAX_BODY_BYTES = 16 << 10
+GZIP_BYTES = 2048
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the routes read."""
+
+    viewers: Viewers
+    queue: QueueView
+
+
+class HttpServer:
+    """Serves the console on one port."""
+
+    def __init__(self, config: ConsoleConfig, access: Access, sources: Sources) -> None:
+        self._config = config
+        self._access = access
+        self._sources = sources
+        self._busy = 0
+        self._files = static_files()
+        self._runner = web.AppRunner(
+            self.application(), handler_cancellation=True, shutdown_timeout=1.0
+        )
+
+    async def start(self, context: Any) -> int:
+        """Listens, with TLS if `context` is one; returns the port. Raises `ConfigError` if the port
+        is in use."""
+        config = self._config
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.http.port, ssl_context=context)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"http.port = {config.http.port}: {config.host}:{config.http.port} cannot be "
+                f"bound: {error.strerror}; choose another with --http.port, or 0 for any free one"
+            ) from None
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    async def stop(self) -> None:
+        """Ends all connections."""
+        await self._runner.cleanup()
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.on_response_prepare.append(_add_headers)
+        add = app.router.add_get
+        add("/", self._file)
+        add("/healthz", self._healthz)
+        add("/static/{path:[a-zA-Z0-9_./-]+}", self._file)
+        add("/api/session", self._session)
+        app.router.add_post("/api/login", self._login)
+        app.router.add_post("/api/logout", self._logout)
+        add("/api/events", self._events)
+        add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._group))
+        return app
+
+    def _data(self, right: Right, read: Read) -> Handler:
+        """A route of data: right, limit of requests in work, deadline, JSON."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            self._access.claims(request, right)
+            if self._busy >= self._config.http.max_requests:
+                raise ResourceExhausted(
+                    f"{self._busy} requests are in work (http.max_requests)", retry_after_s=1.0
+                )
+            self._busy += 1
+            try:
+                async with asyncio.timeout(self._config.fetch_timeout_s):
+                    content = await read(request)
+            finally:
+                self._busy -= 1
+            return await _json(request, content)
+
+        return handle
+
+    async def _group(self, request: web.Request) -> Any:
+        return await self._sources.queue.group(int(request.match_info["index"]))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        names = [name for name in request.query.get("topics", "").split(",") if name]
+        if not names or not {*names} <= TOPIC_RIGHTS.keys():
+            raise InvalidArgument(f"topics must be of {', '.join(TOPIC_RIGHTS)}")
+
+        def check() -> None:
+            for name in names:
+                self._access.claims(request, TOPIC_RIGHTS[name])
+
+        check()
+        return await self._sources.viewers.stream(request, names, check=check)
+
+    async def _session(self, request: web.Request) -> web.StreamResponse:
+        claims = self._access.reader(request)
+        return await _json(
+            request,
+            {
+                "login_needed": self._access.login_needed,
+                "cluster": self._config.cluster,
+                "subject": claims.subject if claims else "",
+                "scopes": sorted(claims.scopes) if claims else [],
+            },
+        )
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        if request.content_type != "application/json":
+            # No form of another site has this type.
+            raise InvalidArgument("the token is sent as JSON")
+        body = await request.read()
+        try:
+            token = msgspec.json.decode(body, type=dict[str, str])["token"].strip()
+        except (msgspec.MsgspecError, KeyError):
+            raise InvalidArgument('the body must be {"token": "..."}') from None
+        claims = self._access.verify(token, QUEUE)
+        response = await _json(request, {"subject": claims.subject})
+        # A cookie of the browser's session; the token's own expiry ends it earlier.
+        response.set_cookie(
+            COOKIE,
+            token,
+            httponly=True,
+            samesite="Strict",
+            secure=self._access.secure,
+            path="/",
+        )
+        return response
+
+    async def _logout(self, request: web.Request) -> web.StreamResponse:
+        response = await _json(request, {})
+        response.del_cookie(COOKIE, path="/")
+        return response
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        return await _json(request, {"status": "ok"})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info.get("path", "index.html")
+        found = self._files.get(name)
+        if found is None:
+            raise web.HTTPNotFound
+        content, kind = found
+        # A browser asks again each time, so that no page mixes two releases.
+        headers = {
+            "Content-Type": kind,
+            "Cache-Control": "no-cache",
+            "ETag": f'"{hash(content):x}"',
+        }
+        if request.headers.get("If-None-Match") == headers["ETag"]:
+            return web.Response(status=304, headers=headers)
+        response = web.Response(body=content, headers=headers)
+        response.enable_compression()
+        return response
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks the host, and converts errors."""
+        try:
+            self._access.check_host(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _failed(error.status, error.reason)
+        except ForgeError as error:
+            response = _failed(error.http_status, str(error))
+            if error.retry_after_s:
+                response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        except TimeoutError:
+            response = _failed(504, "the services did not answer in time")
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("request_failed", path=request.path)
+            response = _failed(500, "internal error; the console's log has it")
+        REQUESTS.labels(str(response.status)).inc()
+        return response
+
+
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Content and type of each file of the page, by its path."""
+    root = files("services.console") / "static"
+    found: dict[str, tuple[bytes, str]] = {}
+
+    def add(folder: Traversable, path: str) -> None:
+        for one in folder.iterdir():
+            if one.is_dir():
+                add(one, f"{path}{one.name}/")
+            elif kind := _TYPES.get(f".{one.name.rpartition('.')[2]}"):
+                found[f"{path}{one.name}"] = one.read_bytes(), kind
+
+    add(root, "")
+    return found
+
+
+async def _json(request: web.Request, content: Any) -> web.Response:
+    body = msgspec.json.encode(content)
+    headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
+    if len(body) > GZIP_BYTES and "gzip" in request.headers.get("Accept-Encoding", ""):
+        body = await asyncio.to_thread(gzip.compress, body, 3)
+        headers["Content-Encoding"] = "gzip"
+    return web.Response(body=body, headers=headers)
+
+
+def _failed(status: int, message: str) -> web.Response:
+    body = msgspec.json.encode({"error": message})
+    return web.Response(
+        status=status,
+        body=body,
+        headers={"Content-Type": "application/json", "Cache-Control": "no-store"},
+    )
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
