@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
+from forge.client.operator import Operator
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
@@ -68,10 +69,10 @@ class Console:
 
     def __init__(self, config: ConsoleConfig) -> None:
         self.config = config
-        self.operator: Any = FakeOperator()
+        self.operator = FakeOperator()
         self.security = Security(KEYRING, insecure=True)
         news = News()
-        queue = QueueView(self.operator)
+        queue = QueueView(cast(Operator, self.operator))
         self.topics: dict[str, Topic] = {
             "steps": Steps(news, self.operator.tail, most=config.max_steps),
             "queue": Poll("queue", news, queue.read, period_s=0.05, timeout_s=5.0),
