@@ -1,23 +1,18 @@
-"""Draws one trajectory as a tree: branches, turns, tokens, labels, rewards and texts.
-
-In a branch each turn continues the answer of the turn before. A turn that shares less with its
-parent, or is not the first to continue it, begins a new branch.
-"""
+"""Draws one trajectory as a tree: branches, turns, tokens, labels, rewards and texts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
-from forge.core.credit.side_calls import side_calls
+from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import TOKEN_BYTES, int32_array
-from forge.core.trajectory import NO_PARENT, sequence_lengths
+from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2 as pb
 
 LINE_CHARACTERS = 100
@@ -26,45 +21,14 @@ _UNTRAINED = {"side_call": "side call, not trained", "excluded": "not trained, b
 _ROLE_STYLE = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """A turn's place in the tree, see `TurnShape`."""
-
-    turn_index: int
-    parent_turn: int
-    prefix_tokens: int
-    new_tokens: int
-
-
 class TrajectoryView:
     """The branches of one trajectory."""
 
     def __init__(self, trajectory: pb.Trajectory) -> None:
         """Raises `InvalidArgument` if the turns form no tree."""
         self._trajectory = trajectory
-        self._turns = turns = trajectory.turns
-        lengths = sequence_lengths([_shape(turn) for turn in turns])
-        self._contexts = [
-            length - _sampled(turn) for length, turn in zip(lengths, turns, strict=True)
-        ]
-        self._aside = side_calls(turns, self._contexts)
-        self._next: dict[int, int] = {}
-        """The turn that continues a turn in its branch."""
-        self._forks: dict[int, list[int]] = {}
-        """First turns of the branches that leave a turn; those of NO_PARENT begin the tree."""
-        for index, turn in enumerate(turns):
-            parent = turn.parent_turn
-            continues = parent != NO_PARENT and turn.prefix_tokens > self._contexts[parent]
-            if continues and parent not in self._next:
-                self._next[parent] = index
-            else:
-                self._forks.setdefault(parent, []).append(index)
-
-    @property
-    def branches(self) -> list[list[int]]:
-        """Turn indices of each branch, in the order of their first turns."""
-        firsts = sorted(index for forks in self._forks.values() for index in forks)
-        return [list(self._branch(first)) for first in firsts]
+        self._turns = trajectory.turns
+        self._tree = TrajectoryTree(self._turns)
 
     def draw(self, *, full: bool = False) -> Tree:
         """Return the tree; `full` has whole messages in place of their first characters."""
@@ -72,36 +36,30 @@ class TrajectoryView:
         for reward in self._trajectory.rewards:
             if reward.turn_index == NO_PARENT:
                 tree.add(_reward(reward))
-        numbers = {branch[0]: number for number, branch in enumerate(self.branches, 1)}
+        numbers = {branch[0]: number for number, branch in enumerate(self._tree.branches, 1)}
         self._add_branches(tree, NO_PARENT, numbers, full)
         return tree
 
     def _add_branches(
         self, tree: Tree, parent: int, numbers: Mapping[int, int], full: bool
     ) -> None:
-        for first in self._forks.get(parent, ()):
+        for first in self._tree.forks.get(parent, ()):
             branch = tree.add(self._title(first, numbers[first]))
-            for index in self._branch(first):
+            for index in self._tree.branch(first):
                 node = branch.add(self._line(index))
                 for text in self._texts(index, full):
                     node.add(text)
                 self._add_branches(node, index, numbers, full)
 
-    def _branch(self, first: int) -> Iterator[int]:
-        index: int | None = first
-        while index is not None:
-            yield index
-            index = self._next.get(index)
-
     def _heading(self) -> str:
         one = self._trajectory
         state = pb.TrajectoryState.Name(one.state).removeprefix("TRAJECTORY_STATE_").lower()
-        sampled = sum(map(_sampled, self._turns))
+        sampled = sum(map(sampled_tokens, self._turns))
         parts = [
             f"[bold]{escape(one.trajectory_id)}[/bold]",
             escape(one.domain),
             state,
-            _count(len(self.branches), "branch", "branches"),
+            _count(len(self._tree.branches), "branch", "branches"),
             _count(len(self._turns), "turn"),
             _count(sampled, "sampled token"),
             escape(one.reason),
@@ -123,7 +81,7 @@ class TrajectoryView:
         parts = [f"[bold]turn {index}[/bold]", *self._tokens(index), finish]
         if turn.HasField("other_model"):
             parts.append("[yellow]not trained[/yellow]")
-        elif why := self._aside.get(index):
+        elif why := self._tree.aside.get(index):
             parts.append(f"[yellow]{_UNTRAINED[why]}[/yellow]")
         if turn.HasField("asked_temperature"):
             parts.append(f"asked for temperature {turn.asked_temperature:g}")
@@ -143,8 +101,8 @@ class TrajectoryView:
             yield f"{other.sampled_tokens} sampled"
         else:
             prompt = len(turn.prompt_ids) // TOKEN_BYTES
-            yield f"{self._contexts[index]} prompt tokens, {prompt} of them new"
-            yield f"{_sampled(turn)} sampled{_versions(turn)}"
+            yield f"{self._tree.contexts[index]} prompt tokens, {prompt} of them new"
+            yield f"{sampled_tokens(turn)} sampled{_versions(turn)}"
 
     def _texts(self, index: int, full: bool) -> Iterator[Text]:
         recorded = self._turns[index].messages_json
@@ -176,19 +134,6 @@ def _text(message: Mapping[str, Any], full: bool) -> Text:
 def _reward(reward: pb.RewardEvent) -> str:
     kind = pb.RewardKind.Name(reward.kind).removeprefix("REWARD_KIND_").lower()
     return f"[green]{kind} {escape(reward.name)} = {reward.value:g}[/green]"
-
-
-def _shape(turn: pb.Turn) -> _Shape:
-    return _Shape(
-        turn_index=turn.turn_index,
-        parent_turn=turn.parent_turn,
-        prefix_tokens=turn.prefix_tokens,
-        new_tokens=len(turn.prompt_ids) // TOKEN_BYTES + _sampled(turn),
-    )
-
-
-def _sampled(turn: pb.Turn) -> int:
-    return len(turn.sampled.ids) // TOKEN_BYTES
 
 
 def _versions(turn: pb.Turn) -> str:

@@ -70,6 +70,14 @@ class PoolReader:
         stats: pool_pb2.GetPoolStatsResponse = await self._call(shard, "GetPoolStats", request)
         return stats
 
+    async def sizes(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
+        """Return counts and sizes of one shard as a whole; costs it nothing."""
+        request = pool_pb2.GetPoolStatsRequest()
+        stats: pool_pb2.GetPoolStatsResponse = await self._call(
+            shard, "GetPoolStats", request, timeout_s=FIND_S
+        )
+        return stats
+
     async def query(
         self, wanted: pool_pb2.TrajectoryFilter, *, page_size: int = 0
     ) -> AsyncIterator[Page]:
@@ -116,6 +124,14 @@ class PoolReader:
                 size = FETCH_TRAJECTORIES if size == 1 else 1
             except ForgeError as error:
                 await asyncio.sleep(patience.pause_s(error))
+
+    async def summaries(self, trajectory_ids: Sequence[str]) -> list[common_pb2.TrajectorySummary]:
+        """Return the summaries of the known ones of these trajectories, on any shard."""
+        request = pool_pb2.GetSummariesRequest(trajectory_ids=trajectory_ids)
+        found: list[common_pb2.TrajectorySummary] = []
+        for shard in await self.shards():
+            found += (await self._call(shard, "GetSummaries", request)).summaries
+        return found
 
     async def find(self, trajectory_id: str) -> common_pb2.Trajectory:
         """Return one whole trajectory of any shard. Raises `InvalidArgument` for a malformed id,

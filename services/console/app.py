@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
 from forge.client.operator import Operator
+from forge.client.pool import PoolReader
 from forge.runtime.process.service import ServiceContext
+from forge.v1 import pool_pb2
 from services.console.config import ConsoleConfig
+from services.console.data.closes import Closes
 from services.console.data.overview import Overview
 from services.console.data.queue_view import QueueView
+from services.console.data.services_view import ServicesView
 from services.console.data.steps import Steps
+from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
+from services.console.data.trajectory_cache import TrajectoryCache
+from services.console.data.trajectory_list import TrajectoryList
 from services.console.http.access import Access
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
+
+
+def _changes(reader: PoolReader) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
+    return reader.tail(pool_pb2.TrajectoryFilter(), cursors={})
 
 
 class ConsoleApp:
@@ -27,12 +42,31 @@ class ConsoleApp:
         context = self._context
         # No retries: a page shows that a service is away, and reads again.
         operator = Operator(context.coordinator, context.channels, retry_for_s=0.0)
+        reader = PoolReader(context.coordinator, context.channels, retry_for_s=0.0)
         queue = QueueView(operator)
         news = News()
         topics = self._topics(config, operator, queue, news)
+        topics["closes"] = Closes(news, partial(_changes, reader))
+        services = ServicesView(
+            context.coordinator, context.channels, reader, cluster=config.cluster
+        )
+        topics["services"] = Poll(
+            "services",
+            news,
+            services.read,
+            period_s=config.services_poll_s,
+            timeout_s=4 * config.call_timeout_s,
+        )
+        texts = await asyncio.to_thread(TokenTexts.load, config.model_path)
         for topic in topics.values():
             context.keep_running(topic.run(), name=f"topic-{topic.name}")
-        sources = Sources(viewers=Viewers(topics, news, most=config.http.max_viewers), queue=queue)
+        sources = Sources(
+            viewers=Viewers(topics, news, most=config.http.max_viewers),
+            queue=queue,
+            trajectories=TrajectoryList(reader),
+            cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
+            texts=texts,
+        )
         access = Access(config, context.security)
         self._http = HttpServer(config, access, sources)
         tls = context.security.http_context(config.host)

@@ -48,7 +48,7 @@ class ConsoleConfig(ServiceConfig):
     """Most optimizer steps in memory and in a page; beyond it every second older one is left
     out."""
     max_cache_mib: Annotated[float, Meta(ge=1)] = 256.0
-    """Memory of trajectories that were read last; a larger trajectory is refused."""
+    """Memory of the trajectories that were read last."""
     http: HttpSettings = field(default_factory=HttpSettings)
 
     @property

@@ -48,18 +48,25 @@ class Topic:
         self._news = news
         self._watchers = 0
         self._watched = asyncio.Event()
+        self._unwatched = asyncio.Event()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """The topic is kept up to date in this block."""
         self._watchers += 1
         self._watched.set()
+        self._unwatched.clear()
         try:
             yield
         finally:
             self._watchers -= 1
             if not self._watchers:
                 self._watched.clear()
+                self._unwatched.set()
+
+    async def unwatched(self) -> None:
+        """Wait until no page watches."""
+        await self._unwatched.wait()
 
     @property
     def watched(self) -> asyncio.Event:

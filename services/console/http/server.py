@@ -9,6 +9,7 @@ import asyncio
 import gzip
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -20,13 +21,34 @@ from forge.core.errors import ConfigError, ForgeError, InvalidArgument, Resource
 from forge.runtime.telemetry import log
 from services.console.config import ConsoleConfig
 from services.console.data.queue_view import QueueView
-from services.console.http.access import COOKIE, HEADERS, QUEUE, TRAINING, Access, Right
+from services.console.data.token_rows import MOST_TOKENS, token_rows
+from services.console.data.token_texts import TokenTexts
+from services.console.data.trajectory_cache import TrajectoryCache
+from services.console.data.trajectory_list import TrajectoryList, filter_of, whole_number
+from services.console.data.trajectory_page import trajectory_row
+from services.console.http.access import (
+    CONTENT,
+    COOKIE,
+    HEADERS,
+    QUEUE,
+    SUMMARIES,
+    TRAINING,
+    Access,
+    Right,
+)
 from services.console.http.events import Viewers
 from services.console.metrics import REQUESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Read = Callable[[web.Request], Awaitable[Any]]
-TOPIC_RIGHTS: Mapping[str, Right] = {"steps": TRAINING, "overview": QUEUE, "queue": QUEUE}
+TOPIC_RIGHTS: Mapping[str, Right] = {
+    "steps": TRAINING,
+    "overview": QUEUE,
+    "queue": QUEUE,
+    "closes": SUMMARIES,
+    "services": QUEUE,
+}
+_TRAJECTORY = "{trajectory:[a-zA-Z0-9._:-]{1,240}}"
 MAX_BODY_BYTES = 16 << 10
 GZIP_BYTES = 2048
 _TYPES = {
@@ -43,6 +65,9 @@ class Sources:
 
     viewers: Viewers
     queue: QueueView
+    trajectories: TrajectoryList
+    cache: TrajectoryCache
+    texts: TokenTexts
 
 
 class HttpServer:
@@ -90,7 +115,14 @@ class HttpServer:
         app.router.add_post("/api/login", self._login)
         app.router.add_post("/api/logout", self._logout)
         add("/api/events", self._events)
-        add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._group))
+        add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._position))
+        add("/api/trajectories", self._data(SUMMARIES, self._newest))
+        add("/api/groups/{task:[a-zA-Z0-9._-]{1,200}}", self._data(SUMMARIES, self._group))
+        add(f"/api/trajectories/{_TRAJECTORY}", self._data(CONTENT, self._trajectory))
+        add(
+            f"/api/trajectories/{_TRAJECTORY}/turns/{{turn:[0-9]{{1,9}}}}/tokens",
+            self._data(CONTENT, self._tokens),
+        )
         return app
 
     def _data(self, right: Right, read: Read) -> Handler:
@@ -112,8 +144,29 @@ class HttpServer:
 
         return handle
 
-    async def _group(self, request: web.Request) -> Any:
+    async def _position(self, request: web.Request) -> Any:
         return await self._sources.queue.group(int(request.match_info["index"]))
+
+    async def _newest(self, request: web.Request) -> Any:
+        return await self._sources.trajectories.newest(filter_of(request.query))
+
+    async def _group(self, request: web.Request) -> Any:
+        return await self._sources.trajectories.group(request.match_info["task"])
+
+    async def _trajectory(self, request: web.Request) -> Any:
+        trajectory_id = request.match_info["trajectory"]
+        one = await self._sources.cache.get(trajectory_id)
+        advantages = await self._sources.trajectories.advantages(trajectory_id)
+        # On a thread: a long trajectory takes a second.
+        return await asyncio.to_thread(trajectory_row, one, advantages)
+
+    async def _tokens(self, request: web.Request) -> Any:
+        one = await self._sources.cache.get(request.match_info["trajectory"])
+        first = whole_number(request.query, "first", 0)
+        count = whole_number(request.query, "count", MOST_TOKENS)
+        turn = int(request.match_info["turn"])
+        read = partial(token_rows, first=first, count=count)
+        return await asyncio.to_thread(read, one, turn, self._sources.texts)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         names = [name for name in request.query.get("topics", "").split(",") if name]

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import aiohttp
 
 from forge.client.operator import Operator
+from forge.client.pool import Page, PoolReader
+from forge.core.errors import NotFound
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
-from forge.v1 import scheduler_pb2, trainer_pb2
+from forge.v1 import common_pb2, pool_pb2, scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig
 from services.console.data.queue_view import QueueView
 from services.console.data.steps import Steps
+from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
+from services.console.data.trajectory_cache import TrajectoryCache
+from services.console.data.trajectory_list import TrajectoryList
 from services.console.http.access import Access
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
+from tests.support.pool.records import make_reward
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
 PERSONS = ("SchedulerService", "PoolService", "InferenceService", "TrainerService")
@@ -64,12 +70,65 @@ class FakeOperator:
             yield await self.steps.get()
 
 
+class FakePool:
+    """Trajectories by id."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, common_pb2.Trajectory] = {}
+        self.fetched: list[str] = []
+        self.asked: list[pool_pb2.TrajectoryFilter] = []
+
+    def put(self, trajectory_id: str, *turns: common_pb2.Turn, outcome: float = 1.0) -> None:
+        """A sealed trajectory."""
+        self.stored[trajectory_id] = common_pb2.Trajectory(
+            trajectory_id=trajectory_id,
+            task_id=trajectory_id.partition(":")[0],
+            domain="code",
+            state=common_pb2.TRAJECTORY_STATE_SEALED,
+            turns=turns,
+            rewards=[make_reward(value=outcome)],
+            sealed_unix_s=float(len(self.stored) + 1),
+        )
+
+    def summary(self, one: common_pb2.Trajectory) -> common_pb2.TrajectorySummary:
+        return common_pb2.TrajectorySummary(
+            trajectory_id=one.trajectory_id,
+            task_id=one.task_id,
+            domain=one.domain,
+            state=one.state,
+            turns=len(one.turns),
+            rewards=one.rewards,
+            sealed_unix_s=one.sealed_unix_s,
+        )
+
+    async def find(self, trajectory_id: str) -> common_pb2.Trajectory:
+        self.fetched.append(trajectory_id)
+        if trajectory_id not in self.stored:
+            raise NotFound(f"no pool shard has the turns of {trajectory_id}: unknown, or freed")
+        return self.stored[trajectory_id]
+
+    async def summaries(self, ids: Sequence[str]) -> list[common_pb2.TrajectorySummary]:
+        return [self.summary(self.stored[each]) for each in ids if each in self.stored]
+
+    async def query(
+        self, wanted: pool_pb2.TrajectoryFilter, *, page_size: int
+    ) -> AsyncIterator[Page]:
+        asked = pool_pb2.TrajectoryFilter()
+        asked.CopyFrom(wanted)
+        self.asked.append(asked)
+        found = [self.summary(one) for one in self.stored.values()]
+        found = [one for one in found if one.sealed_unix_s >= wanted.closed_from_unix_s]
+        for first in range(0, max(1, len(found)), page_size):
+            yield Page(shard="0", trajectories=found[first : first + page_size])
+
+
 class Console:
     """One console and a client of it."""
 
     def __init__(self, config: ConsoleConfig) -> None:
         self.config = config
         self.operator = FakeOperator()
+        self.pool = FakePool()
         self.security = Security(KEYRING, insecure=True)
         news = News()
         queue = QueueView(cast(Operator, self.operator))
@@ -81,7 +140,13 @@ class Console:
         self.server = HttpServer(
             config,
             Access(config, self.security),
-            Sources(viewers=self.viewers, queue=queue),
+            Sources(
+                viewers=self.viewers,
+                queue=queue,
+                trajectories=TrajectoryList(cast(PoolReader, self.pool)),
+                cache=TrajectoryCache(self.pool.find, most_bytes=1 << 20),
+                texts=TokenTexts(),
+            ),
         )
         self.client: aiohttp.ClientSession
         self.port = 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from forge.cli.trajectory_view import TrajectoryView
+from forge.client.trajectory_tree import TrajectoryTree
 from forge.v1 import common_pb2 as pb
 from tests.support.pool.records import make_reward, make_turn
 
@@ -36,7 +37,7 @@ def test_turns_that_continue_each_other_are_one_branch() -> None:
         make_turn(index=4, parent=-1),
         make_turn(index=5, parent=1, prefix=2 * ANSWERED),
     )
-    assert TrajectoryView(one).branches == [[0, 1, 5], [2], [3], [4]]
+    assert TrajectoryTree(one.turns).branches == [[0, 1, 5], [2], [3], [4]]
     shown = drawn(one)
     assert "4 branches · 6 turns · 12 sampled tokens" in shown
     assert "branch 2 · shares 3 tokens with turn 0" in shown

@@ -47,9 +47,12 @@ export function live(topics, handlers, onDenied) {
   }
 
   document.addEventListener("visibilitychange", visibility);
+  shown.hidden = false;
+  show("waiting", "connecting");
   open();
   return () => {
     closed = true;
+    shown.hidden = true;
     document.removeEventListener("visibilitychange", visibility);
     close();
   };

@@ -4,11 +4,15 @@
 import { fill, h, text } from "./dom.js";
 import { get } from "./live.js";
 import * as overview from "./overview.js";
+import * as services from "./services.js";
+import * as trajectories from "./trajectories.js";
 import * as queue from "./window.js";
 
 const PAGES = [
   ["overview", "Overview", overview],
   ["window", "Window", queue],
+  ["trajectories", "Trajectories", trajectories],
+  ["services", "Services", services],
 ];
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");

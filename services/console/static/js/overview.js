@@ -10,7 +10,7 @@ const share = () => [0, 1.02];
 
 function tile(label) {
   const value = h("dd", {}, "–");
-  const hint = h("div", { class: "hint" });
+  const hint = h("dd", { class: "hint" });
   return { element: h("div", { class: "tile" }, h("dt", {}, label), value, hint), set: (shown, more = "") => { text(value, shown); text(hint, more); } };
 }
 

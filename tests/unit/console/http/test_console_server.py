@@ -12,8 +12,9 @@ import pytest
 from forge.core.errors import InvalidArgument
 from forge.v1 import trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
-from services.console.http.server import static_files
-from tests.support.console.page import served, token_of
+from services.console.http.server import TOPIC_RIGHTS, static_files
+from tests.support.console.page import Console, served, token_of
+from tests.support.pool.records import make_turn
 
 WITH_LOGIN = ConsoleConfig(http=HttpSettings(login="always"))
 STATIC = Path(__file__).parents[4] / "services" / "console" / "static"
@@ -238,3 +239,68 @@ async def test_position_without_a_group_is_not_found() -> None:
         assert status == 404 and "position 9" in body["error"]
         assert (await console.get("/api/queue/x"))[0] == 404
         assert (await console.get("/static/../config.py"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "reader"),
+    [
+        ("/api/trajectories", "operator"),
+        ("/api/groups/t", "operator"),
+        ("/api/trajectories/t:0:0", "admin"),
+        ("/api/trajectories/t:0:0/turns/0/tokens", "admin"),
+    ],
+)
+async def test_trajectories_need_the_scope_of_their_rpc(path: str, reader: str) -> None:
+    """QueryTrajectories takes an operator, FetchTrajectories an administrator."""
+    scopes = ("runner", "viewer", "operator", "admin")
+    async with served(WITH_LOGIN) as console:
+        console.pool.put("t:0:0", make_turn("t:0:0"))
+        assert (await console.get(path))[0] == 401
+        for scope in scopes:
+            status, _ = await console.get(path, Authorization=f"Bearer {token_of(scope)}")
+            assert (status == 200) == (scopes.index(scope) >= scopes.index(reader)), scope
+            assert status in (200, 403)
+
+
+async def test_trajectory_is_served_part_by_part() -> None:
+    """From one read of the pool."""
+    async with served() as console:
+        console.pool.put("t:0:0", make_turn("t:0:0"))
+        status, body = await console.get("/api/trajectories/t:0:0")
+        assert status == 200 and body["turns"][0]["advantage"] == 0.0
+        status, body = await console.get("/api/trajectories/t:0:0/turns/0/tokens?first=1&count=2")
+        assert (status, body["ids"], body["total"]) == (200, [2, 3], 5)
+        assert console.pool.fetched == ["t:0:0"]
+        for path, expected in (
+            ("/api/trajectories/u:0:0", 404),
+            ("/api/trajectories/t:0:0/turns/9/tokens", 404),
+            ("/api/trajectories/t:0:0/turns/0/tokens?count=0", 400),
+            ("/api/trajectories?state=x", 400),
+            ("/api/trajectories/..%2f..%2fetc", 404),
+            ("/api/groups/none", 404),
+        ):
+            assert (await console.get(path))[0] == expected, path
+
+
+def test_security_md_has_every_route_of_the_console() -> None:
+    """With the right that it needs."""
+    text = (STATIC.parents[2] / "SECURITY.md").read_text()
+    section = text.partition("## Web console")[2].partition("\n## ")[0]
+    rows = {
+        route: (service.strip(" `"), scope.strip())
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for routes, service, scope in [line.strip("|").split("|")]
+        for route in re.findall(r"`([A-Z]+ [^`]+)`", routes)
+    }
+    assert {name for name in re.findall(r"`([a-z]+)`", section) if name in TOPIC_RIGHTS} == {
+        *TOPIC_RIGHTS
+    }
+    app = Console(ConsoleConfig()).server.application()
+    served_routes = set()
+    for route in app.router.routes():
+        if route.method != "HEAD" and route.resource is not None:
+            served_routes.add(f"{route.method} {route.resource.canonical}")
+    assert served_routes == rows.keys()
+    assert rows["GET /api/trajectories/{trajectory}"] == ("PoolService", "admin")
+    assert rows["GET /api/groups/{task}"] == ("PoolService", "operator")
