@@ -109,6 +109,9 @@ crash: setup  ## Kill the pool 200 times under load and read everything back
 drafts: setup  ## 100,000 answers with drafts against the model's own distribution
 	@FORGE_DRAFT_SAMPLES=100000 $(PY) -m pytest --timeout=7200 -s -k own tests/contract/test_contract_drafts.py
 
+large-weights: setup  ## A tensor of 5 GiB through the weight stream; takes 10 GiB of memory
+	@FORGE_LARGE_WEIGHTS=1 $(PY) -m pytest --timeout=7200 -k 5_gib tests/integration/test_weight_stream.py
+
 fuzz: setup  ## Each fuzz target on N new random inputs
 	@$(PY) -m tests.fuzz --inputs $(N)
 

@@ -9,17 +9,38 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from forge.core.errors import DataLoss, NotFound
-from forge.runtime.weights import WeightManifest, manifest_key
+from forge.runtime.weights import (
+    SLICE_BYTES,
+    TensorEntry,
+    WeightAnnouncement,
+    content_digest,
+    manifest_key,
+    slice_digests,
+)
 
 MODEL_FILES = ("model.safetensors", "mtp.safetensors")
 PUBLISHED_FILE = "published.json"
-_CHUNK_BYTES = 1 << 20
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""torch's names of the types in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +50,8 @@ class KeptModel:
     path: Path
     digest: str
     """sha256 over the tensors' data in the order of publication, hexadecimal."""
+    content: str
+    """Digest of these tensors in an announcement of weights."""
     dtype: str
     tensor_names: tuple[str, ...]
 
@@ -61,9 +84,7 @@ def read_kept(checkpoint: Path) -> KeptModel:
         about = json.loads((checkpoint / PUBLISHED_FILE).read_text(encoding="utf-8"))
         stored = dict(tensor for name in MODEL_FILES for tensor in _tensors(checkpoint / name))
         digest = hashlib.sha256()
-        for name in about["tensor_names"]:
-            for chunk in _data(*stored[name]):
-                digest.update(chunk)
+        entries = [_entry(name, stored[name], digest.update) for name in about["tensor_names"]]
     except FileNotFoundError as error:
         raise NotFound(
             f"{error.filename} is missing: {checkpoint} keeps no model, as checkpoints of earlier "
@@ -76,13 +97,38 @@ def read_kept(checkpoint: Path) -> KeptModel:
     return KeptModel(
         path=checkpoint,
         digest=about["digest"],
+        content=content_digest(entries),
         dtype=about["dtype"],
         tensor_names=tuple(about["tensor_names"]),
     )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, tuple[Path, int, int]]]:
-    """Yields name, file, begin and end of each tensor's data; nothing if there are no heads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The place of one tensor in a safetensors file."""
+
+    file: Path
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _entry(name: str, stored: _Stored, observe: Callable[[bytes], None]) -> TensorEntry:
+    """Describes a tensor; `observe` takes its data, slice by slice."""
+    digests = bytearray()
+    for data in _data(stored.file, stored.begin, stored.end):
+        observe(data)
+        digests += slice_digests([data])
+    size_bytes = stored.end - stored.begin
+    dtype = _DTYPES.get(stored.dtype, stored.dtype)
+    return TensorEntry(
+        name, dtype, stored.shape, size_bytes, bytes(digests) or slice_digests([b""])
+    )
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:
+    """Yields names and places of tensors; nothing if there are no heads."""
     if file.name != MODEL_FILES[0] and not file.exists():
         return
     with file.open("rb") as opened:
@@ -93,14 +139,23 @@ def _tensors(file: Path) -> Iterator[tuple[str, tuple[Path, int, int]]]:
     for name, tensor in header.items():
         if name != "__metadata__":
             begin, end = tensor["data_offsets"]
-            yield name, (file, 8 + length + begin, 8 + length + end)
+            yield (
+                name,
+                _Stored(
+                    file=file,
+                    begin=8 + length + begin,
+                    end=8 + length + end,
+                    dtype=tensor["dtype"],
+                    shape=tuple(tensor["shape"]),
+                ),
+            )
 
 
 def _data(file: Path, begin: int, end: int) -> Iterator[bytes]:
     with file.open("rb") as opened:
         opened.seek(begin)
         while begin < end:
-            chunk = opened.read(min(_CHUNK_BYTES, end - begin))
+            chunk = opened.read(min(SLICE_BYTES, end - begin))
             if not chunk:
                 raise ValueError(f"{file.name} ends early")
             begin += len(chunk)
@@ -117,12 +172,14 @@ async def measured_model(
     Raises `Unavailable` when etcd does not answer, `DataLoss` when its manifest is unreadable.
     """
     entry = await register.get(manifest_key())
-    announced = WeightManifest.decode(entry.value) if entry is not None else None
+    announced = WeightAnnouncement.decode(entry.value) if entry is not None else None
     problem = ""
     try:
         kept = await asyncio.to_thread(read_kept, checkpoint.resolve())
-        if announced is None or kept.digest != announced.digest:
-            problem = f"sha256 {kept.digest} is not that of the weights served"
+        # Without `manifest`, the trainer is of an earlier release.
+        own = kept.content if announced is None or announced.manifest else kept.digest
+        if announced is None or own != announced.digest:
+            problem = f"its digest {own} is not that of the weights served"
         elif sampled_version < last_step_version:
             problem = (
                 f"the tasks were sampled from weight version {sampled_version}, and the last step "

@@ -752,8 +752,9 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):
-    """Never sent. etcd has a JSON object of these fields under weights/<policy>/latest
-    (forge/runtime/weights.py). The message stays for clients generated with it.
+    """Never sent. A trainer of an earlier release has a JSON object of these fields in etcd under
+    weights/<policy>/latest; this one has an announcement there (forge/runtime/weights/manifest.py). The
+    message stays for clients generated with it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -801,6 +802,7 @@ class FetchWeightsRequest(_message.Message):
     SLICES_FIELD_NUMBER: _builtins.int
     FROM_TENSOR_FIELD_NUMBER: _builtins.int
     FROM_BYTE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
@@ -809,6 +811,10 @@ class FetchWeightsRequest(_message.Message):
     its data. Earlier bytes are skipped.
     """
     from_byte: _builtins.int
+    groups: _builtins.bool
+    """With `slices`: the caller accepts `slices` in the responses, and has the digests of the manifest.
+    An instance of an earlier release sends `slice` nevertheless.
+    """
     def __init__(
         self,
         *,
@@ -816,14 +822,54 @@ class FetchWeightsRequest(_message.Message):
         slices: _builtins.bool = ...,
         from_tensor: _builtins.int = ...,
         from_byte: _builtins.int = ...,
+        groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_byte", b"from_byte", "from_tensor", b"from_tensor", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FetchManifestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchManifestRequest: _TypeAlias = FetchManifestRequest  # noqa: Y015
+
+@_typing.final
+class FetchManifestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> _common_pb2.Chunk: ...
+    def __init__(
+        self,
+        *,
+        chunk: _common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchManifestResponse: _TypeAlias = FetchManifestResponse  # noqa: Y015
 
 @_typing.final
 class FetchWeightsResponse(_message.Message):
@@ -831,21 +877,27 @@ class FetchWeightsResponse(_message.Message):
 
     TENSOR_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensor(self) -> _common_pb2.Chunk: ...
     @_builtins.property
     def slice(self) -> _common_pb2.TensorSlice:
         """Instead of `tensor`."""
 
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlice]:
+        """Instead of both: slices of successive tensors, together at most 1 MiB of data, without checksums."""
+
     def __init__(
         self,
         *,
         tensor: _common_pb2.Chunk | None = ...,
         slice: _common_pb2.TensorSlice | None = ...,
+        slices: _abc.Iterable[_common_pb2.TensorSlice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "slices", b"slices", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

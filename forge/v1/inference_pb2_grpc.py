@@ -536,6 +536,11 @@ class WeightServiceStub(object):
                 request_serializer=forge_dot_v1_dot_inference__pb2.FetchWeightsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_inference__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
+        self.FetchManifest = channel.unary_stream(
+                '/forge.v1.WeightService/FetchManifest',
+                request_serializer=forge_dot_v1_dot_inference__pb2.FetchManifestRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_inference__pb2.FetchManifestResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer(object):
@@ -552,6 +557,15 @@ class WeightServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchManifest(self, request, context):
+        """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
+        Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
+        it: retry on another. After any other failure retry, here or on another instance.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -559,6 +573,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.FetchWeights,
                     request_deserializer=forge_dot_v1_dot_inference__pb2.FetchWeightsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_inference__pb2.FetchWeightsResponse.SerializeToString,
+            ),
+            'FetchManifest': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchManifest,
+                    request_deserializer=forge_dot_v1_dot_inference__pb2.FetchManifestRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_inference__pb2.FetchManifestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -589,6 +608,33 @@ class WeightService(object):
             '/forge.v1.WeightService/FetchWeights',
             forge_dot_v1_dot_inference__pb2.FetchWeightsRequest.SerializeToString,
             forge_dot_v1_dot_inference__pb2.FetchWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.WeightService/FetchManifest',
+            forge_dot_v1_dot_inference__pb2.FetchManifestRequest.SerializeToString,
+            forge_dot_v1_dot_inference__pb2.FetchManifestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -279,6 +279,11 @@ class WeightServiceStub:
     retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
     slices. After any other failure retry, here or on another instance, after the received bytes.
     """
+    FetchManifest: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchManifestRequest, _inference_pb2.FetchManifestResponse]
+    """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
+    Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
+    it: retry on another. After any other failure retry, here or on another instance.
+    """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
@@ -290,6 +295,11 @@ class WeightServiceAsyncStub(WeightServiceStub):
     or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
     retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
     slices. After any other failure retry, here or on another instance, after the received bytes.
+    """
+    FetchManifest: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchManifestRequest, _inference_pb2.FetchManifestResponse]  # type: ignore[assignment]
+    """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
+    Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
+    it: retry on another. After any other failure retry, here or on another instance.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -305,6 +315,17 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
         retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
         slices. After any other failure retry, here or on another instance, after the received bytes.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchManifest(
+        self,
+        request: _inference_pb2.FetchManifestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchManifestResponse], _abc.AsyncIterator[_inference_pb2.FetchManifestResponse]]:
+        """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
+        Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
+        it: retry on another. After any other failure retry, here or on another instance.
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,18 +7,19 @@ publication whose result is unknown, its number is not used again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from forge.core.errors import FailedPrecondition, StaleFence
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
+    HeldWeights,
+    TensorEntry,
+    WeightAnnouncement,
     WeightManifest,
     WeightProbe,
-    digest_of,
-    layout_of,
     manifest_key,
 )
 from services.trainer.metrics import WEIGHT_VERSION
@@ -40,17 +41,18 @@ class Snapshot:
     tensors: Sequence[NamedTensor]
     probe: WeightProbe | None = None
     """What these weights compute, for engines to compare with."""
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Further names of tied tensors, by the name of the tensor."""
 
-    def manifest(self, *, version: int, source: str) -> WeightManifest:
-        """Describes the snapshot as `version`, published by `source`."""
+    def manifest(self, *, version: int) -> WeightManifest:
+        """Describes the snapshot as `version`; reads all data for the digests."""
         return WeightManifest(
             weight_version=version,
             step=self.step,
-            tensor_names=[tensor.name for tensor in self.tensors],
-            total_bytes=sum(len(tensor.data) for tensor in self.tensors),
-            digest=digest_of(tensor.data for tensor in self.tensors),
-            source=source,
-            layout=layout_of(self.tensors),
+            tensors=tuple(
+                TensorEntry.of(tensor, aliases=self.aliases.get(tensor.name, ()))
+                for tensor in self.tensors
+            ),
             probe=self.probe,
         )
 
@@ -73,14 +75,14 @@ class Publisher:
         self._register = register
         self._source = source
         self._floor = floor
-        self._snapshots: dict[int, Snapshot] = {}
+        self._held: dict[int, HeldWeights] = {}
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
 
     @property
-    def held(self) -> dict[int, Sequence[NamedTensor]]:
-        """The tensors of the versions held."""
-        return {version: snapshot.tensors for version, snapshot in self._snapshots.items()}
+    def held(self) -> Mapping[int, HeldWeights]:
+        """The versions held."""
+        return self._held
 
     async def publish(self, snapshot: Snapshot) -> int:
         """Announce `snapshot` as the next version and return that version.
@@ -90,7 +92,7 @@ class Publisher:
         value in etcd is not a manifest.
         """
         current = await self._register.get(_KEY)
-        announced = WeightManifest.decode(current.value) if current is not None else None
+        announced = WeightAnnouncement.decode(current.value) if current is not None else None
         if self.version and announced is not None and announced.source != self._source:
             raise Superseded(
                 f"another trainer, at {announced.source}, published version "
@@ -98,13 +100,15 @@ class Publisher:
             )
         version = max(self._floor, announced.weight_version if announced else 0) + 1
         self._floor = version
-        manifest = await asyncio.to_thread(snapshot.manifest, version=version, source=self._source)
+        manifest = await asyncio.to_thread(snapshot.manifest, version=version)
+        encoded = manifest.encode()
+        announcement = WeightAnnouncement.of(manifest, encoded, source=self._source)
         # Held before it is announced: workers fetch as soon as they observe it.
-        self._snapshots[version] = snapshot
+        self._held[version] = HeldWeights(tensors=snapshot.tensors, manifest=encoded)
         try:
             await self._register.compare_and_swap(
                 _KEY,
-                manifest.encode(),
+                announcement.encode(),
                 expected_revision=current.mod_revision if current is not None else 0,
             )
         except StaleFence as error:
@@ -113,8 +117,8 @@ class Publisher:
                 "cluster has one trainer"
             ) from error
         self.version = version
-        for old in sorted(self._snapshots)[:-KEPT]:
-            del self._snapshots[old]
+        for old in sorted(self._held)[:-KEPT]:
+            del self._held[old]
         WEIGHT_VERSION.set(version)
         log.info("weights_published", weight_version=version, step=snapshot.step)
         return version

@@ -4,6 +4,7 @@ documented error."""
 from __future__ import annotations
 
 import base64
+import json
 import tempfile
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument, Unauthenticated
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.security.tokens import Claims, Keyring, narrow, sign_text
 from forge.runtime.settings import ServiceConfig, load, to_toml
-from forge.runtime.weights import WeightManifest
+from forge.runtime.weights import TensorEntry, WeightAnnouncement, WeightManifest
 from forge.v1 import common_pb2
 from services.gateway.config import GatewayConfig
 from services.inference.config import InferenceConfig
@@ -44,6 +46,12 @@ MANIFEST = {"weight_version": 3, "step": 2, "tensor_names": ["a"], "total_bytes"
     "digest": "0",
     "source": "h:1",
 }
+STREAMED_MANIFEST = json.loads(
+    WeightManifest(
+        weight_version=3,
+        tensors=(TensorEntry.of(NamedTensor(name="a", dtype="uint8", shape=(2,), data=b"ab")),),
+    ).encode()
+)
 LINEAGE = {"lineage": "l", "fence": 1, "step": 2, "checkpoint": "h:/c", "fingerprint": "f"}
 KEYRING = Keyring.from_bytes(b"k" * 32)
 TOKEN = KEYRING.sign(
@@ -106,10 +114,15 @@ def test_deeply_nested_settings() -> None:
         load(PoolConfig, service="pool", argv=["--config", str(FILE)], environ={})
 
 
-@given(damaged_json(MANIFEST), damaged_json(LINEAGE))
-def test_records_in_etcd(manifest: bytes, lineage: bytes) -> None:
-    """Any value is a weight manifest and a lineage record, or `DataLoss`."""
-    for kind, value in ((WeightManifest, manifest), (LineageRecord, lineage)):
+@given(damaged_json(MANIFEST), damaged_json(STREAMED_MANIFEST), damaged_json(LINEAGE))
+def test_records_in_etcd(announced: bytes, manifest: bytes, lineage: bytes) -> None:
+    """Any value is an announcement and a manifest of weights and a lineage record, or
+    `DataLoss`."""
+    for kind, value in (
+        (WeightAnnouncement, announced),
+        (WeightManifest, manifest),
+        (LineageRecord, lineage),
+    ):
         try:
             kind.decode(value)
         except DataLoss as error:

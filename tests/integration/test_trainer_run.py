@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,9 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import NotFound
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator
+from forge.runtime.weights import TensorEntry, content_digest
 from forge.v1 import common_pb2, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
@@ -99,9 +100,13 @@ async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     manifest = await stack.client.until_version(5)
     assert manifest["weight_version"] == status.weight_version == 5
     tensors = await stack.client.fetch(manifest["source"], 5)
-    digest = hashlib.sha256(b"".join(tensor.data for tensor in tensors)).hexdigest()
-    assert [tensor.name for tensor in tensors] == manifest["tensor_names"]
-    assert digest == manifest["digest"]
+    entries = [
+        TensorEntry.of(
+            NamedTensor(name=one.name, dtype=one.dtype, shape=tuple(one.shape), data=one.data)
+        )
+        for one in tensors
+    ]
+    assert content_digest(entries) == manifest["digest"]
     with pytest.raises(NotFound, match="held: \\[4, 5\\]"):
         await stack.client.fetch(manifest["source"], 1)
     await a_damaged_checkpoint_is_passed_over(stack)

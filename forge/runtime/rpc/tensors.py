@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from forge.core.errors import DataLoss, FailedPrecondition
+from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import Tensor, TensorSlice
@@ -51,14 +51,19 @@ class SliceAssembler:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._first = TensorSlice()
         self.pending_bytes = 0
         """Received bytes of the unfinished array."""
+
+    def pending(self) -> NamedTensor | None:
+        """The unfinished array, its data complete up to `pending_bytes`; None between arrays."""
+        return self._array(self._buffer) if self.pending_bytes else None
 
     def add(self, piece: TensorSlice, *, max_bytes: int) -> NamedTensor | None:
         """Return the array at its last slice, else None.
 
         Raises `DataLoss` for a damaged slice, for one out of place and for an array above
-        `max_bytes`; the received bytes before it stay.
+        `max_bytes`; the received bytes before it stay. Raises `ResourceExhausted` without memory.
         """
         if piece.HasField("xxh3_64") and piece.xxh3_64 != xxh3_64_intdigest(piece.data):
             raise DataLoss(
@@ -70,7 +75,8 @@ class SliceAssembler:
                 raise DataLoss(
                     f"{piece.name} has {piece.whole_bytes} bytes; at most {max_bytes} are expected"
                 )
-            self._buffer = bytearray(piece.whole_bytes)
+            self._buffer = _allocated(piece)
+            self._first = TensorSlice(name=piece.name, dtype=piece.dtype, shape=piece.shape)
         end = piece.offset_bytes + len(piece.data)
         whole_bytes = len(self._buffer)
         empty = not piece.data and whole_bytes > 0
@@ -89,12 +95,25 @@ class SliceAssembler:
         if end < whole_bytes:
             return None
         buffer, self._buffer, self.pending_bytes = self._buffer, bytearray(), 0
+        return self._array(buffer)
+
+    def _array(self, buffer: bytearray) -> NamedTensor:
+        first = self._first
         return NamedTensor(
-            name=piece.name,
-            dtype=piece.dtype,
-            shape=tuple(piece.shape),
+            name=first.name,
+            dtype=first.dtype,
+            shape=tuple(first.shape),
             data=memoryview(buffer).toreadonly(),
         )
+
+
+def _allocated(piece: TensorSlice) -> bytearray:
+    try:
+        return bytearray(piece.whole_bytes)
+    except MemoryError:
+        raise ResourceExhausted(
+            f"{piece.name}: there is no memory for its {piece.whole_bytes} bytes"
+        ) from None
 
 
 def serialize(tensor: NamedTensor) -> bytes:

@@ -19,3 +19,7 @@ REFUSED_VERSIONS = counter(
 SOURCES_GIVEN_UP = counter(
     "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
 )
+INTERRUPTED_FETCHES = counter(
+    "forge_inference_weight_fetches_interrupted_total",
+    "Fetches that gave way to a newer version.",
+)

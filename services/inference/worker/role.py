@@ -39,7 +39,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     follower = WeightFollower(context, engine, policy=context.config.policy)
     context.server.add_service(
         rpc.add_WeightServiceServicer_to_server,
-        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay.tensors),
+        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay),
         full_name=weights.FULL_NAME,
     )
     # Not in discovery until it has weights.

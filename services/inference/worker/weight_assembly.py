@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from xxhash import xxh3_64_digest
 
 from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, parse
+from forge.runtime.weights import SLICE_BYTES, Part, TensorEntry
 from forge.v1 import inference_pb2 as pb
+from forge.v1.common_pb2 import TensorSlice
 
 
 class WeightAssembly:
-    """The tensors received so far, in the manifest's order."""
+    """The data received so far, in the manifest's order."""
 
-    def __init__(self, version: int, names: Sequence[str], *, total_bytes: int) -> None:
+    def __init__(
+        self,
+        version: int,
+        names: Sequence[str],
+        *,
+        total_bytes: int,
+        entries: Sequence[TensorEntry] = (),
+    ) -> None:
+        """`entries`: of the manifest; none if the trainer is of an earlier release."""
         self.tensors: dict[str, NamedTensor] = {}
         """Complete tensors, by name."""
         self.version = version
         self.names = names
-        self._total_bytes = total_bytes
+        self.total_bytes = total_bytes
+        self._entries = entries
         self._whole_bytes = 0
         self._slices = SliceAssembler()
         self._joiner = Joiner()
@@ -38,29 +51,44 @@ class WeightAssembly:
     def request(self) -> pb.FetchWeightsRequest:
         """Return the request for all missing bytes."""
         # Drops an incomplete message of an earlier source.
-        self._joiner = Joiner(max_bytes=self._total_bytes + (1 << 20))
+        self._joiner = Joiner(max_bytes=self.total_bytes + (1 << 20))
         self._chunked = False
         return pb.FetchWeightsRequest(
             weight_version=self.version,
             slices=True,
+            groups=bool(self._entries),
             from_tensor=len(self.tensors),
             from_byte=self._slices.pending_bytes,
         )
 
     def add(self, response: pb.FetchWeightsResponse) -> None:
-        """Add a response. Raises `DataLoss` if it does not continue the received data."""
-        tensor = (
-            self._of_slice(response) if response.HasField("slice") else self._of_chunk(response)
-        )
-        if tensor is None:
+        """Add a response. Raises `DataLoss` if it does not continue the received data, or is not
+        the data of the manifest; the data before it stays. Raises `ResourceExhausted` without
+        memory."""
+        if response.HasField("tensor"):
+            self._keep(self._of_chunk(response))
             return
-        self.tensors[tensor.name] = tensor
-        self._whole_bytes += len(tensor.data)
+        for piece in response.slices or (response.slice,):
+            self._expect_name(piece.name)
+            if self._entries:
+                _check(piece, self._entries[len(self.tensors)], version=self.version)
+            left_bytes = self.total_bytes - self._whole_bytes
+            self._keep(self._slices.add(piece, max_bytes=left_bytes))
 
-    def _of_slice(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
-        piece = response.slice
-        self._expect_name(piece.name)
-        return self._slices.add(piece, max_bytes=self._total_bytes - self._whole_bytes)
+    def ready(self, from_tensor: int, from_byte: int) -> Iterator[Part]:
+        """Yield the received slices from a byte of a tensor on."""
+        for name in self.names[from_tensor : len(self.tensors)]:
+            tensor = self.tensors[name]
+            yield from _parts(tensor, from_byte, len(tensor.data))
+            from_byte = 0
+        pending = self._slices.pending()
+        if pending is not None and from_tensor <= len(self.tensors):
+            yield from _parts(pending, from_byte, self._slices.pending_bytes)
+
+    def _keep(self, tensor: NamedTensor | None) -> None:
+        if tensor is not None:
+            self.tensors[tensor.name] = tensor
+            self._whole_bytes += len(tensor.data)
 
     def _of_chunk(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
         """Add a chunk of an earlier release's source, which begins with the first tensor."""
@@ -72,6 +100,10 @@ class WeightAssembly:
             return None
         tensor = parse(whole)
         self._expect_name(tensor.name)
+        if self._entries and TensorEntry.of(tensor).digests != (
+            self._entries[len(self.tensors)].digests
+        ):
+            raise DataLoss(f"weights {self.version}: {tensor.name} is damaged")
         return tensor
 
     def _restart(self) -> None:
@@ -86,3 +118,30 @@ class WeightAssembly:
             raise DataLoss(
                 f"weights {self.version}: tensor {at} is {name!r}, announced is {expected!r}"
             )
+
+
+def _parts(tensor: NamedTensor, from_byte: int, end: int) -> Iterator[Part]:
+    view = memoryview(tensor.data)
+    whole = end == view.nbytes
+    for start in range(from_byte, end if end or not whole else 1, SLICE_BYTES):
+        yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)])
+
+
+def _check(piece: TensorSlice, entry: TensorEntry, *, version: int) -> None:
+    """Compare a slice with the manifest. Raises `DataLoss` that names it."""
+    announced = (entry.dtype, entry.shape, entry.size_bytes)
+    found = (piece.dtype, tuple(piece.shape), piece.whole_bytes)
+    if found != announced:
+        raise DataLoss(f"weights {version}: {entry.name} is {found}, announced is {announced}")
+    number, odd = divmod(piece.offset_bytes, SLICE_BYTES)
+    end = min(piece.offset_bytes + SLICE_BYTES, entry.size_bytes)
+    if odd or piece.offset_bytes + len(piece.data) != end:
+        raise DataLoss(
+            f"weights {version}: {entry.name}: {len(piece.data)} bytes at {piece.offset_bytes} "
+            "are no slice"
+        )
+    if xxh3_64_digest(piece.data) != entry.digest(number):
+        raise DataLoss(
+            f"weights {version}: slice {number} of {entry.name} is damaged: its "
+            f"{len(piece.data)} bytes at {piece.offset_bytes} have another digest than announced"
+        )

@@ -1,6 +1,6 @@
 """The version that this worker fetches, for other workers while it arrives.
 
-Owns the wait of those workers for the next tensor. Not here: the order of sources
+Owns the wait of those workers for the next slice. Not here: the order of sources
 (`weight_sources`), the check of what arrived, which each worker does itself.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from forge.core.errors import NotFound
-from forge.core.named_tensor import NamedTensor
+from forge.runtime.weights import GROUP_PARTS, SLICE_BYTES, Part
 from services.inference.worker.weight_assembly import WeightAssembly
 
 ANNOUNCEMENT_S = 5.0
@@ -19,10 +19,11 @@ ANNOUNCEMENT_S = 5.0
 
 
 class WeightRelay:
-    """Yields the tensors of an assembly as they arrive."""
+    """Yields the slices of an assembly as they arrive."""
 
     def __init__(self) -> None:
         self._assembly: WeightAssembly | None = None
+        self._manifest = b""
         self._changed = asyncio.Event()
 
     @contextmanager
@@ -34,27 +35,38 @@ class WeightRelay:
             self._assembly = None
             self.progress()
 
-    def show(self, assembly: WeightAssembly) -> None:
+    def show(self, assembly: WeightAssembly, manifest: bytes) -> None:
         """Relay this assembly, within `fetch`."""
         if assembly is not self._assembly:
-            self._assembly = assembly
+            self._assembly, self._manifest = assembly, manifest
             self.progress()
 
     def progress(self) -> None:
-        """Wake those who wait for a tensor."""
+        """Wake those who wait for data."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def tensors(self, version: int, from_tensor: int) -> AsyncIterator[NamedTensor]:
-        """Yield the tensors of a version from one on, in the manifest's order. Raises NotFound for
-        a version that is not fetched here, and when its fetch fails."""
+    async def manifest(self, version: int) -> bytes:
+        """Return the manifest of a version that is fetched here. Raises `NotFound`."""
+        await self._begun(version)
+        return self._manifest
+
+    async def parts(
+        self, version: int, from_tensor: int, from_byte: int
+    ) -> AsyncIterator[list[Part]]:
+        """Yield the slices of a version from a byte of a tensor on, in the manifest's order. Raises
+        NotFound for a version that is not fetched here, and when its fetch fails."""
         assembly = await self._begun(version)
-        at = from_tensor
-        while at < len(assembly.names):
+        while from_tensor < len(assembly.names):
             changed = self._changed
-            if at < len(assembly.tensors):
-                yield assembly.tensors[assembly.names[at]]
-                at += 1
+            group = _group(assembly, from_tensor, from_byte)
+            if group:
+                last = group[-1]
+                from_tensor = assembly.names.index(last.tensor.name, from_tensor)
+                from_byte = last.start + len(last.data)
+                if from_byte == len(last.tensor.data):
+                    from_tensor, from_byte = from_tensor + 1, 0
+                yield group
             elif assembly is not self._assembly:
                 raise NotFound(f"the fetch of weights {version} ended here: ask another source")
             else:
@@ -70,3 +82,15 @@ class WeightRelay:
         if self._assembly.version != version:
             raise NotFound(f"weights {version} are neither held nor fetched here")
         return self._assembly
+
+
+def _group(assembly: WeightAssembly, from_tensor: int, from_byte: int) -> list[Part]:
+    """The next received slices, together at most `SLICE_BYTES`."""
+    group: list[Part] = []
+    group_bytes = 0
+    for part in assembly.ready(from_tensor, from_byte):
+        group_bytes += len(part.data)
+        if group and (group_bytes > SLICE_BYTES or len(group) == GROUP_PARTS):
+            break
+        group.append(part)
+    return group

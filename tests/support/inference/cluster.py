@@ -140,7 +140,7 @@ class InferenceCluster:
         self._folder = folder
         self._coordinator = coordinator
         key_file = folder / "key"
-        security = Security(Keyring.generate(key_file), subject="test")
+        self.security = security = Security(Keyring.generate(key_file), subject="test")
         self._base = [
             *("--etcd", etcd.endpoint),
             *("--cluster", name, "--key-file", str(key_file), "--model-path", str(model_path)),

@@ -18,7 +18,16 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.serving_groups import starting_in
-from forge.runtime.weights import FULL_NAME, WeightServicer, layout_of, weight_responses
+from forge.runtime.weights import (
+    FULL_NAME,
+    HeldWeights,
+    TensorEntry,
+    WeightAnnouncement,
+    WeightManifest,
+    WeightServicer,
+    layout_of,
+    weight_responses,
+)
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Probe
@@ -36,7 +45,16 @@ def tensors_of(weights: Weights) -> list[NamedTensor]:
     ]
 
 
-def manifest(version: int, weights: Weights, source: str, **overrides: Any) -> dict[str, Any]:
+def manifest_of(version: int, weights: Weights) -> bytes:
+    """The streamed manifest."""
+    tensors = tuple(map(TensorEntry.of, tensors_of(weights)))
+    return WeightManifest(weight_version=version, step=version - 1, tensors=tensors).encode()
+
+
+def earlier_manifest(
+    version: int, weights: Weights, source: str, **overrides: Any
+) -> dict[str, Any]:
+    """As a trainer of an earlier release announces weights."""
     return {
         "weight_version": version,
         "tensor_names": list(weights),
@@ -54,6 +72,8 @@ class Source(rpc.WeightServiceServicer):
     def __init__(self, *, hangs_after: int | None = None, pause_s: float = 0.0) -> None:
         """`hangs_after`: messages of a call before it hangs; `pause_s`: before each message."""
         self.held: dict[int, Weights] = {}
+        self.manifests: dict[int, Weights] = {}
+        """Weights of the manifests, where the data differs."""
         self.requests: list[pb.FetchWeightsRequest] = []
         self.hung = asyncio.Event()
         self.go_on = asyncio.Event()
@@ -70,6 +90,21 @@ class Source(rpc.WeightServiceServicer):
 
     async def stop(self) -> None:
         await self._server.stop(grace_s=0)
+
+    async def FetchManifest(
+        self, request: pb.FetchManifestRequest, context: Any
+    ) -> AsyncIterator[pb.FetchManifestResponse]:
+        if self._hangs_after == 0:
+            self.requests.append(pb.FetchWeightsRequest(weight_version=request.weight_version))
+            self.hung.set()
+            await self.go_on.wait()
+        weights = self.manifests.get(request.weight_version, self.held.get(request.weight_version))
+        if weights is None:
+            raise NotFound(f"weights {request.weight_version} are not here")
+        encoded = manifest_of(request.weight_version, weights)
+        held = {request.weight_version: HeldWeights(tensors=(), manifest=encoded)}
+        async for response in WeightServicer(lambda: held).FetchManifest(request, context):
+            yield response
 
     async def FetchWeights(
         self, request: pb.FetchWeightsRequest, context: Any
@@ -133,7 +168,7 @@ class Worker:
         )
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
-        self._manifests: asyncio.Queue[bytes] = asyncio.Queue()
+        self._announcements: asyncio.Queue[bytes] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self._server: RpcServer | None = None
         self.follower = WeightFollower(cast(Any, self), cast(Any, self.engine), policy="default")
@@ -154,9 +189,19 @@ class Worker:
             for name, address in peers.items()
         )
 
-    def publish(self, version: int, weights: Weights, *, source: str, **overrides: Any) -> None:
-        announced = manifest(version, weights, source, **overrides)
-        self._manifests.put_nowait(json.dumps(announced).encode())
+    def publish(self, version: int, weights: Weights, *, source: str) -> None:
+        """Announce a version."""
+        encoded = manifest_of(version, weights)
+        opened = WeightManifest.decode(encoded)
+        announced = WeightAnnouncement.of(opened, encoded, source=source)
+        self._announcements.put_nowait(announced.encode())
+
+    def publish_earlier(
+        self, version: int, weights: Weights, *, source: str, **overrides: Any
+    ) -> None:
+        """Announce a version as a trainer of an earlier release does."""
+        announced = earlier_manifest(version, weights, source, **overrides)
+        self._announcements.put_nowait(json.dumps(announced).encode())
 
     def discover(self, kind: str) -> Peers:
         return self._kinds[kind]
@@ -173,7 +218,7 @@ class Worker:
 
     async def follow(self, key: str) -> AsyncIterator[Any]:
         while True:
-            yield SimpleNamespace(value=await self._manifests.get())
+            yield SimpleNamespace(value=await self._announcements.get())
 
     def set_ready(self) -> None:
         return
@@ -199,7 +244,7 @@ class Worker:
         self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
         self._server.add_service(
             rpc.add_WeightServiceServicer_to_server,
-            WeightServicer(lambda: self.follower.weights, arriving=self.follower.relay.tensors),
+            WeightServicer(lambda: self.follower.weights, arriving=self.follower.relay),
             full_name=FULL_NAME,
         )
         return await self._server.start()

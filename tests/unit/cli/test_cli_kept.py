@@ -15,7 +15,8 @@ from forge.cli.display import kept_note, result_table
 from forge.cli.kept import MeasuredModel, measured_model, read_kept
 from forge.cli.main import app
 from forge.core.errors import DataLoss, NotFound
-from forge.runtime.weights import WeightManifest, digest_of
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.weights import TensorEntry, WeightAnnouncement, content_digest, digest_of
 from services.trainer.checkpoint.files import Contents, raw_bytes
 
 MODEL = {"w": torch.arange(6.0).bfloat16().reshape(2, 3), "a": torch.ones(3).bfloat16()}
@@ -33,8 +34,8 @@ class FakeRegister:
 
     def __init__(self, digest: str) -> None:
         self.entry = Entry(
-            WeightManifest(
-                weight_version=7, tensor_names=[], total_bytes=0, digest=digest, source="host:1"
+            WeightAnnouncement(
+                weight_version=7, total_bytes=0, digest=digest, source="host:1", manifest="ab"
             ).encode()
         )
 
@@ -55,6 +56,13 @@ def test_kept_model_digest_covers_the_published_tensors(checkpoint: Path) -> Non
     """Over all files, in publication order, which differs from that of a safetensors file."""
     kept = read_kept(checkpoint)
     assert kept.digest == digest_of(map(raw_bytes, [*MODEL.values(), *HEADS.values()]))
+    entries = [
+        TensorEntry.of(
+            NamedTensor(name=name, dtype="bfloat16", shape=tuple(one.shape), data=raw_bytes(one))
+        )
+        for name, one in [*MODEL.items(), *HEADS.items()]
+    ]
+    assert kept.content == content_digest(entries)
     assert (kept.dtype, kept.tensor_names) == ("bfloat16", ("w", "a", "mtp.0.w"))
 
 
@@ -87,7 +95,7 @@ def test_checkpoint_of_an_earlier_version_has_no_kept_model(checkpoint: Path) ->
 async def test_result_table_names_the_kept_model_if_it_was_measured(checkpoint: Path) -> None:
     """Only if the digest of its files is that of the served weights."""
     result = CampaignResult(before=MEASURED, after=MEASURED, weight_version=7)
-    digest = read_kept(checkpoint).digest
+    digest = read_kept(checkpoint).content
     for served, column in ((digest, "kept model"), ("other", "after")):
         measured = await measured_model(
             FakeRegister(served), checkpoint, sampled_version=7, last_step_version=6
@@ -103,13 +111,13 @@ async def test_result_table_names_the_kept_model_if_it_was_measured(checkpoint: 
     assert measured == MeasuredModel(
         path=checkpoint,
         weight_version=7,
-        problem=f"sha256 {digest} is not that of the weights served",
+        problem=f"its digest {digest} is not that of the weights served",
     )
 
 
 async def test_measurement_of_an_earlier_step_is_not_of_the_kept_model(checkpoint: Path) -> None:
     """A finished run with added steps reads its measurement, but the model is newer."""
-    register = FakeRegister(read_kept(checkpoint).digest)
+    register = FakeRegister(read_kept(checkpoint).content)
     measured = await measured_model(register, checkpoint, sampled_version=7, last_step_version=12)
     assert measured.problem == (
         "the tasks were sampled from weight version 7, and the last step published version 12"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from xxhash import xxh3_64_digest
 
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.weights import layout_of
+from forge.runtime.weights import WeightManifest, content_digest
 from services.trainer.weight_publisher import Publisher, Snapshot, Superseded
 from tests.support.trainer.published_weights import FakeRegister, fetch
 
@@ -24,20 +25,29 @@ def publisher(register: FakeRegister, *, source: str = "host:1", floor: int = 0)
     return Publisher(register, source=source, floor=floor)
 
 
-async def test_manifest_describes_the_snapshot() -> None:
-    """Numbers are JSON numbers; the digest is over the data, the layout over names, types and
-    shapes."""
+async def test_announcement_is_small_and_names_the_manifest() -> None:
+    """etcd has its sha256; the manifest has types, shapes, digests of slices and tied names."""
     register = FakeRegister()
-    assert await publisher(register).publish(snapshot(7)) == 1
+    data = bytes((1 << 20) + 5)
+    tensor = NamedTensor(name="w", dtype="uint8", shape=(len(data),), data=data)
+    own = publisher(register)
+    tied = Snapshot(step=7, tensors=[tensor], aliases={"w": ["lm_head.weight"]})
+    assert await own.publish(tied) == 1
+    held = own.held[1]
+    manifest = WeightManifest.decode(held.manifest)
     assert register.manifest == {
         "weight_version": 1,
         "step": 7,
-        "tensor_names": ["w"],
-        "total_bytes": 4,
-        "digest": hashlib.sha256(bytes([7, 1, 2, 3])).hexdigest(),
+        "total_bytes": len(data),
+        "digest": content_digest(manifest.tensors),
         "source": "host:1",
-        "layout": layout_of(snapshot(7).tensors),
+        "manifest": hashlib.sha256(held.manifest).hexdigest(),
     }
+    (entry,) = manifest.tensors
+    assert (entry.name, entry.dtype, entry.shape) == ("w", "uint8", (len(data),))
+    assert entry.digest(0) == xxh3_64_digest(data[: 1 << 20])
+    assert entry.digest(1) == xxh3_64_digest(bytes(5))
+    assert entry.aliases == ("lm_head.weight",)
 
 
 async def test_restarted_trainer_continues_the_weight_versions() -> None:

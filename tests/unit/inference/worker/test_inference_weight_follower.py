@@ -53,7 +53,7 @@ class Context:
         return self.peers[kind]
 
     async def follow(self, key: str) -> AsyncIterator[Any]:
-        manifest = {"weight_version": 1, "tensor_names": [], "total_bytes": 0, "digest": ""}
+        manifest = {"weight_version": 1, "tensor_names": ["a"], "total_bytes": 1, "digest": ""}
         yield SimpleNamespace(value=json.dumps(manifest | {"source": "trainer:1"}).encode())
         await asyncio.Event().wait()
 

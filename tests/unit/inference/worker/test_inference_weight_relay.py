@@ -7,14 +7,15 @@ import asyncio
 import pytest
 
 from forge.core.errors import NotFound
-from forge.core.named_tensor import NamedTensor
+from forge.runtime.weights import TensorEntry, weight_responses
+from forge.v1 import inference_pb2 as pb
 from services.inference.worker import weight_relay
 from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_relay import WeightRelay
-from tests.support.inference.weight_sources import Source, Worker
+from tests.support.inference.weight_sources import Source, Worker, tensors_of
 
 WORKERS = 8
-WEIGHTS = {f"t{number}": bytes([number]) * 1000 for number in range(6)}
+WEIGHTS = {f"t{number}": bytes([number]) * (1 << 20) for number in range(6)}
 
 
 async def fleet(silence_s: float) -> list[Worker]:
@@ -36,9 +37,9 @@ async def test_publication_leaves_the_trainer_once() -> None:
     for worker in workers:
         worker.publish(1, WEIGHTS, source=address)
     await trainer.hung.wait()
-    # Three tensors have left the trainer, and reach every worker before the fourth does.
+    # Three slices have left the trainer, and reach every worker before the fourth does.
     async with asyncio.timeout(60):
-        while any(_received(worker) < 3 for worker in workers):
+        while any(_received(worker) < 3 << 20 for worker in workers):
             await asyncio.sleep(0.01)
     assert not any(worker.follower.weights for worker in workers)
     trainer.go_on.set()
@@ -68,26 +69,36 @@ async def test_worker_leaves_a_relay_that_fails() -> None:
 async def test_relay_of_a_failed_fetch_ends_with_not_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the tensors that arrived; so does a version that is not fetched here."""
+    """After the slices that arrived, also of an unfinished tensor; so does a version that is not
+    fetched here."""
     monkeypatch.setattr(weight_relay, "ANNOUNCEMENT_S", 0.05)
     relay = WeightRelay()
-    assembly = WeightAssembly(1, ["a", "b"], total_bytes=2)
+    weights = {"a": b"1", "b": b"2" * (3 << 20)}
+    tensors = tensors_of(weights)
+    assembly = WeightAssembly(
+        1, list(weights), total_bytes=(3 << 20) + 1, entries=[*map(TensorEntry.of, tensors)]
+    )
+    request = pb.FetchWeightsRequest(slices=True, groups=True)
+    responses = [one async for one in weight_responses(request, tensors)]
     found = []
     with pytest.raises(NotFound, match="ended here"), relay.fetch():
-        relay.show(assembly)
-        assembly.tensors["a"] = NamedTensor(name="a", dtype="uint8", shape=(1,), data=b"1")
-        tensors = relay.tensors(1, 0)
-        found.append((await anext(tensors)).name)
-        waiting = asyncio.ensure_future(anext(tensors))
+        relay.show(assembly, b"manifest")
+        parts = relay.parts(1, 0, 0)
+        for response in responses[:2]:
+            assembly.add(response)
+            found += [(part.tensor.name, part.start) for part in await anext(parts)]
+        waiting = asyncio.ensure_future(anext(parts))
         await asyncio.sleep(0)
         with relay.fetch():
             pass
         await waiting
-    assert found == ["a"]
+    assert found == [("a", 0), ("b", 0)]
     with pytest.raises(NotFound, match="neither held nor fetched"):
-        await anext(relay.tensors(2, 0))
+        await anext(relay.parts(2, 0, 0))
+    with pytest.raises(NotFound, match="neither held nor fetched"):
+        await relay.manifest(2)
 
 
 def _received(worker: Worker) -> int:
-    assembly = worker.follower._assembly
-    return len(assembly.tensors) if assembly is not None else 0
+    fetch = worker.follower._fetch
+    return fetch.received_bytes if fetch is not None else 0

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import structlog
 from prometheus_client import REGISTRY
 
 from tests.support.inference.weight_sources import Source, Worker
 
 FIRST = {"a": bytes(range(256)) * 8192, "b": b"tail"}
+LARGE = {name: bytes([at]) * (1 << 20) for at, name in enumerate("abcd")}
 SECOND = {"a": b"\1" * (3 << 20), "b": b"next"}
 
 
@@ -53,15 +55,79 @@ async def test_next_source_continues_where_a_silent_one_stopped() -> None:
     assert trainer.requests[0].from_byte == 1 << 20
 
 
+async def test_damaged_slice_is_named_and_its_predecessors_stay() -> None:
+    """Every source is checked slice by slice: the next one continues at the damaged slice."""
+    wrong, trainer = Source(), Source()
+    damaged = FIRST["a"][: 1 << 20] + b"\xff" + FIRST["a"][(1 << 20) + 1 :]
+    wrong.held[1], wrong.manifests[1] = {**FIRST, "a": damaged}, FIRST
+    trainer.held[1] = FIRST
+    async with serving(wrong, trainer) as (wrong_at, trainer_at):
+        worker = Worker()
+        worker.show([wrong_at], version=1)
+        with structlog.testing.capture_logs() as logs:
+            worker.publish(1, FIRST, source=trainer_at)
+            assert await worker.until_serving(1) == FIRST
+        await worker.stop()
+    (given_up,) = [line for line in logs if line["event"] == "weight_source_given_up"]
+    assert given_up["source"] == wrong_at
+    assert given_up["error"].startswith("weights 1: slice 1 of a is damaged: its 1048576 bytes")
+    assert trainer.requests[0].from_byte == 1 << 20
+
+
+async def test_wrong_manifest_is_not_used() -> None:
+    """Its sha256 is in the announcement: the next source is asked."""
+    wrong, trainer = Source(), Source()
+    wrong.held[1] = SECOND
+    trainer.held[1] = FIRST
+    async with serving(wrong, trainer) as (wrong_at, trainer_at):
+        worker = Worker()
+        worker.show([wrong_at], version=1)
+        worker.publish(1, FIRST, source=trainer_at)
+        assert await worker.until_serving(1) == FIRST
+        await worker.stop()
+    assert not wrong.requests
+
+
+async def test_newer_version_interrupts_a_fetch() -> None:
+    """With less than half of the data, also from a source that hangs for long; the next fetch ends
+    before another version is taken, so that each worker gets weights."""
+    trainer, hung = Source(), Source(hangs_after=1)
+    hung.held |= {1: LARGE, 2: LARGE, 3: LARGE}
+    trainer.held |= {2: LARGE, 3: LARGE}
+    async with serving(trainer, hung) as (trainer_at, hung_at):
+        worker = Worker(silence_s=600.0)
+        worker.publish(1, LARGE, source=hung_at)
+        await hung.hung.wait()
+        hung.hung.clear()
+        worker.publish(2, LARGE, source=hung_at)
+        await hung.hung.wait()
+        assert 1 not in worker.engine.loaded
+        worker.publish(3, LARGE, source=trainer_at)
+        assert not await _any_soon(worker, 3)
+        hung.go_on.set()
+        assert await worker.until_serving(2) == LARGE
+        assert await worker.until_serving(3) == LARGE
+        await worker.stop()
+    assert [request.weight_version for request in hung.requests] == [1, 2]
+
+
+async def _any_soon(worker: Worker, version: int) -> bool:
+    """Whether a version is in service after the announcements so far."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    return version in worker.engine.loaded
+
+
 async def test_wrong_bytes_of_a_silent_source_do_not_affect_the_next() -> None:
-    """After a wrong digest each source starts again, so one of them alone is enough."""
+    """Without digests of slices, from a trainer of an earlier release, each source starts again
+    after a wrong digest, so one of them alone is enough."""
     wrong, trainer = Source(hangs_after=1), Source()
     wrong.held[1] = {"a": bytes(len(FIRST["a"])), "b": FIRST["b"]}
     trainer.held[1] = FIRST
     async with serving(wrong, trainer) as (wrong_at, trainer_at):
         worker = Worker()
         worker.show([wrong_at], version=1)
-        worker.publish(1, FIRST, source=trainer_at)
+        worker.publish_earlier(1, FIRST, source=trainer_at)
         assert await worker.until_serving(1) == FIRST
         await worker.stop()
     assert trainer.requests[-1].from_byte == 0
@@ -158,13 +224,13 @@ async def test_refused_version_leaves_the_one_before_in_service() -> None:
 
 
 async def test_tensors_of_another_layout_are_refused() -> None:
-    """The manifest has the digest of names, types and shapes: a source that names another type is
-    given up, although its bytes are right."""
+    """An earlier release announces the digest of names, types and shapes: a source that names
+    another type is given up, although its bytes are right."""
     trainer, other = Source(), Source()
     trainer.held[1] = other.held[1] = FIRST
     async with serving(trainer, other) as (trainer_at, other_at):
         worker = Worker()
-        worker.publish(1, FIRST, source=trainer_at, layout="0" * 64)
+        worker.publish_earlier(1, FIRST, source=trainer_at, layout="0" * 64)
         said = await worker.until_announced(lambda metadata: "weights_error" in metadata)
         assert "types or shapes are not those announced" in said["weights_error"]
         worker.publish(2, FIRST, source=other_at)

@@ -1,0 +1,261 @@
+"""A trainer's publisher and workers' followers in processes of their own, and a socket copy beside.
+
+The publisher, the follower, the RPCs and etcd are real; the engine takes weights and computes
+nothing. Each process obeys a pipe and answers every order once it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import numpy as np
+import uvloop
+
+from benchmarks.support.cpu import cpu_s
+from forge.core.named_tensor import NamedTensor
+from forge.runtime import weights
+from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.coordination import Coordinator
+from forge.runtime.process.allocator import keep_freed_memory
+from forge.runtime.process.service import ServiceContext
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.security.credentials import Security
+from forge.runtime.security.tokens import Keyring
+from forge.runtime.telemetry import configure_logging
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.engines.base import Probe
+from services.inference.worker.weight_follower import WeightFollower
+from services.trainer.weight_publisher import Publisher, Snapshot
+
+_PIECE_BYTES = 1 << 20
+_KEPT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order to a process: a name and its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+class Started:
+    """A process that obeys a pipe."""
+
+    def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        # Its end then ends `recv`.
+        theirs.close()
+        self.ready = self._ours.recv()
+        """First message: it has started."""
+
+    def order(self, name: str, *arguments: Any) -> Any:
+        """Return the answer once the order is done."""
+        self.begin(name, *arguments)
+        return self.answer()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Send an order without waiting."""
+        self._ours.send(Order(name=name, arguments=arguments))
+
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest order without one."""
+        return self._ours.recv()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all its threads so far."""
+        assert self._process.pid is not None
+        return cpu_s(self._process.pid)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.join()
+
+
+def security() -> Security:
+    """Return the credentials that all processes share."""
+    return Security(Keyring.from_bytes(b"k" * 32), subject="benchmark")
+
+
+def tensors(total_bytes: int, *, count: int, version: int) -> list[NamedTensor]:
+    """Return `count` random bfloat16 tensors; each version has other content."""
+    rng = np.random.default_rng(version)
+    made = []
+    for number in range(count):
+        items = total_bytes // count // 2
+        data = memoryview(rng.bytes(items * 2))
+        made.append(NamedTensor(name=f"t{number}", dtype="bfloat16", shape=(items,), data=data))
+    return made
+
+
+def publish_weights(pipe: Connection, etcd: str, cluster: str) -> None:
+    """Be a trainer's publisher. Orders: make(total_bytes, count), publish(), sent_bytes()."""
+    keep_freed_memory(_KEPT_BYTES)
+    configure_logging("trainer", "trainer", level="warning", file="")
+    uvloop.run(_publish(pipe, etcd, cluster))
+
+
+class _CountingServicer(weights.WeightServicer):
+    sent_bytes = 0
+
+    async def FetchWeights(  # noqa: N802 - named by the proto
+        self, request: pb.FetchWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.FetchWeightsResponse]:
+        async for response in super().FetchWeights(request, context):
+            self.sent_bytes += response.ByteSize()
+            yield response
+
+
+async def _publish(pipe: Connection, etcd: str, cluster: str) -> None:
+    coordinator = await Coordinator.connect(etcd, cluster=cluster)
+    server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
+    held: dict[str, Publisher] = {}
+    servicer = _CountingServicer(lambda: held["publisher"].held if held else {})
+    server.add_service(
+        rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
+    )
+    address = await server.start()
+    publisher = held["publisher"] = Publisher(coordinator, source=address, floor=0)
+    made: list[NamedTensor] = []
+
+    async def obey(order: Order) -> Any:
+        nonlocal made
+        match order.name:
+            case "make":
+                total_bytes, count = order.arguments
+                made = tensors(total_bytes, count=count, version=publisher.version + 1)
+                return None
+            case "publish":
+                return await publisher.publish(Snapshot(step=publisher.version, tensors=made))
+        return servicer.sent_bytes
+
+    await _obey(pipe, obey)
+
+
+async def _obey(pipe: Connection, obey: Callable[[Order], Awaitable[Any]]) -> None:
+    pipe.send("ready")
+    with suppress(EOFError):
+        while True:
+            order = await asyncio.to_thread(pipe.recv)
+            pipe.send(await obey(order))
+
+
+def follow_weights(pipe: Connection, etcd: str, cluster: str, name: str) -> None:
+    """Be a worker's follower. Orders: until(version)."""
+    keep_freed_memory(_KEPT_BYTES)
+    configure_logging("inference", name, level="error", file="")
+    uvloop.run(_follow(pipe, etcd, cluster, name))
+
+
+@dataclass(slots=True)
+class _Engine:
+    """Takes weights and computes nothing."""
+
+    version: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def load(
+        self, loaded: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        async with self.changed:
+            self.version = version
+            self.changed.notify_all()
+
+    async def until(self, version: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.version >= version)
+
+
+async def _follow(pipe: Connection, etcd: str, cluster: str, name: str) -> None:
+    coordinator = await Coordinator.connect(etcd, cluster=cluster)
+    server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security())
+    config = SimpleNamespace(
+        instance_id=name, serving_group="", weight_silence_s=60.0, lease_ttl_s=30.0
+    )
+    context = ServiceContext(
+        config=config,
+        security=security(),
+        coordinator=coordinator,
+        channels=Channels(security()),
+        actors=ActorSystem(name),
+        server=server,
+        ready=False,
+    )
+    engine = _Engine()
+    follower = WeightFollower(context, cast(Any, engine), policy="default")
+    server.add_service(
+        rpc.add_WeightServiceServicer_to_server,
+        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay),
+        full_name=weights.FULL_NAME,
+    )
+    address = await server.start()
+    context.set_listening(address)
+
+    async def register() -> None:
+        await context.until_ready()
+        context.registration = await coordinator.register(
+            "decode", name, address, metadata=context.metadata, ttl_s=30.0
+        )
+
+    async def obey(order: Order) -> Any:
+        await engine.until(order.arguments[0])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(register())
+        tasks.create_task(follower.run())
+        tasks.create_task(_obey(pipe, obey))
+
+
+def send_bytes(pipe: Connection, total_bytes: int) -> None:
+    """Send bytes over a socket for each order; the first message is the port."""
+    data = memoryview(np.random.default_rng(0).bytes(total_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        with suppress(EOFError):
+            while True:
+                pipe.recv()
+                connection, _ = listener.accept()
+                with connection:
+                    for start in range(0, total_bytes, _PIECE_BYTES):
+                        connection.sendall(data[start : start + _PIECE_BYTES])
+                pipe.send(None)
+
+
+def receive_bytes(pipe: Connection, port: int, total_bytes: int) -> None:
+    """Receive the bytes into new memory for each order, and keep them until the next."""
+    pipe.send("ready")
+    kept: list[bytearray] = []
+    with suppress(EOFError):
+        while True:
+            pipe.recv()
+            kept = [*kept[-1:], bytearray(total_bytes)]
+            view, got = memoryview(kept[-1]), 0
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                while got < total_bytes:
+                    got += connection.recv_into(view[got : got + _PIECE_BYTES])
+            pipe.send(None)
+
+
+class _Measured(Protocol):
+    def cpu_s(self) -> float: ...
+
+
+def cpu_of(processes: Sequence[_Measured], work: Callable[[], object]) -> float:
+    """Return the CPU seconds that the processes spend on `work`."""
+    before_s = sum(one.cpu_s() for one in processes)
+    work()
+    return sum(one.cpu_s() for one in processes) - before_s

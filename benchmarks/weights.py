@@ -1,0 +1,130 @@
+"""The weight stream from a trainer to workers, on the loopback interface.
+
+    python -m benchmarks.weights [--quick] [--json FILE]
+
+`full_over_socket`: CPU seconds of both ends of a plain socket copy over those of a publication of
+the same bytes to one worker, from digest to swap; both receive into new memory. Interleaved,
+medians. `trainer_egress_over_one_worker`: bytes that leave the trainer for 8 workers over those for
+one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
+median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
+version at a client of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.support.report import arguments, keep, show
+from benchmarks.support.weight_stream import (
+    Started,
+    cpu_of,
+    follow_weights,
+    publish_weights,
+    receive_bytes,
+    send_bytes,
+)
+from tests.support.runtime.etcd import EtcdServer
+
+WORKERS = 8
+_TENSORS = 64
+
+
+def full_over_socket(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
+    """Return CPU seconds per GiB of both ends, of the stream and of the socket, and their ratio."""
+    total_bytes = mib << 20
+    publisher = Started(publish_weights, etcd.endpoint, "full")
+    worker = Started(follow_weights, etcd.endpoint, "full", "w0")
+    sender = Started(send_bytes, total_bytes)
+    receiver = Started(receive_bytes, sender.ready, total_bytes)
+    processes = [publisher, worker, sender, receiver]
+
+    def stream() -> None:
+        worker.order("until", publisher.order("publish"))
+
+    def copy() -> None:
+        sender.begin("send")
+        receiver.order("receive")
+        sender.answer()
+
+    try:
+        costs_s: dict[str, list[float]] = {"stream": [], "socket": []}
+        for number in range(rounds + 1):
+            publisher.order("make", total_bytes, _TENSORS)
+            found = {
+                "stream": cpu_of([publisher, worker], stream),
+                "socket": cpu_of([sender, receiver], copy),
+            }
+            # The first round connects and allocates.
+            for name, cost_s in found.items() if number else ():
+                costs_s[name].append(cost_s)
+    finally:
+        for process in processes:
+            process.end()
+    per_gib = {name: statistics.median(found) * 1024 / mib for name, found in costs_s.items()}
+    return {
+        "full.mib": mib,
+        "full.stream_cpu_s_per_gib": per_gib["stream"],
+        "full.socket_cpu_s_per_gib": per_gib["socket"],
+        "full_over_socket": per_gib["socket"] / per_gib["stream"],
+    }
+
+
+def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
+    """Return the bytes that leave the trainer for 8 workers over those for one worker."""
+    sent: dict[int, float] = {}
+    for count in (1, WORKERS):
+        cluster = f"egress{count}"
+        publisher = Started(publish_weights, etcd.endpoint, cluster)
+        workers = [Started(follow_weights, etcd.endpoint, cluster, f"w{n}") for n in range(count)]
+        try:
+            publisher.order("make", mib << 20, _TENSORS)
+            _publish_to(publisher, workers)
+            found = []
+            for _ in range(rounds):
+                publisher.order("make", mib << 20, _TENSORS)
+                before = publisher.order("sent_bytes")
+                _publish_to(publisher, workers)
+                found.append(publisher.order("sent_bytes") - before)
+            sent[count] = statistics.median(found)
+        finally:
+            for process in (publisher, *workers):
+                process.end()
+    return {"trainer_egress_over_one_worker": sent[WORKERS] / sent[1]}
+
+
+def _publish_to(publisher: Started, workers: list[Started]) -> None:
+    version = publisher.order("publish")
+    for worker in workers:
+        worker.begin("until", version)
+    for worker in workers:
+        worker.answer()
+
+
+def main() -> None:
+    """Measure and show."""
+    # The processes that this one spawns import this module, too, and need no torch.
+    from benchmarks.support.weight_swaps import swaps
+
+    parser = arguments(str(__doc__), quick="smaller weights, fewer rounds")
+    options = parser.parse_args()
+    mib, rounds = (64, 3) if options.quick else (512, 5)
+    numbers: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        etcd = EtcdServer(folder / "etcd")
+        etcd.start()
+        try:
+            numbers |= full_over_socket(etcd, mib=mib, rounds=rounds)
+            numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
+            numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
+        finally:
+            etcd.stop()
+    show("Weight stream", numbers)
+    keep(numbers, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The format in which a trainer publishes weights and workers fetch them.
+
+`manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
+`service`: the RPCs that send a version, held or arriving. Each service owns the tensors it holds.
+"""
+
+from forge.runtime.weights.manifest import (
+    DEFAULT_POLICY,
+    SLICE_BYTES,
+    TRAINER_STANDBYS,
+    TensorEntry,
+    WeightAnnouncement,
+    WeightManifest,
+    WeightProbe,
+    content_digest,
+    digest_of,
+    layout_of,
+    manifest_key,
+    slice_digests,
+)
+from forge.runtime.weights.service import (
+    FULL_NAME,
+    GROUP_PARTS,
+    Arriving,
+    HeldWeights,
+    Part,
+    WeightServicer,
+    parts_of,
+    weight_responses,
+)
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "FULL_NAME",
+    "GROUP_PARTS",
+    "SLICE_BYTES",
+    "TRAINER_STANDBYS",
+    "Arriving",
+    "HeldWeights",
+    "Part",
+    "TensorEntry",
+    "WeightAnnouncement",
+    "WeightManifest",
+    "WeightProbe",
+    "WeightServicer",
+    "content_digest",
+    "digest_of",
+    "layout_of",
+    "manifest_key",
+    "parts_of",
+    "slice_digests",
+    "weight_responses",
+]

@@ -1,0 +1,169 @@
+"""The fetch of one announced version, from one source after the other.
+
+Owns manifest, data and their checks. After `silence_s` without data, a cut stream or a damaged
+slice, the next source continues at the first missing slice. Not here: which version to fetch
+(`weight_follower`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.streams import flowing
+from forge.runtime.telemetry import log
+from forge.runtime.weights import (
+    HeldWeights,
+    WeightAnnouncement,
+    WeightManifest,
+    WeightProbe,
+    digest_of,
+    layout_of,
+)
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.worker.metrics import SOURCES_GIVEN_UP
+from services.inference.worker.weight_assembly import WeightAssembly
+from services.inference.worker.weight_relay import WeightRelay
+from services.inference.worker.weight_sources import WeightSources
+
+MAX_MANIFEST_BYTES = 1 << 30
+_NAMED = 3
+"""Failed sources in an error; the log has all."""
+
+
+class WeightFetch:
+    """One version, from its announcement to complete and verified data; may be tried again."""
+
+    def __init__(
+        self,
+        announced: WeightAnnouncement,
+        *,
+        sources: WeightSources,
+        channels: Channels,
+        relay: WeightRelay,
+        silence_s: float,
+        is_overtaken: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_overtaken`: newer weights are announced; then it ends at a source without data."""
+        self.announced = announced
+        self.probe: WeightProbe | None = announced.probe
+        """Known once the manifest is here."""
+        self.source = ""
+        """Address of the source that sent the last data."""
+        self._sources = sources
+        self._channels = channels
+        self._relay = relay
+        self._silence_s = silence_s
+        self._is_overtaken = is_overtaken
+        self._encoded = b""
+        self._manifest: WeightManifest | None = None
+        self._assembly: WeightAssembly | None = None
+        self._unmixed = False
+        """After a wrong digest without digests of slices: each source begins at the first byte."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Data received so far."""
+        return self._assembly.received_bytes if self._assembly is not None else 0
+
+    async def run(self) -> HeldWeights:
+        """Return the complete version. Raises `Unavailable` with sources and reasons when all have
+        failed; a further run continues."""
+        version, failures = self.announced.weight_version, []
+        for address in self._sources.of(version, trainer=self.announced.source):
+            before_bytes = self.received_bytes
+            try:
+                assembly = await self._begun(address)
+                if not assembly.complete:
+                    await self._receive(assembly, address)
+                if self._manifest is None:
+                    await asyncio.to_thread(_verify, self.announced, assembly.tensors)
+            except ForgeError as error:
+                failures.append(f"{address}: {error}")
+                self._give_up(address, error)
+                if isinstance(error, DataLoss) and self._manifest is None:
+                    # The source of the wrong bytes is unknown: do not mix sources.
+                    self._assembly, self._unmixed = None, True
+                if self.received_bytes <= before_bytes and self._is_overtaken():
+                    break
+            else:
+                self.source = address
+                return HeldWeights(tensors=tuple(assembly.tensors.values()), manifest=self._encoded)
+        more = f"; and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
+        raise Unavailable("; ".join(failures[:_NAMED]) + more)
+
+    def _give_up(self, address: str, error: ForgeError) -> None:
+        SOURCES_GIVEN_UP.inc()
+        log.warning(
+            "weight_source_given_up",
+            source=address,
+            weight_version=self.announced.weight_version,
+            error=str(error),
+        )
+        # NotFound: the source serves another version and is healthy.
+        if not isinstance(error, NotFound):
+            self._sources.avoid(address)
+
+    async def _begun(self, address: str) -> WeightAssembly:
+        """Return the assembly, with the data of earlier sources, or a new one."""
+        announced = self.announced
+        if announced.manifest and self._manifest is None:
+            self._encoded = await self._fetch_manifest(address)
+            self._manifest = await asyncio.to_thread(announced.open, self._encoded)
+            self.probe = self._manifest.probe
+        if self._assembly is None or self._unmixed:
+            entries = self._manifest.tensors if self._manifest is not None else ()
+            names = [one.name for one in entries] or list(announced.tensor_names or ())
+            total_bytes = sum(one.size_bytes for one in entries) or announced.total_bytes
+            self._assembly = WeightAssembly(
+                announced.weight_version, names, total_bytes=total_bytes, entries=entries
+            )
+        self._relay.show(self._assembly, self._encoded)
+        return self._assembly
+
+    async def _fetch_manifest(self, address: str) -> bytes:
+        stub = rpc.WeightServiceStub(self._channels.get(address))
+        joiner = Joiner(max_bytes=MAX_MANIFEST_BYTES)
+        request = pb.FetchManifestRequest(weight_version=self.announced.weight_version)
+        call: Any = stub.FetchManifest(request)
+        try:
+            async for response in flowing(call, silence_s=self._silence_s, source="the source"):
+                whole = joiner.add(response.chunk)
+                if whole is not None:
+                    return whole
+        finally:
+            call.cancel()
+        raise Unavailable("the source ended its stream within the manifest")
+
+    async def _receive(self, assembly: WeightAssembly, address: str) -> None:
+        """Fetch the missing bytes into `assembly`."""
+        stub = rpc.WeightServiceStub(self._channels.get(address))
+        call: Any = stub.FetchWeights(assembly.request())
+        try:
+            async for response in flowing(call, silence_s=self._silence_s, source="the source"):
+                assembly.add(response)
+                self._relay.progress()
+                if assembly.complete:
+                    return
+        finally:
+            call.cancel()
+        raise Unavailable(
+            f"the source ended its stream after {assembly.received_bytes} of "
+            f"{assembly.total_bytes} bytes"
+        )
+
+
+def _verify(announced: WeightAnnouncement, tensors: dict[str, NamedTensor]) -> None:
+    """Check what a trainer of an earlier release announced. Raises DataLoss."""
+    version = announced.weight_version
+    if announced.layout and layout_of(tensors.values()) != announced.layout:
+        raise DataLoss(f"weights {version}: types or shapes are not those announced")
+    digest = digest_of(tensor.data for tensor in tensors.values())
+    if digest != announced.digest:
+        raise DataLoss(f"weights {version}: sha256 {digest}, not {announced.digest}")
