@@ -31,6 +31,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.telemetry import configure_logging
+from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
@@ -124,7 +125,9 @@ async def _publish(pipe: Connection, etcd: str, cluster: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
     held: dict[str, Publisher] = {}
-    servicer = _CountingServicer(lambda: held["publisher"].held if held else {})
+    servicer = _CountingServicer(
+        lambda: held["publisher"].held if held else {}, deltas=DeltaEncoder()
+    )
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
     )

@@ -283,6 +283,7 @@ class TensorSlice(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     XXH3_64_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     whole_bytes: _builtins.int
@@ -294,6 +295,10 @@ class TensorSlice(_message.Message):
     xxh3_64: _builtins.int
     """XXH3-64 of `data`, seed 0. A receiver refuses a slice with another one with DATA_LOSS; instances
     of an earlier release send none.
+    """
+    base_version: _builtins.int
+    """Above 0: `data` is of a delta (forge/runtime/weights/delta.py) against the array of this version, and
+    `whole_bytes` and `offset_bytes` count its bytes. Only in FetchWeightsResponse.slices.
     """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -309,10 +314,11 @@ class TensorSlice(_message.Message):
         offset_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
         xxh3_64: _builtins.int | None = ...,
+        base_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes", "xxh3_64", b"xxh3_64"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "base_version", b"base_version", "data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__xxh3_64: _TypeAlias = _typing.Literal["xxh3_64"]  # noqa: Y015
     _WhichOneofArgType__xxh3_64: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64"]  # noqa: Y015

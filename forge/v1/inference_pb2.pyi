@@ -803,6 +803,7 @@ class FetchWeightsRequest(_message.Message):
     FROM_TENSOR_FIELD_NUMBER: _builtins.int
     FROM_BYTE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
@@ -815,6 +816,10 @@ class FetchWeightsRequest(_message.Message):
     """With `slices`: the caller accepts `slices` in the responses, and has the digests of the manifest.
     An instance of an earlier release sends `slice` nevertheless.
     """
+    base_version: _builtins.int
+    """With `groups`, above 0: the caller has all data of this version and accepts deltas against it, each for
+    a whole tensor. An instance sends them where it has both versions and the delta is smaller.
+    """
     def __init__(
         self,
         *,
@@ -823,10 +828,11 @@ class FetchWeightsRequest(_message.Message):
         from_tensor: _builtins.int = ...,
         from_byte: _builtins.int = ...,
         groups: _builtins.bool = ...,
+        base_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

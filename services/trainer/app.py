@@ -25,6 +25,7 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
 from forge.runtime.weights import TRAINER_STANDBYS
+from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
@@ -110,7 +111,9 @@ class TrainerApp:
         )
         server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
-            weights.WeightServicer(lambda: self._publisher.held if self._publisher else {}),
+            weights.WeightServicer(
+                lambda: self._publisher.held if self._publisher else {}, deltas=DeltaEncoder()
+            ),
             full_name=weights.FULL_NAME,
         )
         self._driver = asyncio.create_task(self._drive(self._training))

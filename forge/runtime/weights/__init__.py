@@ -1,7 +1,8 @@
 """The format in which a trainer publishes weights and workers fetch them.
 
 `manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
-`service`: the RPCs that send a version, held or arriving. Each service owns the tensors it holds.
+`service`: the RPCs that send a version, held or arriving. `delta`: the changed elements of a
+tensor. Each service owns the tensors it holds.
 """
 
 from forge.runtime.weights.manifest import (
@@ -24,7 +25,9 @@ from forge.runtime.weights.service import (
     Arriving,
     HeldWeights,
     Part,
+    TensorDeltas,
     WeightServicer,
+    delta_parts,
     parts_of,
     weight_responses,
 )
@@ -38,12 +41,14 @@ __all__ = [
     "Arriving",
     "HeldWeights",
     "Part",
+    "TensorDeltas",
     "TensorEntry",
     "WeightAnnouncement",
     "WeightManifest",
     "WeightProbe",
     "WeightServicer",
     "content_digest",
+    "delta_parts",
     "digest_of",
     "layout_of",
     "manifest_key",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -29,6 +29,15 @@ GROUP_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDeltas:
+    """Deltas of tensors against an earlier version."""
+
+    base_version: int = 0
+    by_name: Mapping[str, bytes] = field(default_factory=dict)
+    """Tensors without one travel whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeights:
     """One complete version."""
 
@@ -36,14 +45,19 @@ class HeldWeights:
     """In the manifest's order."""
     manifest: bytes = b""
     """As encoded by its trainer; b"" by a trainer of an earlier release."""
+    deltas: TensorDeltas = TensorDeltas()
+    """As they arrived."""
 
 
 class Part(NamedTuple):
-    """One slice of a tensor."""
+    """One slice of a tensor, or of its delta."""
 
     tensor: NamedTensor
     start: int
     data: memoryview
+    whole_bytes: int
+    base_version: int = 0
+    """Of a delta."""
 
 
 class Arriving(Protocol):
@@ -52,9 +66,20 @@ class Arriving(Protocol):
     async def manifest(self, version: int) -> bytes:
         """Return the encoded manifest once it has arrived. Raises `NotFound`."""
 
-    def parts(self, version: int, from_tensor: int, from_byte: int) -> AsyncIterator[list[Part]]:
-        """Yield slices from a byte of a tensor on, as they arrive, at most `SLICE_BYTES` together.
-        Raises `NotFound`."""
+    def parts(
+        self, version: int, from_tensor: int, from_byte: int, *, base_version: int
+    ) -> AsyncIterator[list[Part]]:
+        """Yield slices from a byte of a tensor on, as they arrive, at most `SLICE_BYTES` together;
+        deltas against `base_version` where there are any. Raises `NotFound`."""
+
+
+class Deltas(Protocol):
+    """Makes deltas between held versions."""
+
+    async def of(
+        self, held: Mapping[int, HeldWeights], base_version: int, version: int, number: int
+    ) -> bytes | None:
+        """Return the delta of a tensor, None if it travels whole."""
 
 
 class WeightServicer(WeightServiceServicer):
@@ -65,10 +90,13 @@ class WeightServicer(WeightServiceServicer):
         held: Callable[[], Mapping[int, HeldWeights]],
         *,
         arriving: Arriving | None = None,
+        deltas: Deltas | None = None,
     ) -> None:
-        """`held` returns each version held; `arriving` has one that this process fetches."""
+        """`held` returns each version held; `arriving` has one that this process fetches. Without
+        `deltas` it sends those that have arrived."""
         self._held = held
         self._arriving = arriving
+        self._deltas = deltas
 
     async def FetchManifest(  # noqa: N802 - named by the proto
         self, request: FetchManifestRequest, context: Any
@@ -90,13 +118,54 @@ class WeightServicer(WeightServiceServicer):
         """Sends the tensors of one version. Raises `NotFound`."""
         version = request.weight_version
         if self._arriving is not None and request.slices and self._arrives(version):
-            arriving = self._arriving.parts(version, request.from_tensor, request.from_byte)
+            arriving = self._arriving.parts(
+                version,
+                request.from_tensor,
+                request.from_byte,
+                base_version=request.base_version if request.groups else 0,
+            )
             async for group in arriving:
                 for response in _responses(request, [group]):
                     yield response
             return
-        async for response in weight_responses(request, self._version(version).tensors):
+        held = self._version(version)
+        if request.groups and request.base_version:
+            async for response in self._with_deltas(request, held):
+                yield response
+            return
+        async for response in weight_responses(request, held.tensors):
             yield response
+
+    async def _with_deltas(
+        self, request: FetchWeightsRequest, held: HeldWeights
+    ) -> AsyncIterator[FetchWeightsResponse]:
+        # Both versions stay, however long the call lasts.
+        versions = {**self._held(), request.weight_version: held}
+        group: list[Part] = []
+        from_byte = request.from_byte
+        for number in range(request.from_tensor, len(held.tensors)):
+            delta = None if from_byte else await self._delta(versions, request, number)
+            if delta is None:
+                parts = parts_of(held.tensors[: number + 1], number, from_byte)
+            else:
+                parts = delta_parts(held.tensors[number], delta, request.base_version)
+            from_byte = 0
+            *whole, group = _grouped([*group, *parts])
+            for response in _responses(request, whole):
+                yield response
+        for response in _responses(request, [group] if group else ()):
+            yield response
+
+    async def _delta(
+        self, versions: Mapping[int, HeldWeights], request: FetchWeightsRequest, number: int
+    ) -> bytes | None:
+        version, base_version = request.weight_version, request.base_version
+        held = versions[version]
+        if held.deltas.base_version == base_version:
+            return held.deltas.by_name.get(held.tensors[number].name)
+        if self._deltas is None:
+            return None
+        return await self._deltas.of(versions, base_version, version, number)
 
     def _arrives(self, version: int) -> bool:
         return self._arriving is not None and version > max(self._held(), default=0)
@@ -147,8 +216,17 @@ def parts_of(
     for tensor in rest:
         view = memoryview(tensor.data)
         for start in range(from_byte, max(view.nbytes, from_byte + 1), slice_bytes):
-            yield Part(tensor, start, view[start : start + slice_bytes])
+            yield Part(tensor, start, view[start : start + slice_bytes], view.nbytes)
         from_byte = 0
+
+
+def delta_parts(
+    tensor: NamedTensor, delta: bytes, base_version: int, *, from_byte: int = 0
+) -> Iterator[Part]:
+    """Yield the slices of a tensor's delta, at least one."""
+    view = memoryview(delta)
+    for start in range(from_byte, max(view.nbytes, from_byte + 1), SLICE_BYTES):
+        yield Part(tensor, start, view[start : start + SLICE_BYTES], view.nbytes, base_version)
 
 
 def _grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -185,7 +263,8 @@ def _slice(part: Part) -> TensorSlice:
         name=tensor.name,
         dtype=tensor.dtype,
         shape=tensor.shape,
-        whole_bytes=len(tensor.data),
+        whole_bytes=part.whole_bytes,
         offset_bytes=part.start,
         data=bytes(part.data),
+        base_version=part.base_version,
     )

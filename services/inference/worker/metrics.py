@@ -23,3 +23,11 @@ INTERRUPTED_FETCHES = counter(
     "forge_inference_weight_fetches_interrupted_total",
     "Fetches that gave way to a newer version.",
 )
+WIRE_BYTES = counter(
+    "forge_inference_weight_wire_bytes_total",
+    "Data of tensors received for complete versions, deltas as such.",
+)
+REFUSED_DELTAS = counter(
+    "forge_inference_weight_deltas_refused_total",
+    "Damaged deltas; the rest of their version was fetched whole.",
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 
 from xxhash import xxh3_64_digest
 
@@ -10,9 +11,15 @@ from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, parse
-from forge.runtime.weights import SLICE_BYTES, Part, TensorEntry
+from forge.runtime.weights import SLICE_BYTES, Part, TensorEntry, delta_parts, slice_digests
+from forge.runtime.weights import delta as delta_codec
+from forge.runtime.weights.manifest import slices_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import TensorSlice
+
+
+class DamagedDelta(DataLoss):
+    """A delta that does not give the announced tensor: fetch it whole."""
 
 
 class WeightAssembly:
@@ -25,16 +32,26 @@ class WeightAssembly:
         *,
         total_bytes: int,
         entries: Sequence[TensorEntry] = (),
+        base_version: int = 0,
+        base: Mapping[str, NamedTensor] | None = None,
     ) -> None:
-        """`entries`: of the manifest; none if the trainer is of an earlier release."""
+        """`entries`: of the manifest; none if the trainer is of an earlier release. `base`: the
+        tensors of `base_version`, to which deltas are applied."""
         self.tensors: dict[str, NamedTensor] = {}
         """Complete tensors, by name."""
         self.version = version
         self.names = names
         self.total_bytes = total_bytes
+        self.base_version = base_version
+        self.deltas: dict[str, bytes] = {}
+        """Deltas that gave a complete tensor, by name."""
+        self.wire_bytes = 0
+        """Data that was sent, deltas as such."""
+        self._base = base or {}
         self._entries = entries
         self._whole_bytes = 0
         self._slices = SliceAssembler()
+        self._delta = SliceAssembler()
         self._joiner = Joiner()
         self._chunked = False
 
@@ -53,15 +70,21 @@ class WeightAssembly:
         # Drops an incomplete message of an earlier source.
         self._joiner = Joiner(max_bytes=self.total_bytes + (1 << 20))
         self._chunked = False
+        self._delta = SliceAssembler()
         return pb.FetchWeightsRequest(
             weight_version=self.version,
             slices=True,
             groups=bool(self._entries),
             from_tensor=len(self.tensors),
             from_byte=self._slices.pending_bytes,
+            base_version=self.base_version if self._entries else 0,
         )
 
-    def add(self, response: pb.FetchWeightsResponse) -> None:
+    def refuse_deltas(self) -> None:
+        """Take whole tensors from here on."""
+        self.base_version, self._base = 0, {}
+
+    async def add(self, response: pb.FetchWeightsResponse) -> None:
         """Add a response. Raises `DataLoss` if it does not continue the received data, or is not
         the data of the manifest; the data before it stays. Raises `ResourceExhausted` without
         memory."""
@@ -70,17 +93,27 @@ class WeightAssembly:
             return
         for piece in response.slices or (response.slice,):
             self._expect_name(piece.name)
+            self.wire_bytes += len(piece.data)
+            if piece.base_version:
+                await self._add_delta(piece)
+                continue
             if self._entries:
                 _check(piece, self._entries[len(self.tensors)], version=self.version)
             left_bytes = self.total_bytes - self._whole_bytes
             self._keep(self._slices.add(piece, max_bytes=left_bytes))
 
-    def ready(self, from_tensor: int, from_byte: int) -> Iterator[Part]:
-        """Yield the received slices from a byte of a tensor on."""
+    def ready(
+        self, from_tensor: int, from_byte: int, *, base_version: int, in_delta: bool
+    ) -> Iterator[Part]:
+        """Yield the received slices from a byte of a tensor, or of its delta, on."""
         for name in self.names[from_tensor : len(self.tensors)]:
-            tensor = self.tensors[name]
-            yield from _parts(tensor, from_byte, len(tensor.data))
-            from_byte = 0
+            tensor, delta = self.tensors[name], self.deltas.get(name)
+            fits = delta is not None and self.base_version == base_version
+            if in_delta or (delta is not None and fits and not from_byte):
+                yield from delta_parts(tensor, delta or b"", base_version, from_byte=from_byte)
+            else:
+                yield from _parts(tensor, from_byte, len(tensor.data))
+            from_byte, in_delta = 0, False
         pending = self._slices.pending()
         if pending is not None and from_tensor <= len(self.tensors):
             yield from _parts(pending, from_byte, self._slices.pending_bytes)
@@ -89,6 +122,26 @@ class WeightAssembly:
         if tensor is not None:
             self.tensors[tensor.name] = tensor
             self._whole_bytes += len(tensor.data)
+
+    async def _add_delta(self, piece: TensorSlice) -> None:
+        """Raises `DataLoss` if the delta does not give the announced tensor."""
+        entry = self._entries[len(self.tensors)] if self._entries else None
+        if entry is None or piece.base_version != self.base_version or self._slices.pending_bytes:
+            raise DataLoss(f"weights {self.version}: {piece.name}: a delta is not expected here")
+        whole = self._delta.add(piece, max_bytes=entry.size_bytes)
+        if whole is None:
+            return
+        self._delta = SliceAssembler()
+        base = self._base.get(entry.name)
+        try:
+            if entry.size_bytes > SLICE_BYTES:
+                tensor = await asyncio.to_thread(_applied, entry, base, whole.data)
+            else:
+                tensor = _applied(entry, base, whole.data)
+        except DataLoss as error:
+            raise DamagedDelta(f"weights {self.version}: {entry.name}: {error}") from None
+        self._keep(tensor)
+        self.deltas[entry.name] = bytes(whole.data)
 
     def _of_chunk(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
         """Add a chunk of an earlier release's source, which begins with the first tensor."""
@@ -120,11 +173,29 @@ class WeightAssembly:
             )
 
 
+def _applied(
+    entry: TensorEntry, base: NamedTensor | None, delta: bytes | memoryview
+) -> NamedTensor:
+    if base is None or (base.dtype, base.shape) != (entry.dtype, entry.shape):
+        raise DataLoss(f"the delta is against another tensor than {base and base.shape}")
+    item_bytes = delta_codec.item_bytes(entry.shape, entry.size_bytes)
+    data = delta_codec.apply(base.data, delta, item_bytes=item_bytes)
+    found = slice_digests(slices_of(memoryview(data)))
+    if found != entry.digests:
+        raise DataLoss("the delta gives data with another digest than announced")
+    return NamedTensor(
+        name=entry.name,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        data=memoryview(data).toreadonly(),
+    )
+
+
 def _parts(tensor: NamedTensor, from_byte: int, end: int) -> Iterator[Part]:
     view = memoryview(tensor.data)
     whole = end == view.nbytes
     for start in range(from_byte, end if end or not whole else 1, SLICE_BYTES):
-        yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)])
+        yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)], view.nbytes)
 
 
 def _check(piece: TensorSlice, entry: TensorEntry, *, version: int) -> None:

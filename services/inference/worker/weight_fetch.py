@@ -8,7 +8,7 @@ slice, the next source continues at the first missing slice. Not here: which ver
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
@@ -19,6 +19,7 @@ from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
     HeldWeights,
+    TensorDeltas,
     WeightAnnouncement,
     WeightManifest,
     WeightProbe,
@@ -27,8 +28,8 @@ from forge.runtime.weights import (
 )
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.worker.metrics import SOURCES_GIVEN_UP
-from services.inference.worker.weight_assembly import WeightAssembly
+from services.inference.worker.metrics import REFUSED_DELTAS, SOURCES_GIVEN_UP, WIRE_BYTES
+from services.inference.worker.weight_assembly import DamagedDelta, WeightAssembly
 from services.inference.worker.weight_relay import WeightRelay
 from services.inference.worker.weight_sources import WeightSources
 
@@ -48,18 +49,23 @@ class WeightFetch:
         channels: Channels,
         relay: WeightRelay,
         silence_s: float,
+        served: Mapping[int, HeldWeights] | None = None,
         is_overtaken: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_overtaken`: newer weights are announced; then it ends at a source without data."""
+        """`served`: the version in service, the base of deltas. `is_overtaken`: newer weights are
+        announced; then it ends at a source without data."""
         self.announced = announced
         self.probe: WeightProbe | None = announced.probe
         """Known once the manifest is here."""
         self.source = ""
         """Address of the source that sent the last data."""
+        self.wire_bytes = 0
+        """Data that was sent for the complete version."""
         self._sources = sources
         self._channels = channels
         self._relay = relay
         self._silence_s = silence_s
+        self._served = served or {}
         self._is_overtaken = is_overtaken
         self._encoded = b""
         self._manifest: WeightManifest | None = None
@@ -87,6 +93,9 @@ class WeightFetch:
             except ForgeError as error:
                 failures.append(f"{address}: {error}")
                 self._give_up(address, error)
+                if isinstance(error, DamagedDelta):
+                    REFUSED_DELTAS.inc()
+                    assembly.refuse_deltas()
                 if isinstance(error, DataLoss) and self._manifest is None:
                     # The source of the wrong bytes is unknown: do not mix sources.
                     self._assembly, self._unmixed = None, True
@@ -94,9 +103,18 @@ class WeightFetch:
                     break
             else:
                 self.source = address
-                return HeldWeights(tensors=tuple(assembly.tensors.values()), manifest=self._encoded)
+                return self._complete(assembly)
         more = f"; and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
         raise Unavailable("; ".join(failures[:_NAMED]) + more)
+
+    def _complete(self, assembly: WeightAssembly) -> HeldWeights:
+        self.wire_bytes = assembly.wire_bytes
+        WIRE_BYTES.inc(assembly.wire_bytes)
+        return HeldWeights(
+            tensors=tuple(assembly.tensors.values()),
+            manifest=self._encoded,
+            deltas=TensorDeltas(base_version=assembly.base_version, by_name=assembly.deltas),
+        )
 
     def _give_up(self, address: str, error: ForgeError) -> None:
         SOURCES_GIVEN_UP.inc()
@@ -122,7 +140,12 @@ class WeightFetch:
             names = [one.name for one in entries] or list(announced.tensor_names or ())
             total_bytes = sum(one.size_bytes for one in entries) or announced.total_bytes
             self._assembly = WeightAssembly(
-                announced.weight_version, names, total_bytes=total_bytes, entries=entries
+                announced.weight_version,
+                names,
+                total_bytes=total_bytes,
+                entries=entries,
+                base_version=max(self._served, default=0),
+                base={one.name: one for held in self._served.values() for one in held.tensors},
             )
         self._relay.show(self._assembly, self._encoded)
         return self._assembly
@@ -147,7 +170,7 @@ class WeightFetch:
         call: Any = stub.FetchWeights(assembly.request())
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
-                assembly.add(response)
+                await assembly.add(response)
                 self._relay.progress()
                 if assembly.complete:
                     return

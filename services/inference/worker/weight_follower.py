@@ -156,6 +156,8 @@ class WeightFollower:
             weight_version=announced.weight_version,
             step=announced.step,
             source=fetch.source,
+            wire_bytes=fetch.wire_bytes,
+            total_bytes=announced.total_bytes,
             fetch_s=round(fetched_s - began_s, 3),
             swap_s=round(time.monotonic() - fetched_s, 3),
         )
@@ -175,6 +177,7 @@ class WeightFollower:
                 channels=self._context.channels,
                 relay=self.relay,
                 silence_s=self._context.config.weight_silence_s,
+                served=self.weights,
                 is_overtaken=lambda: self._wanted != announced,
             )
         return self._fetch

@@ -52,20 +52,24 @@ class WeightRelay:
         return self._manifest
 
     async def parts(
-        self, version: int, from_tensor: int, from_byte: int
+        self, version: int, from_tensor: int, from_byte: int, *, base_version: int
     ) -> AsyncIterator[list[Part]]:
         """Yield the slices of a version from a byte of a tensor on, in the manifest's order. Raises
         NotFound for a version that is not fetched here, and when its fetch fails."""
         assembly = await self._begun(version)
+        in_delta = False
         while from_tensor < len(assembly.names):
             changed = self._changed
-            group = _group(assembly, from_tensor, from_byte)
+            ready = assembly.ready(
+                from_tensor, from_byte, base_version=base_version, in_delta=in_delta
+            )
+            group = _group(ready)
             if group:
                 last = group[-1]
                 from_tensor = assembly.names.index(last.tensor.name, from_tensor)
-                from_byte = last.start + len(last.data)
-                if from_byte == len(last.tensor.data):
-                    from_tensor, from_byte = from_tensor + 1, 0
+                from_byte, in_delta = last.start + len(last.data), last.base_version > 0
+                if from_byte == last.whole_bytes:
+                    from_tensor, from_byte, in_delta = from_tensor + 1, 0, False
                 yield group
             elif assembly is not self._assembly:
                 raise NotFound(f"the fetch of weights {version} ended here: ask another source")
@@ -84,11 +88,11 @@ class WeightRelay:
         return self._assembly
 
 
-def _group(assembly: WeightAssembly, from_tensor: int, from_byte: int) -> list[Part]:
-    """The next received slices, together at most `SLICE_BYTES`."""
+def _group(ready: Iterator[Part]) -> list[Part]:
+    """The first slices, together at most `SLICE_BYTES`."""
     group: list[Part] = []
     group_bytes = 0
-    for part in assembly.ready(from_tensor, from_byte):
+    for part in ready:
         group_bytes += len(part.data)
         if group and (group_bytes > SLICE_BYTES or len(group) == GROUP_PARTS):
             break

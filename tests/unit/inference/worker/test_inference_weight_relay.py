@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from forge.core.errors import NotFound
-from forge.runtime.weights import TensorEntry, weight_responses
+from forge.runtime.weights import HeldWeights, TensorEntry, WeightServicer, weight_responses
+from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2 as pb
 from services.inference.worker import weight_relay
 from services.inference.worker.weight_assembly import WeightAssembly
@@ -83,9 +85,9 @@ async def test_relay_of_a_failed_fetch_ends_with_not_found(
     found = []
     with pytest.raises(NotFound, match="ended here"), relay.fetch():
         relay.show(assembly, b"manifest")
-        parts = relay.parts(1, 0, 0)
+        parts = relay.parts(1, 0, 0, base_version=0)
         for response in responses[:2]:
-            assembly.add(response)
+            await assembly.add(response)
             found += [(part.tensor.name, part.start) for part in await anext(parts)]
         waiting = asyncio.ensure_future(anext(parts))
         await asyncio.sleep(0)
@@ -94,9 +96,40 @@ async def test_relay_of_a_failed_fetch_ends_with_not_found(
         await waiting
     assert found == [("a", 0), ("b", 0)]
     with pytest.raises(NotFound, match="neither held nor fetched"):
-        await anext(relay.parts(2, 0, 0))
+        await anext(relay.parts(2, 0, 0, base_version=0))
     with pytest.raises(NotFound, match="neither held nor fetched"):
         await relay.manifest(2)
+
+
+async def test_changes_are_relayed_as_they_arrived() -> None:
+    """To a worker with the same base, in slices; one with another base gets whole tensors."""
+    rng = np.random.default_rng(0)
+    size = 8 << 20
+    old = {"a": rng.bytes(size), "b": b"b"}
+    changed = np.frombuffer(old["a"], np.uint8) ^ (rng.random(size) < 0.2).astype(np.uint8)
+    new = {"a": changed.tobytes(), "b": b"b"}
+    tensors = tensors_of(new)
+    encoder = DeltaEncoder()
+    held = {1: HeldWeights(tensors=tensors_of(old)), 2: HeldWeights(tensors=tensors)}
+    source = WeightServicer(lambda: held, deltas=encoder)
+    request = pb.FetchWeightsRequest(weight_version=2, slices=True, groups=True, base_version=1)
+    assembly = WeightAssembly(
+        2,
+        list(new),
+        total_bytes=size + 1,
+        entries=[*map(TensorEntry.of, tensors)],
+        base_version=1,
+        base={one.name: one for one in tensors_of(old)},
+    )
+    relay = WeightRelay()
+    with relay.fetch():
+        relay.show(assembly, b"manifest")
+        async for response in source.FetchWeights(request, None):
+            await assembly.add(response)
+        assert assembly.complete and 1 << 20 < assembly.wire_bytes < size // 2
+        for base_version, sent_bytes in ((1, assembly.wire_bytes), (7, size + 1)):
+            groups = [one async for one in relay.parts(2, 0, 0, base_version=base_version)]
+            assert sum(len(part.data) for group in groups for part in group) == sent_bytes
 
 
 def _received(worker: Worker) -> int:
