@@ -1,13 +1,15 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
-    python -m benchmarks.weights [--quick] [--json FILE]
+    python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
 
 `full_over_socket`: CPU seconds of both ends of a plain socket copy over those of a publication of
 the same bytes to one worker, from digest to swap; both receive into new memory. Interleaved,
 medians. `trainer_egress_over_one_worker`: bytes that leave the trainer for 8 workers over those for
 one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
 median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
-version at a client of the router.
+version at a client of the router. `delta_bytes_over_full`: bytes of a delta over those of all
+weights in bfloat16, median over real steps of the model by AdamW at a learning rate of 1e-6
+(`delta.1e-05.over_full` at 1e-5), beside the share of changed elements.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.support.weight_stream import (
     receive_bytes,
     send_bytes,
 )
+from forge.cli.models import ensure_model
 from tests.support.runtime.etcd import EtcdServer
 
 WORKERS = 8
@@ -103,14 +106,29 @@ def _publish_to(publisher: Started, workers: list[Started]) -> None:
         worker.answer()
 
 
+def deltas(path: Path, *, steps: int) -> dict[str, float]:
+    """Return the size of deltas by learning rate."""
+    from benchmarks.support.weight_deltas import delta_sizes
+
+    numbers = {}
+    for learning_rate in (1e-6, 1e-5, 1e-4):
+        found = delta_sizes(path, learning_rate=learning_rate, steps=steps)
+        numbers |= {f"delta.{learning_rate:g}.{name}": value for name, value in found.items()}
+    return {"delta_bytes_over_full": numbers["delta.1e-06.over_full"], **numbers}
+
+
 def main() -> None:
     """Measure and show."""
     # The processes that this one spawns import this module, too, and need no torch.
     from benchmarks.support.weight_swaps import swaps
 
-    parser = arguments(str(__doc__), quick="smaller weights, fewer rounds")
+    parser = arguments(str(__doc__), quick="smaller weights, fewer rounds, the tiny model")
+    parser.add_argument("--model", help="of the deltas: tiny, smollm2 or a directory")
+    parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     options = parser.parse_args()
-    mib, rounds = (64, 3) if options.quick else (512, 5)
+    mib, rounds, steps = (64, 3, 5) if options.quick else (512, 5, 20)
+    model = options.model or ("tiny" if options.quick else "smollm2")
+    path = asyncio.run(ensure_model(model, seed=0, root=options.root))
     numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -122,6 +140,7 @@ def main() -> None:
             numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
         finally:
             etcd.stop()
+    numbers |= deltas(path, steps=steps)
     show("Weight stream", numbers)
     keep(numbers, options.json)
 
