@@ -110,7 +110,7 @@ def deltas(path: Path, *, steps: int) -> dict[str, float]:
     """Return the size of deltas by learning rate."""
     from benchmarks.support.weight_deltas import delta_sizes
 
-    numbers = {}
+    numbers: dict[str, float] = {}
     for learning_rate in (1e-6, 1e-5, 1e-4):
         found = delta_sizes(path, learning_rate=learning_rate, steps=steps)
         numbers |= {f"delta.{learning_rate:g}.{name}": value for name, value in found.items()}
