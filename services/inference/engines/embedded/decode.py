@@ -129,6 +129,8 @@ class DecodeActor(ThreadActor):
         if of_one and span.version == self._policy.version:
             self._cache.store(prompt.ids, fetched, from_token=match.tokens)
             blocks = self._cache.match(prompt.ids, pin=True)
+            # One pin for each request: blocks with two are shared, and get a trunk.
+            self._cache.unpin(match)
         room = self._policy.limits.context_tokens - prompt.tokens
         self._waiting.append(
             DecodeSequence(
@@ -139,7 +141,7 @@ class DecodeActor(ThreadActor):
                 sampled=array("i", join.first.ids),
                 most_sampled=min(prompt.sampling.max_tokens, room),
                 version=span.version if of_one else _MIXED,
-                arrived=Arrived(cached=match, fetched=fetched),
+                arrived=Arrived(cached=match, fetched=fetched, pinned=blocks is None),
                 matcher=join.matcher,
                 state=self._state(span),
                 prompt_blocks=blocks,
@@ -224,8 +226,7 @@ class DecodeActor(ThreadActor):
         own = slice(first - sequence.base, sequence.tokens)
         for layer, new in zip(kv, fetched, strict=True):
             layer[:, :, own] = new[:, :, first - cached.tokens :]
-        self._cache.unpin(cached)
-        sequence.arrived = None
+        self._drop_arrived(sequence)
 
     @torch.inference_mode()
     def _run_step(self) -> None:
@@ -300,12 +301,15 @@ class DecodeActor(ThreadActor):
         self._unpin(sequence)
 
     def _unpin(self, sequence: DecodeSequence) -> None:
-        if sequence.arrived is not None:
-            self._cache.unpin(sequence.arrived.cached)
-            sequence.arrived = None
+        self._drop_arrived(sequence)
         if sequence.prompt_blocks is not None:
             self._cache.unpin(sequence.prompt_blocks)
             sequence.prompt_blocks = None
+
+    def _drop_arrived(self, sequence: DecodeSequence) -> None:
+        arrived, sequence.arrived = sequence.arrived, None
+        if arrived is not None and arrived.pinned:
+            self._cache.unpin(arrived.cached)
 
     def _refuse(self, sequence: DecodeSequence, reason: str) -> None:
         request = sequence.prompt.request_id

@@ -112,11 +112,11 @@ class _Embedded:
         await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
 
     def _stage(self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None) -> Swap:
-        staged = self._policy.stage(tensors, version=version)
-        if self._store is None:
-            return Swap(weights=staged, probe=probe)
-        model = architecture(self._options.model_path, self._policy.kv_shape)
-        return Swap(weights=staged, probe=probe, kv_identity=staged.digest(model))
+        model = None
+        if self._store is not None:
+            model = architecture(self._options.model_path, self._policy.kv_shape)
+        staged = self._policy.stage(tensors, version=version, architecture=model)
+        return Swap(weights=staged, probe=probe, kv_identity=staged.identity)
 
     async def idle(self) -> None:
         """See `Engine`."""

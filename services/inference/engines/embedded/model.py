@@ -27,6 +27,12 @@ from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.model_head import DraftHeads, ModelHead
+from services.inference.engines.embedded.packed_linears import (
+    Packed,
+    pack,
+    packable,
+    placeholder,
+)
 from services.inference.engines.embedded.tensor_bytes import (
     DTYPES,
     NAMES,
@@ -41,19 +47,16 @@ class StagedWeights:
 
     version: int
     tensors: tuple[torch.Tensor, ...]
+    """Placeholders for matrices that only packed layers read."""
     rounded: bool
     """Whether they were published or are served in 16 bits."""
+    packed: tuple[Packed | None, ...] = ()
+    """For each packed layer; None: the plain matrix."""
+    identity: bytes = b""
+    """16 bytes that name these weights in their architecture, whatever their version is; empty
+    unless they were staged for one."""
     drafts: DraftHeads | None = None
     """The draft heads; None without any that fit."""
-
-    def digest(self, architecture: bytes) -> bytes:
-        """16 bytes that name these weights in this architecture, whatever their version is."""
-        found = xxhash.xxh3_128(architecture)
-        for tensor in self.tensors:
-            found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(flat.numpy().data)
-        return found.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ class Policy:
         if numerics.is_narrow(self.dtype):
             numerics.patch(model)
             numerics.store_narrow(model, self.dtype)
+        self._packable = packable(model)
         self._weights = _Weight.all_of(model)
         self.device = self._weights[0].served.device
         self.kv_shape = _probe(self)
@@ -153,11 +157,18 @@ class Policy:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:
+    def stage(
+        self,
+        tensors: Mapping[str, NamedTensor],
+        *,
+        version: int,
+        architecture: bytes | None = None,
+    ) -> StagedWeights:
         """Check and convert a set of weights; the served weights stay.
 
         Tied weights may have any or all of their names; draft heads that do not fit are left out.
-        Raises UnfitWeights.
+        `architecture` names what they are weights of; with it they have an identity. Raises
+        UnfitWeights.
         """
         known = {name for weight in self._weights for name in weight.names}
         unknown = sorted(
@@ -169,19 +180,36 @@ class Policy:
                 f"weights {version} are of another model: missing {missing[:3]}, "
                 f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
             )
-        staged = []
+        staged: list[torch.Tensor] = []
+        packed: dict[int, Packed] = {}
         rounded = False
+        digest = None if architecture is None else xxhash.xxh3_128(architecture)
         for weight in self._weights:
             name = next(name for name in weight.names if name in tensors)
-            staged.append(self._converted(tensors[name], weight.served, version=version))
+            tensor = self._converted(tensors[name], weight.served, version=version)
+            if digest is not None:
+                _add(digest, tensor)
+            staged.append(self._pack(weight, tensor, packed))
             kinds = (DTYPES[tensors[name].dtype], weight.served.dtype)
             rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
         return StagedWeights(
             version=version,
             tensors=tuple(staged),
             rounded=rounded,
+            packed=tuple(packed[id(layer.weight)] for layer in self._packable),
+            identity=b"" if digest is None else digest.digest(),
             drafts=self._stage_drafts(tensors, version=version),
         )
+
+    def _pack(
+        self, weight: _Weight, tensor: torch.Tensor, packed: dict[int, Packed]
+    ) -> torch.Tensor:
+        """Pack the matrix of a packed layer; return what is served as the plain one."""
+        key = id(weight.served)
+        if all(key != id(layer.weight) for layer in self._packable):
+            return tensor
+        packed[key] = pack(tensor)
+        return tensor if self.head.reads(weight.served) else placeholder(tensor)
 
     def _stage_drafts(
         self, tensors: Mapping[str, NamedTensor], *, version: int
@@ -237,10 +265,16 @@ class Policy:
         the weights served before."""
         before = tuple(weight.served.data for weight in self._weights)
         replaced = StagedWeights(
-            version=self.version, tensors=before, rounded=staged.rounded, drafts=self.drafts
+            version=self.version,
+            tensors=before,
+            rounded=staged.rounded,
+            packed=tuple(layer.packed for layer in self._packable),
+            drafts=self.drafts,
         )
         for weight, tensor in zip(self._weights, staged.tensors, strict=True):
             weight.served.data = tensor
+        for layer, matrix in zip(self._packable, staged.packed, strict=True):
+            layer.serve(matrix)
         self.version, self.drafts = staged.version, staged.drafts
         return replaced
 
@@ -254,6 +288,13 @@ def read_config(model_path: str) -> Any:
         return AutoConfig.from_pretrained(model_path)
     except (ValueError, KeyError, OSError) as error:
         raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
+
+
+def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    """Add a tensor's type, shape and bytes."""
+    digest.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    digest.update(flat.numpy().data)
 
 
 class _Recorder:

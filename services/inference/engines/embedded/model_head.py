@@ -40,6 +40,10 @@ class ModelHead:
     def _keep(self, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
         self.states = given[0].flatten(0, -2)
 
+    def reads(self, weight: torch.Tensor) -> bool:
+        """Whether draft heads or the embedding read this matrix."""
+        return weight is self._weight or weight is getattr(self._embedding, "weight", None)
+
     def stage_drafts(
         self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, most: int
     ) -> DraftHeads:

@@ -23,10 +23,12 @@ CHECKPOINT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A prompt's keys and values: the cached, pinned part and the fetched part."""
+    """A prompt's keys and values: the cached part and the fetched part."""
 
     cached: Match
     fetched: torch.Tensor
+    pinned: bool
+    """Whether `cached` has a pin of its own, beside those of the sequence's `prompt_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""Matrices in oneDNN's layout: the same products, swapped with the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from services.inference.engines.embedded import packed_linears
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.probe import logprobs
+from services.inference.engines.embedded.tensor_bytes import to_named
+
+IDS = tuple(range(1, 40))
+KINDS = ["float32", "bfloat16"]
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+def config(*, tied: bool) -> LlamaConfig:
+    """A small Llama with biases."""
+    return LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        attention_bias=True, initializer_range=0.2, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def weights(*, tied: bool, seed: int) -> dict[str, Any]:
+    """Random weights of the model."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(tied=tied), dtype=torch.float32)
+    for name, one in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(one)
+    return {name: to_named(name, one) for name, one in model.state_dict().items()}
+
+
+def policy(folder: Path, dtype: str) -> Policy:
+    """A policy without weights."""
+    return Policy.build(str(folder), dtype=dtype, device="cpu")
+
+
+@torch.inference_mode()
+def logprobs_with(policy: Policy, tensors: dict[str, Any], *, version: int) -> torch.Tensor:
+    """Log-probs after a swap to these weights."""
+    policy.swap(policy.stage(tensors, version=version))
+    return logprobs(policy, IDS)
+
+
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack matrices of any size."""
+    monkeypatch.setattr(packed_linears, "_LEAST_NARROW", 1)
+    monkeypatch.setattr(packed_linears, "_LEAST_WIDE", 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_packed_layers_compute_the_plain_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, tied: bool
+) -> None:
+    """All linear layers are packed, and the log-probs are those of plain layers, also after a
+    second publication."""
+    config(tied=tied).save_pretrained(tmp_path)
+    plain = policy(tmp_path, dtype)
+    assert not plain._packable
+    monkeypatch.setattr(packed_linears, "_LEAST_NARROW", 1)
+    monkeypatch.setattr(packed_linears, "_LEAST_WIDE", 1)
+    packed = policy(tmp_path, dtype)
+    assert len(packed._packable) == 15
+    for version in (1, 2):
+        tensors = weights(tied=tied, seed=version)
+        expected = logprobs_with(plain, tensors, version=version)
+        found = logprobs_with(packed, tensors, version=version)
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("least")
+@pytest.mark.parametrize("dtype", KINDS)
+def test_swap_back_serves_the_earlier_matrices(tmp_path: Path, dtype: str) -> None:
+    """The weights that a swap returned compute what they computed before."""
+    config(tied=False).save_pretrained(tmp_path)
+    served = policy(tmp_path, dtype)
+    before = logprobs_with(served, weights(tied=False, seed=1), version=1)
+    with torch.inference_mode():
+        first = served.swap(served.stage(weights(tied=False, seed=2), version=2))
+        assert not torch.equal(logprobs(served, IDS), before)
+        served.swap(first)
+        assert torch.equal(logprobs(served, IDS), before)
+    assert served.version == 1
+
+
+@pytest.mark.usefixtures("least")
+def test_packed_matrix_has_no_plain_copy(tmp_path: Path) -> None:
+    """Only the head, which draft heads read, and the embedding keep their plain matrices."""
+    config(tied=False).save_pretrained(tmp_path)
+    served = policy(tmp_path, "bfloat16")
+    served.swap(served.stage(weights(tied=False, seed=1), version=1))
+    plain = {
+        name
+        for name, one in served._model.named_parameters()
+        if one.ndim == 2 and one.untyped_storage().nbytes() > 64
+    }
+    assert plain == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.usefixtures("least")
+def test_identity_of_weights_does_not_depend_on_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of keys and values finds the blocks of the same weights."""
+    config(tied=False).save_pretrained(tmp_path)
+    tensors = weights(tied=False, seed=1)
+    packed = policy(tmp_path, "float32").stage(tensors, version=1, architecture=b"one")
+    monkeypatch.setattr(packed_linears, "_LEAST_WIDE", 1 << 40)
+    plain = policy(tmp_path, "float32").stage(tensors, version=2, architecture=b"one")
+    other = policy(tmp_path, "float32").stage(tensors, version=2, architecture=b"two")
+    assert len(packed.identity) == 16
+    assert packed.identity == plain.identity != other.identity
