@@ -17,7 +17,7 @@ from forge.rl.numerics import is_narrow
 Packed = torch.Tensor
 """A matrix in oneDNN's layout; only its operator reads it."""
 
-_LEAST_NARROW = 1 << 17
+_LEAST_NARROW = 1 << 16
 """Elements; a smaller matrix gains less than the longer call of the operator costs."""
 _LEAST_WIDE = 1 << 19
 """The same in float32, where the plain product is nearer to oneDNN's."""
@@ -33,7 +33,7 @@ class PackedLinear:
         self._plain: Callable[..., torch.Tensor] = layer.forward
         self._packed: Packed | None = None
         # The parameter stays in the layer: its name, shape and type are those of the weights.
-        layer.forward = self._forward  # type: ignore[method-assign]
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @property
     def packed(self) -> Packed | None:
@@ -79,7 +79,7 @@ def _is_worth(module: torch.nn.Module) -> bool:
 
 
 def _can_pack(matrix: torch.Tensor) -> bool:
-    if matrix.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if matrix.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if matrix.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

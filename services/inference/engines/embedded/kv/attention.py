@@ -154,12 +154,17 @@ def _attention(  # noqa: PLR0913
     # Keys and values are stored with one size; zeros change neither scores nor sums.
     size = max(key.shape[-1], values)
     q_NQD, k_NHD, v_NHD = (
-        pad(each[0].to(kind), (0, size - each.shape[-1])).transpose(0, 1)
-        for each in (query, key, value)
+        _widened(each[0].to(kind), size).transpose(0, 1) for each in (query, key, value)
     )
     heads = Heads(layer, q_NQD, k_NHD, v_NHD, scale, sliding_window, softcap, s_aux)
     with torch.autocast(value.device.type, enabled=False):
         return kv_pass.attend(heads)[None, ..., :values], None
+
+
+def _widened(values: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - values.shape[-1]
+    # Most models need no zeros, and `pad` would copy.
+    return pad(values, (0, missing)) if missing else values
 
 
 def register() -> None:

@@ -1,0 +1,124 @@
+"""Router and workers as real processes, asked over one kept stream, as a gateway asks.
+
+Owns the processes and the stream. The CPU time of the caller and of etcd is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.cpu import cpu_s
+from benchmarks.support.processes import ended
+from forge.core.token_columns import int32_bytes
+from forge.runtime.coordination import Coordinator
+from forge.runtime.process.child_processes import dying_with_parent
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security.credentials import Security
+from forge.runtime.security.tokens import Keyring
+from forge.runtime.serving_groups import kind_in
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from forge.v1.common_pb2 import SamplingParams
+from services.inference import codec
+from tests.support.runtime.etcd import EtcdServer
+
+CLUSTER, GROUP = "benchmark", "bench"
+START_S = 300.0
+
+
+class Service:
+    """A router and its workers."""
+
+    def __init__(self, model: Path, dtype: str, *, roles: tuple[str, ...], cache_mib: int) -> None:
+        self._settings = ["--model-path", str(model), "--dtype", dtype]
+        self._settings += ["--kv.cache-mib", str(cache_mib)]
+        self._roles = roles
+        self._undo = AsyncExitStack()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._calls = itertools.count(1)
+        self._requests: asyncio.Queue[pb.SampleStreamRequest] = asyncio.Queue()
+        self._answers: dict[int, tuple[list[int], asyncio.Future[None]]] = {}
+
+    async def start(self) -> None:
+        """Start all processes; return once the workers serve."""
+        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory()))
+        etcd = EtcdServer(folder / "etcd")
+        etcd.start()
+        self._undo.callback(etcd.stop)
+        keyring = Keyring.generate(folder / "key")
+        flags = ["--etcd", etcd.endpoint, "--cluster", CLUSTER, "--lease-ttl-s", "60"]
+        flags += ["--key-file", str(folder / "key"), "--serving-group", GROUP, *self._settings]
+        coordinator = await Coordinator.connect(etcd.endpoint, cluster=CLUSTER)
+        for role in (*self._roles, "router"):
+            self._start(role, folder, flags)
+            kind = kind_in(GROUP, "decode" if role == "both" else role)
+            (instance,) = await coordinator.discover(kind).wait(timeout_s=START_S)
+        await coordinator.close()
+        channels = Channels(Security(keyring, subject="benchmark"))
+        stub: Any = rpc.InferenceServiceStub(channels.get(instance.address))
+        self._reader = asyncio.create_task(self._read(stub.SampleStream(self._sent())))
+
+    def _start(self, role: str, folder: Path, flags: list[str]) -> None:
+        argv = [sys.executable, "-m", "services.inference", *flags, "--role", role]
+        argv += ["--instance-id", role, "--log-level", "warning"]
+        argv += ["--log-file", str(folder / f"{role}.log")]
+        if role != "router":
+            argv += ["--weights", "frozen"]
+        process = subprocess.Popen(dying_with_parent(argv))
+        self._processes.append(process)
+        self._undo.callback(ended, process)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of router and workers so far."""
+        return sum(cpu_s(process.pid) for process in self._processes)
+
+    async def run(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Sample an answer to each prompt."""
+        return await asyncio.gather(*(self._one(ids, tokens) for ids in prompts))
+
+    async def _one(self, ids: list[int], tokens: int) -> list[int]:
+        call = next(self._calls)
+        answer: list[int] = []
+        done = asyncio.get_running_loop().create_future()
+        self._answers[call] = answer, done
+        request = pb.SampleRequest(
+            request_id=str(call),
+            prompt_ids=int32_bytes(ids),
+            sampling=SamplingParams(temperature=1.0, top_p=1.0, max_tokens=tokens, seed=call),
+        )
+        begin = pb.SampleBegin(call=call, timeout_s=3600.0, request=request)
+        self._requests.put_nowait(pb.SampleStreamRequest(begin=[begin]))
+        await done
+        return answer
+
+    async def _sent(self) -> AsyncIterator[pb.SampleStreamRequest]:
+        while True:
+            yield await self._requests.get()
+
+    async def _read(self, responses: Any) -> None:
+        async for message in responses:
+            for event in message.events:
+                answer, done = self._answers[event.call]
+                if event.HasField("response"):
+                    answer += codec.read_tokens(event.response.tokens).ids
+                elif event.end.status_code:
+                    done.set_exception(RuntimeError(event.end.details))
+                else:
+                    done.set_result(None)
+
+
+async def start(
+    model: Path, dtype: str, *, roles: tuple[str, ...], cache_mib: int
+) -> tuple[Any, Callable[[], float]]:
+    """Start a service; return its `run` and its `cpu_s`."""
+    service = Service(model, dtype, roles=roles, cache_mib=cache_mib)
+    await service.start()
+    return service.run, service.cpu_s
