@@ -11,7 +11,7 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs engine-vllm \
-	test-ranks dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+	test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -69,6 +69,9 @@ docs: setup  ## Build the site in site/; a broken link or any warning fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+dashboard:  ## Write the Grafana dashboard, deploy/grafana/forge.json
+	@python3 deploy/grafana/dashboard.py
+
 dist: setup  ## Build wheel and source distribution in dist/
 	@rm -rf dist build
 	@$(PY) -m build --outdir dist . > /dev/null
@@ -90,6 +93,9 @@ VM_TESTS ?= $(addprefix tests/integration/,test_control_groups.py test_command_c
 
 test-vm: setup  ## Limits of sandboxes and containers in a virtual machine (root; apt: see docs/tests.md)
 	@$(PY) -m tests.support.vm -rs $(VM_TESTS)
+
+test-monitoring: setup  ## A real Prometheus on real services: targets, rules, an alert that fires (apt: prometheus)
+	@$(PY) -m pytest tests/monitoring
 
 test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agent
 	@FORGE_FIRST_AGENT=1 $(PY) -m pytest tests/e2e/test_e2e_first_agent.py

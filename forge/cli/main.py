@@ -15,7 +15,7 @@ from forge.cli.command_exit import Commands, finish, say
 from forge.cli.command_exit import console as terminal
 from forge.cli.connection import Connection, of_run
 from forge.cli.etcd import etcd_app
-from forge.cli.options import SystemOptions, with_options
+from forge.cli.options import SystemOptions, duration_s, with_options
 from forge.cli.pool import pool_app
 from forge.cli.queue import Json, queue_app
 from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
@@ -128,6 +128,27 @@ def console(
     from forge.cli.web_console import serve_console
 
     serve_console(at, host=host, port=port, model_path=model)
+
+
+@app.command()
+@with_options
+def targets(
+    at: Connection,
+    file: Annotated[
+        Path | None, typer.Option(help="JSON file of Prometheus' file_sd. Default: stdout.")
+    ] = None,
+    every: Annotated[
+        str, typer.Option(help="Time between two readings, e.g. 15s. Default: read once.")
+    ] = "",
+) -> None:
+    """List the /metrics addresses of all processes, in the form of Prometheus' file_sd.
+
+    With --every the file follows the directory in etcd, until Ctrl-C.
+    """
+    from forge.cli.targets import write_targets
+
+    every_s = duration_s("every", every)
+    finish(lambda: write_targets(at, file=file, every_s=every_s), "Stopped.")
 
 
 @app.command()

@@ -1,0 +1,69 @@
+"""Alerts and dashboard against the metrics that the code registers."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from docs.hooks import metrics
+from docs.hooks.page import ROOT
+
+RULES = ROOT / "deploy/prometheus/forge.rules.yml"
+DASHBOARD = ROOT / "deploy/grafana"
+RUNBOOK = ROOT / "docs/alerts.md"
+OF_TARGETS = {"job", "cluster", "service", "instance"}
+"""Labels that the scrape adds."""
+_SELECTED = re.compile(r"\b((?:forge|DCGM)_\w+)(?:\{([^}]*)\})?")
+_KEPT = re.compile(r"\bby \(([^)]*)\)")
+_SHOWN = re.compile(r"\{\{ *(?:\$labels\.)?(\w+) *\}\}")
+
+
+def rules() -> list[dict[str, str]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    """Each expression, with the text that shows its labels."""
+    for rule in rules():
+        yield rule["alert"], rule["expr"], rule["annotations"]["summary"]  # type: ignore[index]
+    for panel in json.loads((DASHBOARD / "forge.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"], target["legendFormat"]
+
+
+def registered(name: str) -> tuple[str, ...]:
+    """The labels of a metric. Raises `KeyError`."""
+    known = metrics.registered()
+    return tuple((known.get(name) or known[re.sub(r"_(sum|count|bucket)$", "", name)])._labelnames)
+
+
+@pytest.mark.parametrize(("title", "expression", "shown"), list(queries()))
+def test_query_reads_existing_metrics_and_labels(title: str, expression: str, shown: str) -> None:
+    """A renamed metric or label would leave an alert silent for ever."""
+    labels = set(OF_TARGETS)
+    for name, selectors in _SELECTED.findall(expression):
+        own = set(registered(name)) | OF_TARGETS
+        assert set(re.findall(r"(\w+)!?=", selectors)) <= own, name
+        labels |= own
+    for kept in _KEPT.findall(expression):
+        assert set(re.findall(r"\w+", kept)) <= labels
+        labels = set(re.findall(r"\w+", kept))
+    assert set(_SHOWN.findall(shown)) <= labels
+
+
+def test_each_alert_has_its_section_in_the_run_book() -> None:
+    """And no section is about an alert that does not exist."""
+    sections = re.findall(r"^## (Forge\w+)$", RUNBOOK.read_text(), re.M)
+    assert sections == [rule["alert"] for rule in rules()]
+
+
+def test_dashboard_is_what_its_program_writes() -> None:
+    """`make dashboard` renews it."""
+    program = runpy.run_path(str(DASHBOARD / "dashboard.py"))
+    assert json.loads((DASHBOARD / "forge.json").read_text()) == program["dashboard"]()
