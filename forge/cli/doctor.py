@@ -51,6 +51,8 @@ class Finding:
     ok: bool
     text: str
     remedy: str = ""
+    was_run: bool = True
+    """False: the text says why the check was not run."""
 
 
 def examine(root: Path, *, cluster: Connection | None = None) -> int:
@@ -77,11 +79,18 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
     if cluster is not None:
         findings += asyncio.run(_cluster(cluster))
     for finding in findings:
-        mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
-        say(f"{mark} {escape(finding.text)}")
-        if finding.remedy and not finding.ok:
-            say(f"    {escape(finding.remedy)}")
+        report(finding)
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def report(finding: Finding) -> None:
+    """Prints one finding, and its remedy if it is a problem."""
+    mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
+    if not finding.was_run:
+        mark = "[dim]-- [/dim]"
+    say(f"{mark} {escape(finding.text)}")
+    if finding.remedy and not finding.ok:
+        say(f"    {escape(finding.remedy)}")
 
 
 async def _cluster(cluster: Connection) -> list[Finding]:

@@ -174,13 +174,31 @@ def plot(
 
 @app.command()
 @with_options
-def doctor(system: SystemOptions) -> None:
+def doctor(
+    system: SystemOptions,
+    engine: Annotated[
+        str,
+        typer.Option(help="Check this inference engine instead, e.g. tensorrt_llm."),
+    ] = "",
+    engine_python: Annotated[
+        Path | None, typer.Option(help="With --engine: the Python of the engine's environment.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="With --engine: a model directory for the checks that need a GPU."),
+    ] = None,
+) -> None:
     """Check this machine: Python, packages, torch, etcd, disk, memory, open files, sandbox.
 
     With --etcd or --run-dir also compare the clocks of that system's hosts. Each line has one check
     and, for a problem, its remedy.
     """
     from forge.cli.doctor import examine
+
+    if engine:
+        from forge.cli.engine_doctor import examine_engine
+
+        raise typer.Exit(examine_engine(engine, python=engine_python, model=model))
 
     named = system.resolved() if system.named else None
     raise typer.Exit(examine(system.root, cluster=named))

@@ -12,6 +12,7 @@ from forge.core.errors import InvalidArgument
 from forge.runtime.serving_groups import check_group, kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
+from services.inference.engine_settings import TensorRtLlmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class InferenceConfig(ServiceConfig):
 
     # Workers alone.
     engine: str = "embedded"
-    """Runs the model: embedded, or an engine of an installed package."""
+    """Runs the model: embedded, tensorrt_llm, or an engine of an installed package."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the model's weights; auto: the type in its config.json, or float32 on a device
     without bfloat16."""
@@ -111,6 +112,7 @@ class InferenceConfig(ServiceConfig):
     """prefill and both: most tokens of one forward pass; 0: 512 on a CPU, 4096 on a GPU."""
     kv: KvSettings = field(default_factory=KvSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    tensorrt_llm: TensorRtLlmSettings = field(default_factory=TensorRtLlmSettings)
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for a malformed group, and frozen weights in the policy's."""

@@ -271,6 +271,8 @@ class EngineOptions:
     """Draft as many as pay by the measured speed, else always `draft_tokens`."""
     request_timeout_s: float
     """Deadline of one message to the engine."""
+    settings: object = None
+    """The engine's own settings, from the table of its name; None: it has none, or its defaults."""
 
 
 class CacheReports(Protocol):
@@ -354,12 +356,24 @@ class BothEngine(PrefillEngine, DecodeEngine, Protocol):
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFinding:
+    """A check of an engine's installation, for `forge doctor --engine`."""
+
+    ok: bool
+    text: str
+    remedy: str = ""
+    was_run: bool = True
+    """False: the text says why the check was not run."""
+
+
 class EngineProvider(Protocol):
     """Starts an engine for one role: a module, or an object, that an entry point names.
 
-    It may have two functions besides: `check(model_path, *, context_tokens)`, which raises
-    ConfigError for a model that it cannot serve (`--check` and `forge run --model` call it), and
-    `start_both(actors, options)`, which starts a `BothEngine`.
+    It may have three functions besides: `check(model_path, *, context_tokens)`, which raises
+    ConfigError for a model that it cannot serve (`--check` and `forge run --model` call it);
+    `start_both(actors, options)`, which starts a `BothEngine`; and `examine(model_path)`, which
+    yields findings on its installation, and with a model on what it computes.
 
     An actor of `actors` that fails for good ends the worker with exit code 1.
     """

@@ -16,7 +16,10 @@ from services.inference.engines.base import BothEngine, EngineOptions, EnginePro
 
 ENGINES_GROUP = "forge.engines"
 # Listed again in pyproject.toml. Installed metadata may be older than this file.
-BUILT_IN = {"embedded": "services.inference.engines.embedded.engine"}
+BUILT_IN = {
+    "embedded": "services.inference.engines.embedded.engine",
+    "tensorrt_llm": "services.inference.engines.tensorrt_llm.provider",
+}
 
 
 def get_engine(name: str) -> EngineProvider:

@@ -65,6 +65,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
         draft_tokens=config.speculation.most_drafts,
         adaptive_drafts=config.speculation.adaptive,
         request_timeout_s=config.request_timeout_s,
+        settings=getattr(config, config.engine, None),
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)
     if config.role == "both":

@@ -79,7 +79,7 @@ class Feature(Enum):
     CUDA_GRAPHS = "cuda_graphs"
     """CUDA graphs can be configured."""
     PROBE = "probe"
-    """Log-probs of given tokens can be asked for."""
+    """Log-probs of given tokens: new weights are compared with the trainer before they serve."""
 
 
 _LLM = "tensorrt_llm._torch.async_llm:AsyncLLM"

@@ -1,0 +1,46 @@
+"""Settings tables of single engines, each named as its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRtLlmSettings:
+    """TensorRT-LLM on NVIDIA GPUs."""
+
+    tensor_parallel: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """GPUs that share each layer."""
+    pipeline_parallel: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Groups of layers, each on GPUs of its own."""
+    expert_parallel: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """GPUs that share the experts of a mixture of experts; 0: the library's choice."""
+    gpu_memory_share: Annotated[float, Meta(gt=0, lt=1)] = 0.9
+    """Share of the GPU memory left by the weights that keys and values take."""
+    kv_dtype: Literal["auto", "fp8", "nvfp4"] = "auto"
+    """Type of keys and values; auto: that of the checkpoint. The type of the weights is the
+    checkpoint's."""
+    host_cache_mib: Annotated[int, Meta(ge=0)] = 0
+    """Host memory for cached keys and values that leave the GPU, MiB."""
+    cached_tokens: Annotated[int, Meta(ge=0)] = 1_000_000
+    """Tokens that routers expect in the prefix cache; the library chooses its size by itself."""
+    cache_events: Annotated[int, Meta(ge=0)] = 65_536
+    """Cache events that may wait to be read; 0: routers guess what is cached."""
+    transceiver: Literal["NIXL", "UCX", "MOONCAKE"] = "NIXL"
+    """Transport of keys and values from prefill to decode, in the roles prefill and decode."""
+    transfer_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens that fit the transfer buffer, at least the longest prompt; 0: the longest context."""
+    cuda_graphs: bool = True
+    """Run decode steps as CUDA graphs."""
+    mtp_layers: Annotated[int, Meta(ge=0, le=8)] = 0
+    """The checkpoint's own layers that draft tokens (MTP) to use; Forge's draft heads are not
+    served."""
+    update_bucket_mib: Annotated[int, Meta(ge=1)] = 1024
+    """Weights that one step of an update copies to each GPU at once, MiB."""
+    update_dir: str = "/dev/shm"
+    """Directory for the weights of an update, which all ranks see; it needs room for one model."""
+    update_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
+    """Longest update of the weights in the engine; then the engine starts again."""

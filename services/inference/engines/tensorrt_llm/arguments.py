@@ -1,0 +1,120 @@
+"""Arguments of the library's engine, from the settings of a worker."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from forge.core.errors import ConfigError
+from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.base import EngineOptions, ModelLimits
+from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
+
+EXTENSION = "services.inference.engines.tensorrt_llm.worker_extension.WorkerExtension"
+_PASS_TOKENS = 8192
+_MIB = 1 << 20
+
+
+class Role(Enum):
+    """What the engine does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether keys and values come from or go to another engine."""
+        return self is not Role.BOTH
+
+
+def engine_arguments(
+    library: Library,
+    options: EngineOptions,
+    settings: TensorRtLlmSettings,
+    *,
+    role: Role,
+    limits: ModelLimits,
+) -> dict[str, Any]:
+    """Return the keywords of AsyncLLM. Raises `ConfigError` for what this version lacks."""
+    _check(library, options, settings, role)
+    longest = limits.context_tokens
+    arguments: dict[str, Any] = {
+        "model": options.model_path,
+        "backend": "pytorch",
+        "tensor_parallel_size": settings.tensor_parallel,
+        "max_batch_size": options.max_running,
+        "max_num_tokens": options.pass_tokens or _PASS_TOKENS,
+        "max_seq_len": longest,
+        # The library's default of 1024 refuses longer prompts.
+        "max_input_len": longest,
+        "enable_chunked_prefill": True,
+        "kv_cache_config": _kv_cache(library, options, settings),
+        "enable_iter_perf_stats": True,
+        "ray_worker_extension_cls": EXTENSION,
+    }
+    if settings.pipeline_parallel > 1:
+        arguments["pipeline_parallel_size"] = settings.pipeline_parallel
+    if settings.expert_parallel:
+        arguments["moe_expert_parallel_size"] = settings.expert_parallel
+    if options.dtype != "auto":
+        arguments["dtype"] = options.dtype
+    if settings.cuda_graphs and Feature.CUDA_GRAPHS in library.features:
+        graphs = library.arguments.CudaGraphConfig
+        arguments["cuda_graph_config"] = graphs(max_batch_size=options.max_running)
+    if settings.mtp_layers:
+        arguments["speculative_config"] = library.arguments.MTPDecodingConfig(
+            num_nextn_predict_layers=settings.mtp_layers, use_rejection_sampling=True
+        )
+    if role.hands_over:
+        arguments["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(
+            backend=settings.transceiver, max_tokens_in_buffer=settings.transfer_tokens or longest
+        )
+    if role is Role.PREFILL:
+        arguments["disable_overlap_scheduler"] = True
+    return arguments
+
+
+def _kv_cache(library: Library, options: EngineOptions, settings: TensorRtLlmSettings) -> Any:
+    return library.arguments.KvCacheConfig(
+        enable_block_reuse=True,
+        free_gpu_memory_fraction=settings.gpu_memory_share,
+        host_cache_size=settings.host_cache_mib * _MIB or None,
+        event_buffer_max_size=settings.cache_events,
+        tokens_per_block=options.block_tokens,
+        dtype=settings.kv_dtype,
+    )
+
+
+def _check(
+    library: Library, options: EngineOptions, settings: TensorRtLlmSettings, role: Role
+) -> None:
+    if not options.device.startswith("cuda"):
+        raise ConfigError(
+            f"device = {options.device!r}: engine 'tensorrt_llm' runs on NVIDIA GPUs alone; set "
+            "device = 'cuda' (CUDA_VISIBLE_DEVICES chooses the GPUs)"
+        )
+    if options.kv_store is not None:
+        raise ConfigError("kv.store_dir: engine 'tensorrt_llm' shares no keys and values by files")
+    if role.hands_over:
+        _demand(library, Feature.DISAGGREGATION, f"role = {role.value!r}")
+    if settings.mtp_layers:
+        _demand(library, Feature.REJECTION_SAMPLING, "tensorrt_llm.mtp_layers")
+        _demand(library, Feature.SEEDS, "tensorrt_llm.mtp_layers")
+    if settings.cuda_graphs and Feature.CUDA_GRAPHS in library.features:
+        _demand(library, Feature.CUDA_GRAPH_UPDATES, "tensorrt_llm.cuda_graphs = true")
+    if role.hands_over and 0 < settings.transfer_tokens < options.context_tokens:
+        raise ConfigError(
+            f"tensorrt_llm.transfer_tokens = {settings.transfer_tokens}: prompts have up to "
+            f"context_tokens = {options.context_tokens}"
+        )
+
+
+def _demand(library: Library, feature: Feature, setting: str) -> None:
+    if feature not in library.features:
+        lacks = ", ".join(library.surface.missing(feature))
+        raise ConfigError(
+            f"{setting} needs tensorrt_llm {TARGET} or newer: the surface "
+            f"{library.surface.version} lacks {lacks}"
+        )

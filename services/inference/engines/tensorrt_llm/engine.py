@@ -1,0 +1,336 @@
+"""The engine in its roles, on the event loop; the library computes in processes of its own.
+
+Owns the prompts held between prefill and decode. Not here: the library (`llm`), one answer
+(`answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.errors import DataLoss, NotFound, Unavailable
+from forge.core.named_tensor import NamedTensor
+from forge.core.token_columns import int32_array
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
+from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.base import (
+    EngineOptions,
+    EngineStatus,
+    FetchKv,
+    KvSpan,
+    ModelLimits,
+    Piece,
+    Prefilled,
+    Probe,
+    Prompt,
+    RefusedHandOff,
+    Tokens,
+)
+from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.model_limits import read_limits
+from services.inference.engines.tensorrt_llm.answer import Answer
+from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments
+from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
+from services.inference.engines.tensorrt_llm.hand_off import (
+    FINGERPRINT,
+    HandOff,
+    context_params,
+    read_hand_off,
+    write_hand_off,
+)
+from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.llm import EngineDied, Llm
+from services.inference.engines.tensorrt_llm.metrics import CONTINUED
+from services.inference.engines.tensorrt_llm.requests import (
+    check_sampling,
+    read_tokens,
+    sampling_params,
+)
+from services.inference.engines.tensorrt_llm.watch import watch_cache, watch_statistics
+
+# A dead engine of the library ends the worker; its supervisor starts a new one.
+_NEVER_RESTART = Restart(max_restarts=0)
+_ID_BITS = 63
+
+
+class _Owner(Actor):
+    """Ends the worker when the library's engine has died, and the engine with the worker."""
+
+    def __init__(self, llm: Llm) -> None:
+        self._llm = llm
+
+    async def receive(self, message: EngineDied) -> None:
+        """Fail for good."""
+        raise message
+
+    async def stopped(self) -> None:
+        """End the library's engine."""
+        await self._llm.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A prompt between prefill and decode."""
+
+    prompt_tokens: int
+    version: int
+    answer: Answer | None = None
+    """Role both: runs on while it is held."""
+    hand_off: bytes = b""
+    expiry: asyncio.TimerHandle
+
+
+class TensorRtLlm:
+    """All roles; which methods serve depends on `role`."""
+
+    def __init__(
+        self, llm: Llm, options: EngineOptions, settings: TensorRtLlmSettings, role: Role
+    ) -> None:
+        self.limits: ModelLimits = read_limits(
+            options.model_path, context_tokens=options.context_tokens
+        )
+        self.capacity = options.max_running
+        self.stored_tokens = 0
+        self.cache_reports = CacheLog()
+        self._settings = settings
+        self._role = role
+        self._llm = llm
+        self._cache = CacheEvents(self.cache_reports, block_tokens=options.block_tokens)
+        self._held: dict[str, _Held] = {}
+        self._answers: set[Answer] = set()
+        self._reads: set[asyncio.Task[Any]] = set()
+        self._watches: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls, actors: ActorSystem, options: EngineOptions, library: Library, role: Role
+    ) -> TensorRtLlm:
+        """Start the library's engine. Raises `ConfigError` for settings that it does not have."""
+        settings = options.settings
+        if not isinstance(settings, TensorRtLlmSettings):
+            settings = TensorRtLlmSettings()
+        limits = read_limits(options.model_path, context_tokens=options.context_tokens)
+        arguments = engine_arguments(library, options, settings, role=role, limits=limits)
+        llm = Llm(library, arguments, settings, holds_prompts=role is Role.PREFILL)
+        await llm.start()
+        engine = cls(llm, options, settings, role)
+        owner = await actors.spawn(lambda: _Owner(llm), name="tensorrt_llm", restart=_NEVER_RESTART)
+        engine._watch(owner)
+        return engine
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that routers expect in the prefix cache."""
+        return self._settings.cached_tokens
+
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `Engine`."""
+        await self._llm.update(tensors, version=version, probe=probe)
+        self._cache.clear()
+
+    def status(self) -> EngineStatus:
+        """See `Engine`."""
+        running = len(self._llm.legs)
+        waiting = sum(not answer.is_done for answer in self._answers) - running
+        return EngineStatus(version=self._llm.version, running=running, queued=max(0, waiting))
+
+    async def idle(self) -> None:
+        """See `Engine`."""
+        while self._held or self._reads or any(not one.is_done for one in self._answers):
+            waits = [asyncio.create_task(one.ended()) for one in self._answers]
+            waits += [asyncio.create_task(_settled(self._reads))]
+            await asyncio.wait(waits)
+            if self._held:
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._llm.close()
+
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        """See `PrefillEngine`."""
+        check_sampling(self._llm.library, prompt.sampling)
+        began_s = time.monotonic()
+        cached = self._cache.cached_tokens(prompt.ids)
+        if self._role is Role.BOTH:
+            first = await self._begin(prompt, hold_s)
+        else:
+            # A task: a prefill cannot be aborted safely, so it outlives its caller.
+            read = asyncio.create_task(self._read(prompt, hold_s))
+            self._reads.add(read)
+            read.add_done_callback(self._reads.discard)
+            first = await asyncio.shield(read)
+        return Prefilled(
+            first=first,
+            cached_tokens=min(cached, prompt.tokens),
+            queue_s=0.0,
+            prefill_s=time.monotonic() - began_s,
+        )
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """Return the hand-off of a held prompt, as bytes of this engine's kind: the keys and values
+        go through the library. Raises `NotFound`."""
+        held = self._held.get(request_id)
+        if held is None or not held.hand_off:
+            raise NotFound(f"no prompt is held for request {request_id!r}")
+        return KvSpan(
+            from_token=0,
+            tokens=held.prompt_tokens,
+            version=held.version,
+            dtype="uint8",
+            shape=(len(held.hand_off),),
+            data=held.hand_off,
+            fingerprint=FINGERPRINT,
+        )
+
+    def release(self, request_id: str) -> None:
+        """See `PrefillEngine`."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.expiry.cancel()
+            if held.answer is not None:
+                held.answer.stop()
+
+    async def decode(
+        self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """See `DecodeEngine`. A hand-off of another engine, or of other weights, is not used: the
+        prompt is read again."""
+        check_sampling(self._llm.library, prompt.sampling)
+        began_s = time.monotonic()
+        held = self._held.pop(prompt.request_id, None)
+        if held is not None and held.answer is not None:
+            held.expiry.cancel()
+            answer = held.answer
+        else:
+            answer = self._answer(prompt, first=first, hand_off=await _received(fetch_kv))
+        count = len(first.ids)
+        try:
+            while True:
+                tokens = await answer.after(count, whole=not stream)
+                count += len(tokens.ids)
+                finish = answer.finish
+                yield Piece(
+                    tokens=tokens,
+                    finish=finish,
+                    decode_s=time.monotonic() - began_s if finish else 0.0,
+                )
+                if finish is not None:
+                    return
+        finally:
+            if answer.finish is None:
+                answer.stop()
+
+    async def _begin(self, prompt: Prompt, hold_s: float) -> Tokens:
+        """Start an answer, and hold it with its first token."""
+        answer = self._answer(prompt, hand_off=None)
+        try:
+            tokens = await answer.after(0)
+        except BaseException:
+            answer.stop()
+            raise
+        self._hold(prompt, hold_s, version=tokens.versions[0], answer=answer)
+        return _only_first(tokens)
+
+    async def _read(self, prompt: Prompt, hold_s: float) -> Tokens:
+        """Compute a prompt for a decode engine, and hold its hand-off."""
+        llm, sampling = self._llm, prompt.sampling
+        await llm.gate.passed()
+        if not llm.version:
+            raise Unavailable("engine 'tensorrt_llm' has no weights yet")
+        params = sampling_params(llm.library, sampling, max_tokens=sampling.max_tokens, leg=0)
+        # With one token to sample there is nothing to hand over.
+        single = sampling.max_tokens == 1
+        context = None if single else context_params(llm.library, secrets.randbits(_ID_BITS))
+        async with llm.leg(int32_array(prompt.ids), params, hand_off=context) as leg:
+            result = await leg.result
+        output = result.outputs[0]
+        found = read_tokens(output, start=0, top_logprobs=sampling.top_logprobs)
+        if not single:
+            hand_off = write_hand_off(
+                output.disaggregated_params,
+                weight_version=leg.version,
+                prompt_tokens=prompt.tokens,
+            )
+            self._hold(prompt, hold_s, version=leg.version, hand_off=hand_off)
+        return _only_first(
+            Tokens(
+                ids=tuple(found.ids),
+                logprobs=tuple(found.logprobs),
+                versions=(leg.version,) * len(found.ids),
+                top=tuple(found.top),
+            )
+        )
+
+    def _hold(
+        self,
+        prompt: Prompt,
+        hold_s: float,
+        *,
+        version: int,
+        answer: Answer | None = None,
+        hand_off: bytes = b"",
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._held[prompt.request_id] = _Held(
+            prompt_tokens=prompt.tokens,
+            version=version,
+            answer=answer,
+            hand_off=hand_off,
+            expiry=loop.call_later(hold_s, self.release, prompt.request_id),
+        )
+
+    def _answer(
+        self, prompt: Prompt, *, first: Tokens | None = None, hand_off: HandOff | None
+    ) -> Answer:
+        self._answers = {one for one in self._answers if not one.is_done}
+        answer = Answer(self._llm, prompt, first=first, hand_off=hand_off)
+        self._answers.add(answer)
+        return answer
+
+    def _watch(self, owner: ActorRef) -> None:
+        if self._settings.cache_events:
+            self._watches.append(asyncio.create_task(watch_cache(self._llm, self._cache)))
+        self._watches.append(asyncio.create_task(watch_statistics(self._llm)))
+        self._llm.died.add_done_callback(lambda died: owner.tell(died.result()))
+
+
+def _only_first(tokens: Tokens) -> Tokens:
+    return Tokens(
+        ids=tokens.ids[:1],
+        logprobs=tokens.logprobs[:1],
+        versions=tokens.versions[:1],
+        top=tokens.top[:1],
+    )
+
+
+async def _received(fetch_kv: FetchKv) -> HandOff | None:
+    """Return the hand-off of a prefill engine; None if it is not of this kind."""
+    span = await fetch_kv(0)
+    if span.fingerprint != FINGERPRINT:
+        CONTINUED.labels("kind").inc()
+        return None
+    try:
+        return read_hand_off(span.data)
+    except DataLoss as error:
+        REFUSED_HAND_OFFS.labels("damaged").inc()
+        raise RefusedHandOff(str(error)) from error
+
+
+async def _settled(tasks: set[asyncio.Task[Any]]) -> None:
+    with suppress(Exception):
+        await asyncio.gather(*tasks, return_exceptions=True)

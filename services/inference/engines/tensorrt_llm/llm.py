@@ -1,0 +1,276 @@
+"""The library's engine with what surrounds it: start, legs, weight updates, restart.
+
+A leg is one call of the library. Every leg has one weight version: an update waits until no leg
+runs, or ends the legs and lets their requests continue in new ones. So a token's version is that of
+its leg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from forge.core.errors import ForgeError, Unavailable
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.telemetry import log
+from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.base import BrokenWeights, Probe
+from services.inference.engines.tensorrt_llm.gate import Gate
+from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.metrics import RESTARTS
+from services.inference.engines.tensorrt_llm.probe import check_probe
+from services.inference.engines.tensorrt_llm.surface import Feature
+from services.inference.engines.tensorrt_llm.weight_update import Layout, check_layout, staged
+
+_FAILURES_OF_A_DEAD_ENGINE = 3
+
+
+class EngineDied(Exception):
+    """The library's engine cannot be used any more: the worker must end."""
+
+
+class Leg:
+    """One call of the library."""
+
+    result: Any
+    """The library's, awaitable and iterable."""
+
+    def __init__(self, *, version: int, is_context: bool, transferring: bool) -> None:
+        self.version = version
+        self.is_context = is_context
+        """Whether it computes a prompt for a decode engine."""
+        self.transferring = transferring
+        """Whether keys and values still arrive: an abort would leak them."""
+        self.arrived = asyncio.Event()
+        """Set with the first token."""
+        self.ended = asyncio.Event()
+        self._abort_later = False
+
+    def begin(self, result: Any) -> None:
+        """Take the library's result."""
+        self.result = result
+
+    def note_token(self) -> None:
+        """The first token proves that the transfer has ended."""
+        self.transferring = False
+        self.arrived.set()
+        if self._abort_later:
+            self.abort()
+
+    def abort(self) -> None:
+        """Stop it now, or at its first token if keys and values still arrive."""
+        if self.ended.is_set() or self.is_context:
+            return
+        if self.transferring:
+            self._abort_later = True
+        else:
+            self.result.abort()
+
+
+class Llm:
+    """One engine of the library, in one process, over all its GPUs."""
+
+    def __init__(
+        self,
+        library: Library,
+        arguments: Mapping[str, Any],
+        settings: TensorRtLlmSettings,
+        *,
+        holds_prompts: bool,
+    ) -> None:
+        """`holds_prompts`: whether decode engines fetch from this one; a pause would abort that."""
+        self.version = 0
+        """Of the weights in service; 0 before the first."""
+        self.gate = Gate()
+        self.legs: set[Leg] = set()
+        self.died: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+        self.library = library
+        self._pauses = Feature.PAUSE in library.features and not holds_prompts
+        self._arguments = dict(arguments)
+        self._settings = settings
+        self._llm: Any = None
+        self._layout: Layout | None = None
+        self._snapshot: tuple[int, Mapping[str, NamedTensor]] | None = None
+        """The last whole version, to start again with."""
+        self._failures = 0
+
+    @property
+    def engine(self) -> Any:
+        """The library's own engine. Raises `Unavailable` while there is none."""
+        if self._llm is None:
+            raise Unavailable("engine 'tensorrt_llm' starts again")
+        return self._llm
+
+    async def start(self) -> None:
+        """Start the library's engine, without weights of ours."""
+        began_s = time.monotonic()
+        # The constructor imports, checks and may start Ray: seconds to minutes.
+        created = await asyncio.to_thread(self.library.async_llm, **self._arguments)
+        self._llm = await created
+        log.info("tensorrt_llm_started", start_s=round(time.monotonic() - began_s, 3))
+
+    async def close(self) -> None:
+        """End the library's engine; all legs fail."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    @asynccontextmanager
+    async def leg(
+        self, ids: Sequence[int], params: Any, *, hand_off: Any = None
+    ) -> AsyncGenerator[Leg, None]:
+        """Start a call; the gate must be open. An abort follows if the caller leaves early."""
+        is_context = hand_off is not None and hand_off.request_type == "context_only"
+        arguments: dict[str, Any] = {"inputs": list(ids), "sampling_params": params}
+        arguments["streaming"] = not is_context
+        if hand_off is not None:
+            arguments["disaggregated_params"] = hand_off
+        if Feature.CACHE_SALT in self.library.features:
+            arguments["cache_salt"] = f"weights-{self.version}"
+        leg = Leg(
+            version=self.version,
+            is_context=is_context,
+            transferring=hand_off is not None and not is_context,
+        )
+        try:
+            leg.begin(self.engine.generate_async(**arguments))
+            self.legs.add(leg)
+            yield leg
+            self._failures = 0
+        except ForgeError:
+            raise
+        except Exception as error:
+            # A prefill engine that has ended fails many transfers in a row.
+            if not leg.transferring:
+                self._note_failure(error)
+            raise Unavailable(f"engine 'tensorrt_llm': {type(error).__name__}: {error}") from error
+        finally:
+            leg.ended.set()
+            leg.arrived.set()
+            self.legs.discard(leg)
+
+    async def update(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None
+    ) -> None:
+        """Serve these weights. All or nothing: on any failure of a rank the engine starts again
+        with the version before.
+
+        Raises `UnfitWeights` and `BrokenWeights`; `Unavailable` if the engine has started again.
+        """
+        layout = await asyncio.to_thread(check_layout, tensors, self._layout)
+        async with self._staged(tensors) as buckets:
+            plan = {"version": version, "drain": self._drain(), "buckets": buckets}
+            # Before any rank changes: damage and a full disk cost no restart.
+            await self._agreed("check_forge_update", plan, BrokenWeights)
+            async with self.gate.closed():
+                await self._be_alone()
+                await self._apply(plan, probe)
+                self._layout, self._snapshot = layout, (version, tensors)
+
+    async def _apply(self, plan: Mapping[str, Any], probe: Probe | None) -> None:
+        before = self.version
+        try:
+            await self._agreed("apply_forge_update", plan, Unavailable)
+            # Requests of before find no version until the weights are proven.
+            self.version = plan["version"]
+            await check_probe(self, probe)
+        except BaseException as error:
+            self.version = before
+            log.error("tensorrt_llm_update_failed", version=plan["version"], error=str(error))
+            await self._restart()
+            raise
+
+    @asynccontextmanager
+    async def _staged(
+        self, tensors: Mapping[str, NamedTensor]
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Write the buckets, on a thread; remove them at the end."""
+        staging = staged(
+            tensors,
+            directory=self._settings.update_dir,
+            bucket_bytes=self._settings.update_bucket_mib << 20,
+        )
+        buckets = await asyncio.to_thread(staging.__enter__)
+        try:
+            yield buckets
+        finally:
+            await asyncio.to_thread(staging.__exit__, None, None, None)
+
+    def _drain(self) -> bool | None:
+        """The control action's argument. No leg runs then; held prompts must not delay it."""
+        return False if Feature.UPDATE_WITHOUT_DRAIN in self.library.features else None
+
+    async def _agreed(self, method: str, plan: Mapping[str, Any], kind: type[ForgeError]) -> None:
+        """Call all ranks. Raises `kind` if one fails."""
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                answers = await self.engine.collective_rpc(method, args=(plan,))
+        except TimeoutError:
+            raise kind(
+                f"{method} took longer than tensorrt_llm.update_timeout_s = "
+                f"{self._settings.update_timeout_s:g}"
+            ) from None
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise kind(f"{method}: {type(error).__name__}: {error}") from error
+        failed = {rank: answer for rank, answer in enumerate(answers) if answer != ""}
+        if failed:
+            named = "; ".join(f"rank {rank}: {answer}" for rank, answer in failed.items())
+            raise kind(f"{method} of version {plan['version']}: {named}")
+
+    async def _be_alone(self) -> None:
+        """End or await all legs. Raises `Unavailable` if they do not end in time; a leg that can be
+        paused and does not end hangs in the library, which then starts again."""
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                await self._quiesce()
+        except TimeoutError:
+            left = len(self.legs)
+            if self._pauses:
+                await self._restart()
+            raise Unavailable(
+                f"{left} requests did not end within tensorrt_llm.update_timeout_s = "
+                f"{self._settings.update_timeout_s:g}"
+            ) from None
+
+    async def _quiesce(self) -> None:
+        """Wait until no leg runs; end those that can continue later."""
+        if self._pauses:
+            # The pause aborts all, so first all transfers must have arrived.
+            await asyncio.gather(*(leg.arrived.wait() for leg in set(self.legs)))
+            if self.legs:
+                await self.engine.pause_generation()
+                await self._ended()
+                await self.engine.resume_generation()
+        await self._ended()
+
+    async def _ended(self) -> None:
+        await asyncio.gather(*(leg.ended.wait() for leg in set(self.legs)))
+
+    async def _restart(self) -> None:
+        """Start again with the last whole version. A second failure ends the worker."""
+        RESTARTS.inc()
+        try:
+            await self.close()
+            await self.start()
+            if self._snapshot is not None:
+                version, tensors = self._snapshot
+                async with self._staged(tensors) as buckets:
+                    plan = {"version": version, "drain": self._drain(), "buckets": buckets}
+                    await self._agreed("apply_forge_update", plan, Unavailable)
+        except Exception as error:  # Any error of the library.
+            self._die(f"cannot start again: {type(error).__name__}: {error}")
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failures += 1
+        log.warning("tensorrt_llm_request_failed", error=str(error), in_a_row=self._failures)
+        if self._failures >= _FAILURES_OF_A_DEAD_ENGINE:
+            self._die(f"{self._failures} requests in a row failed, the last: {error}")
+
+    def _die(self, reason: str) -> None:
+        if not self.died.done():
+            self.died.set_result(EngineDied(reason))

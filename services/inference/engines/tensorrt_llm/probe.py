@@ -1,0 +1,78 @@
+"""Whether new weights compute in the library what the trainer computed with them.
+
+The library returns the log-probs of a prompt's tokens; each is looked up by its token, since the
+versions differ in how many places the list has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+from forge.runtime.telemetry import log
+from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
+from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.requests import NO_END
+from services.inference.engines.tensorrt_llm.surface import Feature
+
+_TOLERANCE = 0.5
+"""Median error, in nats: 16-bit weights give about 0.05, other weights several nats."""
+
+
+class Caller(Protocol):
+    """The engine of the library, while no request runs."""
+
+    library: Library
+    version: int
+
+    @property
+    def engine(self) -> Any:
+        """The library's own engine."""
+
+
+async def check_probe(llm: Caller, probe: Probe | None) -> None:
+    """Raises `UnfitWeights` for other log-probs than those of `probe`, `BrokenWeights` for no
+    numbers. A version that returns none is not checked, which the log says."""
+    if probe is None:
+        return
+    found = await _logprobs(llm, probe.ids) if Feature.PROBE in llm.library.features else None
+    if found is None:
+        log.warning("tensorrt_llm_weights_not_probed", weight_version=llm.version)
+        return
+    if not all(map(math.isfinite, found)):
+        raise BrokenWeights(f"weights {llm.version} gave a log-prob that is not finite")
+    error = median(abs(one - other) for one, other in zip(found, probe.logprobs, strict=True))
+    if error > _TOLERANCE:
+        raise UnfitWeights(
+            f"weights {llm.version}: log-probs of the probe differ from the trainer's by "
+            f"{error:.3g} (median), more than {_TOLERANCE}"
+        )
+
+
+async def _logprobs(llm: Caller, ids: Sequence[int]) -> list[float] | None:
+    """Return the log-probs of all tokens but the first; None if the library returns none."""
+    params = llm.library.sampling_params(
+        max_tokens=1, end_id=NO_END, prompt_logprobs=0, seed=0, detokenize=False
+    )
+    arguments: dict[str, Any] = {"inputs": list(ids), "sampling_params": params}
+    if Feature.CACHE_SALT in llm.library.features:
+        # Cached blocks have no log-probs.
+        arguments["cache_salt"] = f"probe-{llm.version}"
+    result = await llm.engine.generate_async(**arguments)
+    return aligned(result.outputs[0].prompt_logprobs, ids[1:])
+
+
+def aligned(
+    entries: Sequence[Mapping[int, Any] | None] | None, ids: Sequence[int]
+) -> list[float] | None:
+    """Return the log-probs of `ids`, which follow each other somewhere in `entries`; None if they
+    do not."""
+    entries = entries or ()
+    for start in range(len(entries) - len(ids) + 1):
+        part = entries[start : start + len(ids)]
+        pairs = list(zip(part, ids, strict=True))
+        if all(entry is not None and token in entry for entry, token in pairs):
+            return [float(entry[token].logprob) for entry, token in pairs if entry is not None]
+    return None

@@ -1,0 +1,45 @@
+"""The executor as a worker extension sees it on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.model_loader import ModelLoader
+from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
+from tests.support.inference.tensorrt_llm_fake.core import Core
+
+
+class PyExecutor:
+    """See the library."""
+
+    def __init__(self, core: Core, rank: int) -> None:
+        self._core = core
+        self._rank = rank
+        model = core.ranks[rank]
+        self.model_engine = SimpleNamespace(model=model, model_loader=ModelLoader(model, rank))
+
+    @contextmanager
+    def control_action(self, drain: bool | None = None) -> Iterator[None]:
+        """Run between two steps."""
+        if behaviour().is_old and drain is not None:
+            raise TypeError("control_action() got an unexpected keyword argument 'drain'")
+        with self._core.control(self._rank, drain=drain is not False):
+            yield
+            model = self._core.ranks[self._rank]
+            if model.calls:
+                self._end_update()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all blocks."""
+        self._core.blocks.clear()
+
+    def _end_update(self) -> None:
+        model = self._core.ranks[self._rank]
+        wanted = ["pre_reload_weights", "process_weights_after_loading", "post_load_weights"]
+        if model.calls != wanted and model.generation >= 0:
+            raise misuse(f"hooks of an update: {model.calls}")
+        model.calls.clear()
+        if model.generation >= 0:
+            model.generation += 1

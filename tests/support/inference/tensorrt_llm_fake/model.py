@@ -1,0 +1,132 @@
+"""The model behind the stand-in, and how it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
+from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
+from tests.support.inference.tensorrt_llm_fake.sampling_params import LogprobMode, SamplingParams
+
+
+class Module:
+    """A part of the model with the hooks of an update."""
+
+    def __init__(self, *, removed: bool = False) -> None:
+        self._weights_removed = removed
+        self.calls: list[str] = []
+
+    def pre_reload_weights(self) -> None:
+        """Make room for weights as the checkpoint has them."""
+        self._note("pre_reload_weights")
+
+    def process_weights_after_loading(self) -> None:
+        """Bring them into the kernels' layout."""
+        self._note("process_weights_after_loading")
+
+    def post_load_weights(self) -> None:
+        """Derive what depends on several of them."""
+        self._note("post_load_weights")
+
+    def _note(self, call: str) -> None:
+        if self._weights_removed:
+            raise misuse(f"{call} of a module without weights")
+        self.calls.append(call)
+
+
+class RankModel:
+    """The model of one rank: what was loaded, and on rank 0 the model that computes."""
+
+    def __init__(self, path: Path, *, computes: bool) -> None:
+        config = AutoConfig.from_pretrained(path)
+        self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.computes = computes
+        self.generation = 0
+        """Grows with each finished update."""
+        self._modules = [Module(), Module(removed=True)]
+        for file in sorted(path.glob("*.safetensors")):
+            self.load(load_file(file))
+        self.hf.requires_grad_(False)
+
+    def modules(self) -> Iterator[Any]:
+        """Yield the parts; some have no hooks."""
+        yield object()
+        yield from self._modules
+
+    @property
+    def calls(self) -> list[str]:
+        """The hooks called since the last update."""
+        return self._modules[0].calls
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors by name; unknown names are ignored, as by the library."""
+        state = self.hf.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if name in state:
+                    state[name].copy_(tensor)
+
+    @torch.inference_mode()
+    def next_logits(self, ids: list[int], cache: DynamicCache | None) -> torch.Tensor:
+        """Return the logits after `ids`, computing what `cache` does not have."""
+        known = 0 if cache is None else int(cache.get_seq_length())
+        out = self.hf(torch.tensor([ids[known:]]), past_key_values=cache, use_cache=True)
+        logits: torch.Tensor = out.logits[0, -1].float()
+        return logits
+
+    @torch.inference_mode()
+    def score(self, ids: list[int]) -> list[dict[int, Logprob]]:
+        """Return the log-prob of each token but the first."""
+        logprobs = self.hf(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        return [
+            {token: Logprob(float(row[token]))}
+            for token, row in zip(ids[1:], logprobs, strict=True)
+        ]
+
+
+def draw(
+    logits: torch.Tensor, params: SamplingParams, generator: torch.Generator
+) -> tuple[int, dict[int, Logprob]]:
+    """Return a token, and its log-probs in the order of the library: the likeliest first, the
+    sampled one last unless it is among them."""
+    raw = logits.log_softmax(-1)
+    if params.is_greedy:
+        processed = torch.full_like(raw, -torch.inf)
+        processed[raw.argmax()] = 0.0
+        token = int(raw.argmax())
+    else:
+        processed = _cut(logits / (params.temperature or 1.0), params).log_softmax(-1)
+        token = int(torch.multinomial(processed.exp(), 1, generator=generator))
+    if params.logprobs is None:
+        return token, {}
+    chosen = processed if params.mode is LogprobMode.PROCESSED else raw
+    chosen = chosen + behaviour().logprob_error
+    likeliest = chosen.topk(min(params.logprobs, len(chosen)))
+    found = {
+        int(one): Logprob(float(logprob), rank + 1)
+        for rank, (logprob, one) in enumerate(zip(*likeliest, strict=True))
+    }
+    if token not in found:
+        rank = int((chosen > chosen[token]).sum()) + 1
+        found[token] = Logprob(float(chosen[token]), rank)
+    return token, found
+
+
+def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    logprobs = logits.log_softmax(-1)
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if params.top_k:
+        kept &= logits >= logits.topk(min(params.top_k, len(logits))).values[-1]
+    if params.min_p:
+        kept &= logprobs >= logprobs.max() + torch.tensor(params.min_p).log()
+    if params.top_p is not None and params.top_p < 1:
+        ordered = logprobs.sort(descending=True)
+        before = ordered.values.exp().cumsum(-1) - ordered.values.exp()
+        kept[ordered.indices[before >= params.top_p]] = False
+    return logits.masked_fill(~kept, -torch.inf)

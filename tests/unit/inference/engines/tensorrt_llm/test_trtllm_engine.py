@@ -1,0 +1,214 @@
+"""Tests: the engine's roles on the strict stand-in: hand-offs, aborts, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import NotFound, Unavailable
+from services.inference.engines.base import (
+    Finish,
+    KvSpan,
+    RefusedHandOff,
+    Tokens,
+)
+from services.inference.engines.tensorrt_llm.arguments import Role
+from services.inference.engines.tensorrt_llm.hand_off import FINGERPRINT
+from tests.contract.engines import (
+    GREEDY,
+    SAMPLED,
+    Answer,
+    Pair,
+    is_greedy,
+    make_prompt,
+    prompt_ids,
+    reference,
+)
+from tests.support.inference.tensorrt_llm import both, core_of, load, started
+from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
+from tests.support.runtime.waiting import until
+
+LONG = replace(GREEDY, max_tokens=300)
+
+
+async def test_hand_off_continues_the_prompt(behaviour: Behaviour, model_path: Path) -> None:
+    """Prefill computes, decode samples: the answer is the model's, and nothing stays held."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        ids = prompt_ids(40)
+        answer = await Pair(prefill=prefill, decode=decode).sample(ids)
+        assert is_greedy(reference("qwen3"), ids, answer.ids)
+        assert answer.finish is Finish.LENGTH
+        assert core_of(prefill).held == 0
+        await prefill.idle()
+        await decode.idle()
+
+
+async def test_decode_uses_the_id_that_prefill_returned(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """After a retry in the library it is another than the caller's."""
+    behaviour.reassigns_ids = True
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        ids = prompt_ids(40)
+        answer = await Pair(prefill=prefill, decode=decode).sample(ids)
+        assert is_greedy(reference("qwen3"), ids, answer.ids)
+
+
+async def test_abort_waits_for_the_end_of_the_transfer(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """A caller that leaves during the transfer ends its request at the first token: an earlier
+    abort would leak the blocks."""
+    behaviour.transfer_steps = 2000
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        leaving = asyncio.create_task(
+            Pair(prefill=prefill, decode=decode).sample(prompt_ids(40), LONG)
+        )
+        await until(lambda: decode.status().running == 1)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        await decode.idle()
+        assert behaviour.leaks == 0
+        assert not core_of(decode).requests
+
+
+@pytest.mark.parametrize("wrong", ["lost", "version", "kind"])
+async def test_unusable_hand_off_is_read_again(
+    behaviour: Behaviour, model_path: Path, wrong: str
+) -> None:
+    """Keys and values that are lost, of other weights or of another engine: decode reads the prompt
+    itself, and continues prefill's token."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        ids = prompt_ids(40)
+
+        async def spoil() -> None:
+            if wrong == "lost":
+                await prefill.close()
+            elif wrong == "version":
+                await load(decode, version=2)
+
+        sampled = Pair(prefill=prefill, decode=decode)
+        if wrong == "kind":
+            answer = Answer()
+            prompt = make_prompt(ids, GREEDY)
+            first = (await prefill.prefill(prompt, hold_s=60)).first
+            answer.add(first)
+
+            async def fetch(from_token: int) -> KvSpan:
+                span = await prefill.fetch_kv(prompt.request_id, from_token=from_token)
+                return replace(span, fingerprint=b"embedded")
+
+            async for piece in decode.decode(prompt, first, fetch, stream=False):
+                answer.add(piece.tokens)
+        else:
+            answer = await sampled.sample(ids, on_fetch=spoil)
+        assert is_greedy(reference("qwen3"), ids, answer.ids)
+        assert len(answer.ids) == 16
+
+
+async def test_damaged_hand_off_is_refused(behaviour: Behaviour, model_path: Path) -> None:
+    """The router prefills again."""
+    async with started(model_path, Role.DECODE) as decode:
+        await load(decode)
+        prompt = make_prompt(prompt_ids(20), GREEDY)
+
+        async def fetch(from_token: int) -> KvSpan:
+            return KvSpan(
+                from_token=0,
+                tokens=20,
+                version=1,
+                dtype="uint8",
+                shape=(3,),
+                data=b"\x93\x01\x02",
+                fingerprint=FINGERPRINT,
+            )
+
+        tokens = Tokens(ids=(4,), logprobs=(-1.0,), versions=(1,))
+        with pytest.raises(RefusedHandOff, match="cannot be read"):
+            async for _ in decode.decode(prompt, tokens, fetch, stream=False):
+                pass
+
+
+async def test_prefill_outlives_its_caller(behaviour: Behaviour, model_path: Path) -> None:
+    """A prefill in the library cannot be aborted; the prompt is held until its time is over."""
+    async with started(model_path, Role.PREFILL) as prefill:
+        await load(prefill)
+        prompt = make_prompt(prompt_ids(40), GREEDY)
+        reading = asyncio.create_task(prefill.prefill(prompt, hold_s=0.01))
+        await until(lambda: prefill.status().running == 1)
+        reading.cancel()
+        await asyncio.wait({reading})
+        await prefill.idle()
+        with pytest.raises(NotFound):
+            await prefill.fetch_kv(prompt.request_id, from_token=0)
+
+
+async def test_engine_that_fails_again_and_again_ends_the_worker(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """Three failed requests in a row: the process ends, and its supervisor starts another."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        core_of(engine).close()
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="shut down"):
+                await both(engine).sample(prompt_ids(9))
+        assert "3 requests in a row" in str(await engine._llm.died)
+
+
+async def test_held_answer_ends_with_its_time(behaviour: Behaviour, model_path: Path) -> None:
+    """Role both: a prompt that nobody decodes is aborted."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        await engine.prefill(make_prompt(prompt_ids(20), LONG), hold_s=0.01)
+        await engine.idle()
+        assert engine.status().running == 0
+
+
+async def test_equal_requests_differ_by_their_seeds_alone(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """Also beside each other and with drafts, where unseeded requests share random numbers."""
+    async with started(model_path, Role.BOTH, mtp_layers=1) as engine:
+        await load(engine)
+        ids = prompt_ids(20)
+        seeds = [replace(SAMPLED, seed=seed) for seed in (1, 2, 3)]
+        together = await asyncio.gather(*(both(engine).sample(ids, one_of) for one_of in seeds))
+        alone = [await both(engine).sample(ids, one_of) for one_of in seeds]
+        assert [a.ids for a in together] == [a.ids for a in alone]
+        assert len({tuple(a.ids) for a in together}) == 3
+
+
+async def test_lost_cache_event_resyncs(behaviour: Behaviour, model_path: Path) -> None:
+    """The gap is counted, and later blocks are reported again."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        ids = prompt_ids(40)
+        await both(engine).sample(ids)
+        await until(lambda: engine._cache.cached_tokens(make_prompt(ids, GREEDY).ids) == 40)
+        behaviour.lost_events = 1
+        await both(engine).sample(prompt_ids(40, seed=1))
+        await until(lambda: engine._cache.gaps == 1)
+        other = prompt_ids(40, seed=2)
+        await both(engine).sample(other)
+        await until(lambda: engine._cache.cached_tokens(make_prompt(other, GREEDY).ids) == 40)
+        assert engine._cache.cached_tokens(make_prompt(ids, GREEDY).ids) == 0
