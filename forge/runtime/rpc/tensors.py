@@ -65,11 +65,17 @@ class SliceAssembler:
         Raises `DataLoss` for a damaged slice, for one out of place and for an array above
         `max_bytes`; the received bytes before it stay. Raises `ResourceExhausted` without memory.
         """
-        if piece.HasField("xxh3_64") and piece.xxh3_64 != xxh3_64_intdigest(piece.data):
+        # Each access to the field copies it.
+        data = piece.data
+        if piece.HasField("xxh3_64") and piece.xxh3_64 != xxh3_64_intdigest(data):
             raise DataLoss(
-                f"{piece.name}: the {len(piece.data)} bytes at {piece.offset_bytes} are damaged: "
+                f"{piece.name}: the {len(data)} bytes at {piece.offset_bytes} are damaged: "
                 "wrong checksum"
             )
+        return self.add_data(piece, data, max_bytes=max_bytes)
+
+    def add_data(self, piece: TensorSlice, data: bytes, *, max_bytes: int) -> NamedTensor | None:
+        """As `add`, for verified `data` of the slice."""
         if piece.offset_bytes == self.pending_bytes == 0:
             if piece.whole_bytes > max_bytes:
                 raise DataLoss(
@@ -77,9 +83,9 @@ class SliceAssembler:
                 )
             self._buffer = _allocated(piece)
             self._first = TensorSlice(name=piece.name, dtype=piece.dtype, shape=piece.shape)
-        end = piece.offset_bytes + len(piece.data)
+        end = piece.offset_bytes + len(data)
         whole_bytes = len(self._buffer)
-        empty = not piece.data and whole_bytes > 0
+        empty = not data and whole_bytes > 0
         if (
             piece.offset_bytes != self.pending_bytes
             or piece.whole_bytes != whole_bytes
@@ -87,10 +93,10 @@ class SliceAssembler:
             or empty
         ):
             raise DataLoss(
-                f"{piece.name}: {len(piece.data)} bytes at {piece.offset_bytes} of "
+                f"{piece.name}: {len(data)} bytes at {piece.offset_bytes} of "
                 f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
             )
-        self._buffer[piece.offset_bytes : end] = piece.data
+        self._buffer[piece.offset_bytes : end] = data
         self.pending_bytes = end
         if end < whole_bytes:
             return None

@@ -249,22 +249,26 @@ def _responses(
     for group in groups:
         if request.groups:
             # The caller has the digests of the manifest.
-            yield FetchWeightsResponse(slices=[_slice(part) for part in group])
+            response = FetchWeightsResponse()
+            for part in group:
+                # In place: a message in an argument is copied.
+                response.slices.add(**_fields(part))
+            yield response
             continue
         for part in group:
-            piece = _slice(part)
-            piece.xxh3_64 = xxh3_64_intdigest(piece.data)
+            fields = _fields(part)
+            piece = TensorSlice(**fields, xxh3_64=xxh3_64_intdigest(fields["data"]))
             yield FetchWeightsResponse(slice=piece)
 
 
-def _slice(part: Part) -> TensorSlice:
+def _fields(part: Part) -> dict[str, Any]:
     tensor = part.tensor
-    return TensorSlice(
-        name=tensor.name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        whole_bytes=part.whole_bytes,
-        offset_bytes=part.start,
-        data=bytes(part.data),
-        base_version=part.base_version,
-    )
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "whole_bytes": part.whole_bytes,
+        "offset_bytes": part.start,
+        "data": bytes(part.data),
+        "base_version": part.base_version,
+    }

@@ -93,14 +93,17 @@ class WeightAssembly:
             return
         for piece in response.slices or (response.slice,):
             self._expect_name(piece.name)
-            self.wire_bytes += len(piece.data)
-            if piece.base_version:
-                await self._add_delta(piece)
-                continue
-            if self._entries:
-                _check(piece, self._entries[len(self.tensors)], version=self.version)
+            # Each access to the field copies it.
+            data = piece.data
+            self.wire_bytes += len(data)
             left_bytes = self.total_bytes - self._whole_bytes
-            self._keep(self._slices.add(piece, max_bytes=left_bytes))
+            if piece.base_version:
+                await self._add_delta(piece, data)
+            elif self._entries:
+                _check(piece, data, self._entries[len(self.tensors)], version=self.version)
+                self._keep(self._slices.add_data(piece, data, max_bytes=left_bytes))
+            else:
+                self._keep(self._slices.add(piece, max_bytes=left_bytes))
 
     def ready(
         self, from_tensor: int, from_byte: int, *, base_version: int, in_delta: bool
@@ -123,12 +126,12 @@ class WeightAssembly:
             self.tensors[tensor.name] = tensor
             self._whole_bytes += len(tensor.data)
 
-    async def _add_delta(self, piece: TensorSlice) -> None:
+    async def _add_delta(self, piece: TensorSlice, data: bytes) -> None:
         """Raises `DataLoss` if the delta does not give the announced tensor."""
         entry = self._entries[len(self.tensors)] if self._entries else None
         if entry is None or piece.base_version != self.base_version or self._slices.pending_bytes:
             raise DataLoss(f"weights {self.version}: {piece.name}: a delta is not expected here")
-        whole = self._delta.add(piece, max_bytes=entry.size_bytes)
+        whole = self._delta.add_data(piece, data, max_bytes=entry.size_bytes)
         if whole is None:
             return
         self._delta = SliceAssembler()
@@ -198,7 +201,7 @@ def _parts(tensor: NamedTensor, from_byte: int, end: int) -> Iterator[Part]:
         yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)], view.nbytes)
 
 
-def _check(piece: TensorSlice, entry: TensorEntry, *, version: int) -> None:
+def _check(piece: TensorSlice, data: bytes, entry: TensorEntry, *, version: int) -> None:
     """Compare a slice with the manifest. Raises `DataLoss` that names it."""
     announced = (entry.dtype, entry.shape, entry.size_bytes)
     found = (piece.dtype, tuple(piece.shape), piece.whole_bytes)
@@ -206,13 +209,13 @@ def _check(piece: TensorSlice, entry: TensorEntry, *, version: int) -> None:
         raise DataLoss(f"weights {version}: {entry.name} is {found}, announced is {announced}")
     number, odd = divmod(piece.offset_bytes, SLICE_BYTES)
     end = min(piece.offset_bytes + SLICE_BYTES, entry.size_bytes)
-    if odd or piece.offset_bytes + len(piece.data) != end:
+    if odd or piece.offset_bytes + len(data) != end:
         raise DataLoss(
-            f"weights {version}: {entry.name}: {len(piece.data)} bytes at {piece.offset_bytes} "
+            f"weights {version}: {entry.name}: {len(data)} bytes at {piece.offset_bytes} "
             "are no slice"
         )
-    if xxh3_64_digest(piece.data) != entry.digest(number):
+    if xxh3_64_digest(data) != entry.digest(number):
         raise DataLoss(
             f"weights {version}: slice {number} of {entry.name} is damaged: its "
-            f"{len(piece.data)} bytes at {piece.offset_bytes} have another digest than announced"
+            f"{len(data)} bytes at {piece.offset_bytes} have another digest than announced"
         )
