@@ -113,7 +113,12 @@ class LearnerActor(ThreadActor):
             )
             for name, tensor in kept.items()
         ]
-        return Snapshot(step=step, tensors=tensors, probe=self._replica.probe())
+        return Snapshot(
+            step=step,
+            tensors=tensors,
+            probe=self._replica.probe(),
+            aliases=self._replica.tied_names(),
+        )
 
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():

@@ -7,7 +7,7 @@ them to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -180,6 +180,10 @@ class ModelReplica:
         """Copies of the published tensors in host memory, one at a time."""
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
             yield name, tensor.detach().to("cpu", self.published_type, copy=True).contiguous()
+
+    def tied_names(self) -> Mapping[str, Sequence[str]]:
+        """Further names of published tensors, by the published name."""
+        return self._trainee.tied_names()
 
     @torch.no_grad()
     def probe(self) -> WeightProbe:

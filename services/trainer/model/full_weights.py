@@ -43,6 +43,10 @@ class Trainee:
         """Names of the published tensors, in order."""
         return list(own_tensors(self.model))
 
+    def tied_names(self) -> dict[str, list[str]]:
+        """Further names of published tensors, by the published name."""
+        return tied_names(self.model)
+
     def master(self) -> dict[str, Tensor]:
         """The tensors that the optimizer steps, not copies."""
         return own_tensors(self.model)
@@ -102,3 +106,14 @@ def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
             seen.add(tensor.data_ptr())
             named[name] = tensor
     return named
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """The names that `own_tensors` leaves out, by the name that it has."""
+    first: dict[int, str] = {}
+    tied: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        own = first.setdefault(tensor.data_ptr(), name)
+        if own != name:
+            tied.setdefault(own, []).append(name)
+    return tied

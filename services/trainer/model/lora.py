@@ -21,7 +21,7 @@ from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
 from forge.rl.tree.batch import TreeBatch
 from services.trainer.config import LoraSettings
-from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors
+from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors, tied_names
 
 ADAPTER_DIRECTORY = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -42,6 +42,7 @@ class LoraTrainee(Trainee):
         """Raises `ConfigError` without PEFT, and for invalid targets."""
         own = own_tensors(model)
         self._names = list(own)
+        self._tied = tied_names(model)
         self.base = _fingerprint(own)
         self._alpha = settings.alpha
         self._config = _inject(model, settings, model_path)
@@ -79,6 +80,10 @@ class LoraTrainee(Trainee):
     def base_reference(self, policy: TreePolicy) -> BaseReference:
         """The base model as a reference; `policy` has the model with adapters."""
         return BaseReference(policy, list(self._layers.values()))
+
+    def tied_names(self) -> dict[str, list[str]]:
+        """Further names of published tensors, by the published name."""
+        return self._tied
 
     def names(self) -> list[str]:
         """Names of the published tensors, in order."""
