@@ -43,7 +43,10 @@ class QueueView:
                 "long ago, or it is beyond the end of the queue"
             )
         group = found.groups[0]
-        return group_row(group) | {"inside": found.head <= queue_index < found.edge}
+        return group_row(group) | {
+            "inside": found.head <= queue_index < found.edge,
+            "taken": queue_index < found.head,
+        }
 
 
 def group_row(group: scheduler_pb2.QueuedGroup) -> dict[str, Any]:

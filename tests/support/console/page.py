@@ -135,6 +135,7 @@ class Console:
         self.topics: dict[str, Topic] = {
             "steps": Steps(news, self.operator.tail, most=config.max_steps),
             "queue": Poll("queue", news, queue.read, period_s=0.05, timeout_s=5.0),
+            "overview": Poll("overview", news, _overview, period_s=0.05, timeout_s=5.0),
         }
         self.viewers = Viewers(self.topics, news, most=config.http.max_viewers)
         self.server = HttpServer(
@@ -166,6 +167,10 @@ class Console:
                 name = value
             elif kind == "data":
                 yield name, json.loads(value)
+
+
+async def _overview() -> dict[str, Any]:
+    return {"cluster": "default", "errors": {}, "campaign": {}}
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ export function show(root, context) {
   const bar = h("i");
   const notes = h("div", { class: "notes" });
   const tiles = { step: tile("Step"), reward: tile("Reward"), held: tile("Held-out"), yield: tile("Yield J"), sampled: tile("Sampled tokens/s"), staleness: tile("Staleness"), queue: tile("Groups") };
-  tiles.step.element.append(h("div", { class: "bar" }, bar));
+  tiles.step.element.append(h("dd", { class: "bar" }, bar));
 
   charts.reward = new Chart("Reward", [
     { label: "step", color: "--c7", width: 1, alpha: 0.45, legend: false },

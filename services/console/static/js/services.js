@@ -56,7 +56,7 @@ export function show(root, context) {
     const kinds = [...new Set([...ORDER, ...state.services.map((one) => one.kind)])].filter((kind) => state.services.some((one) => one.kind === kind) || state.missing.includes(kind));
     fill(groups, kinds.map((kind) => {
       const members = state.services.filter((one) => one.kind === kind);
-      return h("section", {}, h("h2", {}, kind, h("span", { class: "muted" }, ` ${members.length || "none registered"}`)), h("div", { class: "cards" }, members.map(card)));
+      return h("section", { class: members.length > 2 ? "many" : null }, h("h2", {}, kind, h("span", { class: "muted" }, ` ${members.length || "none registered"}`)), h("div", { class: "cards" }, members.map(card)));
     }));
     for (const article of groups.querySelectorAll("article")) {
       const details = article.querySelector("details");

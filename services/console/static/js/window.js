@@ -9,6 +9,7 @@ const PHASES = {
   r: ["running", "--running", "rollouts are sampled"],
   c: ["complete, inside", "--complete", "a trainer may take it"],
   o: ["complete, outside", "--outside", "waits for the window"],
+  a: ["taken for the next batch", "--taken", "complete, and the head has passed it"],
   b: ["in a batch", "--batched", "a trainer works on it"],
   t: ["trained", "--trained", "an optimizer step used it"],
   x: ["tombstoned", "--tombstoned", "dropped, with a reason"],
@@ -42,7 +43,8 @@ export function show(root, context, words) {
   function phaseAt(index) {
     const { first, phases, head, edge } = state.queue;
     const letter = phases[index - first];
-    return letter === "c" && !(index >= head && index < edge) ? "o" : letter;
+    if (letter !== "c") return letter;
+    return index < head ? "a" : index < edge ? "c" : "o";
   }
 
   function draw() {
@@ -113,6 +115,10 @@ export function show(root, context, words) {
     canvas.setAttribute("aria-label", `Training queue: head ${head}, edge ${edge}, ${tally.r} running, ${tally.c} complete inside, ${tally.b} in batches`);
   }
 
+  function place(group) {
+    return group.inside ? "c" : group.taken ? "a" : "o";
+  }
+
   async function choose(index) {
     state.chosen = index;
     history.replaceState(null, "", `#/window/${index}`);
@@ -137,7 +143,7 @@ export function show(root, context, words) {
     const key = JSON.stringify(group);
     if (key === state.shown) return;
     state.shown = key;
-    const letter = { queued: "q", running: "r", complete: group.inside ? "c" : "o", batched: "b", trained: "t", tombstoned: "x" }[group.phase];
+    const letter = { queued: "q", running: "r", complete: place(group), batched: "b", trained: "t", tombstoned: "x" }[group.phase];
     const [name, color] = PHASES[letter];
     const facts = [["Domain", group.domain], ["Scaffold", group.scaffold], ["Pool shard", group.pool_shard], group.batch_id && ["Batch", group.batch_id], group.step && ["Trained in step", String(group.step)], group.reason && ["Reason", group.reason], group.failures && ["Failures", String(group.failures)]].filter((one) => one && one[1]);
     const rollouts = [...Array(group.sealed).fill("sealed"), ...Array(group.leased).fill("leased")];

@@ -1,0 +1,142 @@
+"""What the pages do with hostile texts and with very long trajectories, in Chromium."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from forge.core.token_columns import float32_bytes, int32_bytes
+from services.console.config import ConsoleConfig, HttpSettings
+from tests.support.console.browser import LIMIT_MS, chromium, watched
+from tests.support.console.page import Console, served, token_of
+from tests.support.pool.records import make_turn
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    "</pre><a href=\"javascript:document.title='taken'\">x</a>"
+)
+LONG = 200_000
+
+
+@pytest.fixture(scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as started:
+        yield started
+
+
+def address(console: Console) -> str:
+    return f"http://127.0.0.1:{console.port}/"
+
+
+async def test_texts_of_a_model_stay_texts(browser: Browser) -> None:
+    """Tags, handlers and links that a model writes are shown as they are written."""
+    async with served() as console, watched(browser, address(console)) as one:
+        message = {"role": "user", "content": HOSTILE, "name": HOSTILE}
+        call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+        answer = {"role": "assistant", "content": HOSTILE, "tool_calls": [call]}
+        turn = make_turn(messages_json=json.dumps({"messages": [message], "answer": answer}))
+        turn.parse_error, turn.agent, turn.context_action = HOSTILE, HOSTILE, HOSTILE
+        console.pool.put("t:0:0", turn)
+        console.pool.stored["t:0:0"].rewards[0].name = HOSTILE
+        for path in ("#/trajectories/t:0:0/0", "#/trajectories/group/t"):
+            await one.go(path)
+            await expect(one.page.locator("main")).to_contain_text("onerror", timeout=LIMIT_MS)
+            assert await one.page.evaluate("document.title") != "taken"
+            assert await one.page.locator("main img, main script, a[href^=javascript]").count() == 0
+        assert one.errors == []
+
+
+async def test_html_from_a_text_is_refused_by_the_browser(browser: Browser) -> None:
+    """A script of the page that tried it would fail: the policy demands trusted types."""
+    async with served() as console, watched(browser, address(console)) as one:
+        await one.go("")
+        refused = await one.page.evaluate(
+            "() => { try { document.body.innerHTML = '<b>x</b>'; return ''; }"
+            " catch (error) { return error.name; } }"
+        )
+        assert refused == "TypeError"
+
+
+async def test_long_trajectory_scrolls(browser: Browser) -> None:
+    """200,000 tokens: all are reached, and few of them are elements at any time."""
+    turn = make_turn(prompt=range(1000), sampled=(1,))
+    turn.sampled.ids = int32_bytes(range(LONG))
+    turn.sampled.logprobs = float32_bytes([-0.5] * LONG)
+    turn.sampled.weight_versions = int32_bytes([3] * LONG)
+    async with served() as console, watched(browser, address(console)) as one:
+        console.pool.put("t:0:0", turn)
+        page = one.page
+        await one.go("#/trajectories/t:0:0/0")
+        await one.until(
+            "document.querySelector('.tokens') && "
+            "document.querySelector('main').textContent.includes('201.0 k tokens')"
+            " && !document.querySelector('main').textContent.includes(' read')"
+        )
+        await page.evaluate("document.querySelector('.tokens').scrollTop = 1e9")
+        await page.wait_for_selector(f".t[data-at='{LONG + 999}']")
+        assert await page.locator(".t").count() < 5000
+        await page.evaluate("document.querySelector('.tokens').scrollTop = 0")
+        await page.wait_for_selector(".t[data-at='0']")
+        assert await page.locator(".t").count() < 5000
+        # A hundred jumps: each one draws its lines.
+        slowest_ms = await page.evaluate(
+            """async () => {
+                const box = document.querySelector('.tokens');
+                let slowest = 0;
+                for (let jump = 0; jump < 100; jump += 1) {
+                    const began = performance.now();
+                    box.scrollTop = (box.scrollHeight * jump) / 100;
+                    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+                    slowest = Math.max(slowest, performance.now() - began);
+                    if (!document.querySelector('.t')) throw new Error('nothing is drawn');
+                }
+                return slowest;
+            }"""
+        )
+        print(f"slowest of 100 jumps: {slowest_ms:.0f} ms")
+        assert one.errors == []
+
+
+async def test_login_leads_to_the_page(browser: Browser) -> None:
+    """A wrong token is named; a right one opens the page, and the log-out closes it."""
+    config = ConsoleConfig(http=HttpSettings(login="always"))
+    async with served(config) as console, watched(browser, address(console)) as one:
+        page = one.page
+        await one.go("#/window")
+        await page.wait_for_selector("form.login")
+        assert await one.problems() == []
+        await page.fill("#token", "v1.garbage.garbage")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("[role=alert]")).to_contain_text("token", timeout=LIMIT_MS)
+        await page.fill("#token", token_of("viewer"))
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("ul.legend")
+        assert token_of("viewer") not in await page.evaluate("document.cookie")
+        await page.click("#logout")
+        await page.wait_for_selector("form.login")
+
+
+async def test_every_control_is_reached_by_the_keyboard(browser: Browser) -> None:
+    """From the skip link over the navigation to the cells, each with a visible focus."""
+    async with served() as console, watched(browser, address(console)) as one:
+        page = one.page
+        await one.go("#/window")
+        await page.wait_for_selector("ul.legend li")
+        reached = []
+        for _ in range(12):
+            await page.keyboard.press("Tab")
+            reached.append(
+                await page.evaluate(
+                    "[document.activeElement.textContent.trim() || document.activeElement.tagName,"
+                    " getComputedStyle(document.activeElement).outlineStyle]"
+                )
+            )
+        names = [name for name, _ in reached]
+        pages = ["Overview", "Window", "Trajectories", "Services"]
+        assert names[0] == "Skip to the content"
+        assert [name for name in names[: names.index("CANVAS")] if name in pages] == pages
+        assert "CANVAS" in names
+        assert all(outline != "none" for name, outline in reached[: names.index("CANVAS") + 1])
