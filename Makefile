@@ -10,8 +10,8 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-systemd test-vm test-first-agent test-wheel coverage lint docs engine-vllm \
-	test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+.PHONY: run help setup hooks test test-loaded test-clients test-console console-screenshots test-systemd test-vm \
+	test-first-agent test-wheel coverage lint docs engine-vllm test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -83,6 +83,16 @@ coverage: setup  ## The default suite with the lines it reaches, in all its proc
 	@$(PY) -m tests.support.suite.coverage_files
 	@$(PY) -m coverage combine --quiet
 	@$(PY) -m coverage report --skip-covered --sort=cover
+
+test-console: .venv/.browser-installed  ## The web console in Chromium over a real run (apt: chromium)
+	@$(PY) -m pytest --timeout=900 tests/console
+
+console-screenshots: .venv/.browser-installed  ## The pictures of docs/console.md, from a real run (apt: chromium)
+	@$(PY) -m tests.support.console.screenshots
+
+.venv/.browser-installed: .venv/.installed
+	@$(PY) -m pip install --quiet -c constraints.txt -e ".[browser]"
+	@touch $@
 
 test-systemd: setup  ## Bare Debian 12 hosts: install, reboot, run-books (root; apt: mmdebstrap systemd-container iproute2)
 	@$(PY) -m pytest --timeout=3600 tests/systemd

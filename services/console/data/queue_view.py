@@ -10,6 +10,8 @@ from forge.v1 import scheduler_pb2
 
 BEFORE_HEAD = 512
 """Positions before H that the page shows."""
+ALIGNED = 256
+"""The first position is a multiple of it: cells stay in place while the head moves."""
 POSITIONS = 8192
 """Most positions of the page."""
 PHASES = "?-qrcbtx"
@@ -25,10 +27,12 @@ class QueueView:
 
     async def read(self) -> dict[str, Any]:
         """The positions around the window."""
-        found = await self._operator.queue(before_head=BEFORE_HEAD, positions=POSITIONS)
+        before_head = BEFORE_HEAD + ALIGNED
+        found = await self._operator.queue(before_head=before_head, positions=POSITIONS)
+        left_out = -found.first_index % ALIGNED
         return {
-            "first": found.first_index,
-            "phases": "".join(PHASES[phase] for phase in found.phases),
+            "first": found.first_index + left_out,
+            "phases": "".join(PHASES[phase] for phase in found.phases[left_out:]),
             "head": found.head,
             "edge": found.edge,
             "next": found.next_index,

@@ -49,7 +49,7 @@ function showList(root, context) {
   const sub = h("span", { class: "sub" }, "reading the pool");
   const problem = h("p", { class: "note bad", hidden: true, role: "alert" });
   const body = h("tbody");
-  const table = h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["Trajectory", "Domain", "State", "Outcome", "Turns", "Sampled", "Weights", "Closed", ""].map((one) => h("th", { scope: "col", class: ["Turns", "Sampled", "Weights"].includes(one) ? "num" : null }, one)))), body);
+  const table = h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["Trajectory", "Domain", "State", "Outcome", "Turns", "Sampled", "Weights", "Closed", "Group"].map((one) => h("th", { scope: "col", class: ["Turns", "Sampled", "Weights"].includes(one) ? "num" : null }, one)))), body);
   const empty = h("p", { class: "empty", hidden: true }, "No trajectory matches.");
   fill(root, h("div", { class: "head" }, h("h1", {}, "Trajectories"), sub, open), form, problem, h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Trajectories" }, table, empty));
 
@@ -67,7 +67,7 @@ function showList(root, context) {
       h("td", { class: "num" }, number(one.sampled_tokens)),
       h("td", { class: "num" }, versions),
       h("td", { class: "when" }, clock(one.closed)),
-      h("td", {}, h("a", { class: "small", href: `#/trajectories/group/${encodeURIComponent(one.task_id)}`, "aria-label": `Group of ${one.task_id}` }, "group")),
+      h("td", {}, h("a", { class: "small", href: `#/trajectories/group/${encodeURIComponent(one.task_id)}`, "aria-label": `Group of ${one.task_id}` }, "open")),
     );
   }
 

@@ -1,0 +1,92 @@
+"""Writes the pictures of docs/console.md: `make console-screenshots`.
+
+Starts a real `forge run`, waits until there are curves, and takes each page once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from pathlib import Path
+
+from tests.support.console.browser import Watched, chromium, watched
+from tests.support.suite.forge_run import ForgeRun, end_runs
+
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
+STEPS = 40
+"""Steps before the first picture."""
+MOST_BYTES = 150_000
+
+
+async def main() -> None:
+    """Take every picture."""
+    with tempfile.TemporaryDirectory(prefix="forge-console-") as folder:
+        run = ForgeRun(
+            Path(folder) / "tiny",
+            root=Path(folder) / "root",
+            steps=120,
+            extra=("--eval-every-steps", "8", "--eval-tasks", "8"),
+        )
+        run.start()
+        try:
+            await asyncio.to_thread(run.wait_for_step, STEPS)
+            found = re.search(r"Console (\S+)", run.output())
+            assert found, run.explain()
+            await take_all(found[1])
+        finally:
+            end_runs()
+
+
+async def take_all(address: str) -> None:
+    """One picture for each page; the phone has the overview."""
+    async with chromium() as browser:
+        async with watched(browser, address, height=1180) as one:
+            await one.go("#/overview")
+            await one.page.wait_for_selector("dl.tiles dd:has-text('/')")
+            await one.until("document.querySelectorAll('.plot canvas').length >= 12")
+            await take(one, "console_overview")
+        async with watched(browser, address, dark=True, height=760) as one:
+            await one.go("#/window")
+            await one.page.wait_for_selector("ul.legend li:has-text('trained')")
+            await one.page.locator("canvas").click(position={"x": 120, "y": 40})
+            await one.page.wait_for_selector("aside .dots")
+            await take(one, "console_window")
+        async with watched(browser, address, height=900) as one:
+            await one.go("#/trajectories")
+            await one.page.fill("input[name=domain]", "general")
+            await one.page.click("button:has-text('Filter')")
+            await one.until(
+                "[...document.querySelectorAll('tbody td:nth-child(2)')].length > 0 && "
+                "[...document.querySelectorAll('tbody td:nth-child(2)')]"
+                ".every(cell => cell.textContent === 'general')"
+            )
+            await one.page.locator("tbody a").first.click()
+            await one.page.wait_for_selector(".t.own")
+            await one.page.locator("button.step").nth(3).click()
+            await one.page.wait_for_selector(".t.own")
+            await take(one, "console_trajectory")
+        async with watched(browser, address, dark=True, height=760) as one:
+            await one.go("#/services")
+            await one.page.wait_for_selector("article.service")
+            await take(one, "console_services")
+        async with watched(browser, address, width=390, height=844) as one:
+            await one.go("#/overview")
+            await one.page.wait_for_selector("dl.tiles dd:has-text('/')")
+            await one.until("document.querySelectorAll('.plot canvas').length >= 12")
+            await take(one, "console_phone")
+
+
+async def take(one: Watched, name: str) -> None:
+    """Write a picture once the page has been still for a moment. Raises AssertionError if it has
+    errors or is too large."""
+    await one.page.wait_for_timeout(1500)
+    path = IMAGES / f"{name}.png"
+    await one.page.screenshot(path=path)
+    assert not one.errors, one.errors
+    assert path.stat().st_size < MOST_BYTES, f"{path}: {path.stat().st_size} bytes"
+    print(f"{path.relative_to(IMAGES.parents[1])}: {path.stat().st_size // 1024} KiB")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
