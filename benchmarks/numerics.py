@@ -32,9 +32,15 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling, Tokens
+from services.inference.engines.base import (
+    KvSpan,
+    Prompt,
+    Sampling,
+    Tokens,
+)
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PAGES = ("README.md", "docs/architecture.md", "docs/training.md", "docs/inference.md")

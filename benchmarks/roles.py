@@ -32,15 +32,14 @@ from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
-    EngineOptions,
     KvSpan,
-    KvStoreOptions,
     Prompt,
     Sampling,
 )
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.provider import EngineOptions, KvStoreOptions
+from services.inference.engines.tensor_bytes import to_named
 
 SHAPE = SHAPES["tiny"]
 

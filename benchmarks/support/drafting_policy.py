@@ -34,10 +34,15 @@ from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.training import MtpTraining
 from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
+from services.inference.engines.base import (
+    KvSpan,
+    Prompt,
+    Sampling,
+)
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
 
 HEADS = 3
 _numbers = count()

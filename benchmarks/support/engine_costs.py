@@ -20,9 +20,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from benchmarks.support.routing_simulation import EngineCosts
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
+from services.inference.engines.base import (
+    KvSpan,
+    Prompt,
+    Sampling,
+)
 from services.inference.engines.embedded.engine import EmbeddedBoth
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
 
 _STEPS = 12
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -29,9 +29,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from benchmarks.support.inference_service import start
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.base import EngineOptions, KvSpan, Prompt, Sampling
+from services.inference.engines.base import (
+    KvSpan,
+    Prompt,
+    Sampling,
+)
 from services.inference.engines.embedded.engine import EmbeddedBoth
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
 
 Generate = Callable[[list[list[int]], int], Awaitable[list[list[int]]]]
 """Prompts and the tokens of each answer; returns the answers."""

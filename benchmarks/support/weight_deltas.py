@@ -17,7 +17,7 @@ from forge.rl.config import LearnerConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.runtime.weights.delta import encode
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.tensor_bytes import to_named
 from services.trainer.model.full_weights import own_tensors
 
 _GROUPS = 2

@@ -18,7 +18,7 @@ from forge.runtime import weights
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.tensor_bytes import to_named
 from services.trainer.weight_publisher import Publisher, Snapshot
 from tests.support.inference.cluster import InferenceCluster
 from tests.support.runtime.etcd import EtcdServer

@@ -24,6 +24,9 @@ PROCESSES = {
 }
 """The processes of a run, in the order they start, and the module of each."""
 
+EMBEDDED = "embedded"
+"""The engine of a run that names none."""
+
 Settings = Mapping[str, Mapping[str, str]]
 """Settings by process name, as its `--print-config` names them."""
 

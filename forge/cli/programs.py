@@ -12,13 +12,18 @@ from contextlib import suppress
 
 
 async def run_module(
-    module: str, arguments: Sequence[str], env: Mapping[str, str], *, quiet: bool = False
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    quiet: bool = False,
+    python: str = sys.executable,
 ) -> tuple[int, str]:
     """Returns the exit code of `python -m`; with `quiet` also its stderr, and drops its stdout.
 
     A cancel kills the process and its children.
     """
-    process = _start(module, arguments, env, quiet=quiet)
+    process = _start((python, "-m", module, *arguments), env, quiet=quiet)
     end = asyncio.create_task(asyncio.to_thread(process.communicate))
     try:
         _, errors = await asyncio.shield(end)
@@ -30,12 +35,10 @@ async def run_module(
     return process.returncode, errors or ""
 
 
-def _start(
-    module: str, arguments: Sequence[str], env: Mapping[str, str], *, quiet: bool
-) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], env: Mapping[str, str], *, quiet: bool) -> subprocess.Popen[str]:
     """Not one of asyncio's subprocesses: a Ctrl-C while one starts prints a warning."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        command,
         env=env,
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE if quiet else None,

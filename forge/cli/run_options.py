@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.presets import Settings, parse_overrides
+from forge.cli.presets import EMBEDDED, Settings, parse_overrides
 from forge.cli.run_models import RunModels
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
@@ -68,6 +68,20 @@ class RunOptions:
         typer.Option(
             help="TOML file with tables [models.NAME]: models beside the policy, which the run "
             "serves too (docs/models.md)."
+        ),
+    ] = None
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine of the worker: embedded, vllm, or one of a package. Others than "
+            "embedded get one worker of the role both (docs/engines.md)."
+        ),
+    ] = EMBEDDED
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python of the engine's environment. Default: .venv-ENGINE/bin/python if it "
+            "exists, else this one.",
         ),
     ] = None
     overrides: Annotated[

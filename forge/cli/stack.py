@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forge.cli.presets import PROCESSES, Settings
+from forge.cli.presets import EMBEDDED, PROCESSES, Settings
 from forge.cli.programs import run_module
 from forge.cli.rundir import RunDirectory
 from forge.cli.served_models import PlannedModels, ServingGroup
@@ -62,16 +62,21 @@ class StackPlan:
     """Gateway processes; the runner spreads its rollouts over them."""
     console: bool = False
     """Also serve the web console. The stack runs on without it."""
+    engine: str = EMBEDDED
+    """Engine that serves the policy. Others than embedded run in one worker of the role both."""
+    engine_python: str = sys.executable
+    """Runs this worker."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that must have registered before the stack is ready."""
+        own = [kind for kind in READY_KINDS if kind != "prefill" or self.engine == EMBEDDED]
         served = (
             kind_in(group.name, role)
             for group in self.models.groups
             for role in ("prefill", "decode", "router")
         )
-        return (*READY_KINDS, *served)
+        return (*own, *served)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ class Member:
     module: str
     settings: Mapping[str, str]
     drain_s: float = DRAIN_S
+    python: str = sys.executable
 
 
 def members(plan: StackPlan) -> list[Member]:
@@ -102,9 +108,7 @@ def members(plan: StackPlan) -> list[Member]:
         member("pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
         member("scheduler", {}),
         member("trainer", trainer, TRAINER_DRAIN_S),
-        member("prefill", model | {"role": "prefill"}),
-        # It reads short and mostly cached prompts itself; decode.role=decode leaves all to prefill.
-        member("decode", model | {"role": "both"}),
+        *_workers(plan, member),
         member("router", model | {"role": "router"}),
         *(served for group in plan.models.groups for served in _serving(group)),
         *_gateways(member("gateway", model | _models(plan.models)), plan.gateways),
@@ -115,6 +119,16 @@ def members(plan: StackPlan) -> list[Member]:
         # A lasting port: the page in a browser outlives a restart.
         services.append(member("console", model | {"http.port": str(free_ports(1)[0])}))
     return services
+
+
+def _workers(plan: StackPlan, member: Callable[..., Member]) -> list[Member]:
+    """Returns the workers of the policy."""
+    # It reads short and mostly cached prompts itself; decode.role=decode leaves all to prefill.
+    decode = member("decode", {"model_path": plan.model_path, "role": "both"})
+    if plan.engine == EMBEDDED:
+        return [member("prefill", {"model_path": plan.model_path, "role": "prefill"}), decode]
+    settings = dict(decode.settings) | {"engine": plan.engine}
+    return [replace(decode, settings=settings, python=plan.engine_python)]
 
 
 def default_gateways(cores: int) -> int:
@@ -160,6 +174,7 @@ async def check_members(plan: StackPlan) -> list[ForgeError]:
                 ("--check", *_flags(_settings(plan, member, plan.etcd))),
                 _quiet_environment(),
                 quiet=True,
+                python=member.python,
             )
             for member in checked
         )
@@ -262,7 +277,7 @@ class Stack:
         settings = _settings(self.plan, member, self.endpoints)
         return ProcessSpec(
             name=member.name,
-            argv=(sys.executable, "-m", member.module, *_flags(settings)),
+            argv=(member.python, "-m", member.module, *_flags(settings)),
             env=_quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
             stop_s=member.drain_s + _EXIT_S,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -33,13 +34,14 @@ from forge.cli.served_models import ensured, known
 from forge.cli.stack import Stack, StackPlan, default_gateways
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, InvalidArgument
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0
+"""An engine of its own may load for minutes; a process that fails ends the wait at once."""
 OPERATE_RETRY_S = 120.0
 """Retry time of commands: a restarted service may first rebuild its state."""
 OBSERVE_RETRY_S = 2.0
@@ -189,7 +191,19 @@ def plan_of(
         settings=settings_of(options, directory, state, preset),
         gateways=options.gateways or default_gateways(os.cpu_count() or 1),
         console=options.console,
+        engine=options.engine,
+        engine_python=engine_python(options),
     )
+
+
+def engine_python(options: RunOptions) -> str:
+    """Returns the Python that runs the worker. Raises `InvalidArgument` for one that is missing."""
+    if options.engine_python is not None:
+        if not options.engine_python.is_file():
+            raise InvalidArgument(f"--engine-python {options.engine_python}: there is no such file")
+        return str(options.engine_python.absolute())
+    own = Path(f".venv-{options.engine}/bin/python")
+    return str(own.absolute()) if own.is_file() else sys.executable
 
 
 async def started_plan(

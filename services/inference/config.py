@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -91,7 +92,9 @@ class InferenceConfig(ServiceConfig):
 
     # Workers alone.
     engine: str = "embedded"
-    """Runs the model: embedded, tensorrt_llm, or an engine of an installed package."""
+    """Runs the model: embedded, tensorrt_llm, vllm, or an engine of an installed package."""
+    engine_options: str = ""
+    """JSON object with options of this engine alone, e.g. {"tensor_parallel_size": 2} for vllm."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the model's weights; auto: the type in its config.json, or float32 on a device
     without bfloat16."""
@@ -115,12 +118,24 @@ class InferenceConfig(ServiceConfig):
     tensorrt_llm: TensorRtLlmSettings = field(default_factory=TensorRtLlmSettings)
 
     def validate(self) -> None:
-        """Raises `InvalidArgument` for a malformed group, and frozen weights in the policy's."""
+        """Raises `InvalidArgument` for a malformed group or engine options, and for frozen
+        weights in the policy's group."""
         check_group("serving_group", self.serving_group)
+        self.options_of_engine()
         if self.weights == "frozen" and not self.serving_group:
             raise InvalidArgument(
                 "weights = 'frozen' needs a serving_group: the policy's workers follow its weights"
             )
+
+    def options_of_engine(self) -> dict[str, object]:
+        """Return `engine_options`. Raises `InvalidArgument` for no JSON object."""
+        try:
+            found = json.loads(self.engine_options or "{}")
+        except ValueError as error:
+            raise InvalidArgument(f"engine_options = {self.engine_options!r}: {error}") from None
+        if not isinstance(found, dict):
+            raise InvalidArgument(f"engine_options = {self.engine_options!r}: no JSON object")
+        return found
 
     def agreed(self) -> Mapping[str, str]:
         """Routers send a request to any worker, prefill its keys and values to any decode. Each

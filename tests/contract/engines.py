@@ -1,15 +1,22 @@
-"""Engines under contract: how each is started on a tiny model, and how a test talks to it."""
+"""Engines under contract: how each is started on a tiny model, and how a test talks to it.
+
+A test of an ability takes the engines that declare it: `params=engines.able("cuts")`. With
+FORGE_ENGINES=vllm the suite runs on vLLM alone (`make test-engines`).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -20,25 +27,32 @@ from transformers import (
     Qwen3Config,
 )
 
+from examples.engine import ExampleEngine
 from forge.core.named_tensor import NamedTensor
 from forge.rl.mtp.heads import MtpHead, MtpHeads
 from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.aggregated import Aggregated
 from services.inference.engines.base import (
     DecodeEngine,
-    EngineOptions,
     Likeliest,
     PrefillEngine,
     Prompt,
     Sampling,
     Tokens,
 )
+from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED_CAPABILITIES
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
 torch.set_num_threads(1)
 
+ON_VLLM = os.environ.get("FORGE_ENGINES", "") == "vllm"
 VOCABULARY = 211
+HEAD_SIZE = 32 if ON_VLLM else 16
+"""vLLM's attention on CPUs has no smaller one than 32."""
 CONTEXT_TOKENS = 512
 BLOCK_TOKENS = 8
 
@@ -62,8 +76,8 @@ _SHAPE = {
     "initializer_range": 0.2,
 }
 CONFIGS = {
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
-    "llama": LlamaConfig(**_SHAPE, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=True),
+    "llama": LlamaConfig(**_SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=False),
 }
 
 
@@ -181,6 +195,10 @@ class Pair:
     decode: DecodeEngine
 
     @property
+    def capabilities(self) -> Capabilities:
+        return self.decode.capabilities
+
+    @property
     def is_one(self) -> bool:
         """Whether one engine does both, so that the keys and values of answers are where prompts
         are read."""
@@ -224,6 +242,12 @@ class Pair:
         return answer
 
 
+class Start(Protocol):
+    """Starts an engine without weights."""
+
+    def __call__(self, model_path: Path, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
+
+
 @asynccontextmanager
 async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The embedded engine, without weights."""
@@ -251,6 +275,14 @@ async def embedded_both(model_path: Path, **options: Any) -> AsyncIterator[Pair]
         await system.stop()
 
 
+@asynccontextmanager
+async def example(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
+    """The engine of examples/, as the registry starts it."""
+    engine = Aggregated(ExampleEngine(_options(model_path, **options)))
+    yield Pair(prefill=engine, decode=engine)
+    await engine.close()
+
+
 def _options(model_path: Path, **options: Any) -> EngineOptions:
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -260,7 +292,37 @@ def _options(model_path: Path, **options: Any) -> EngineOptions:
     return EngineOptions(model_path=str(model_path), **(defaults | options))
 
 
-SEPARATE = {"embedded": embedded}
+EMBEDDED: dict[str, Start] = {"embedded": embedded, "both": embedded_both}
+"""The embedded engine, with separate roles and with both: tests of its memory and its passes."""
+SEPARATE: dict[str, Start] = {"embedded": embedded}
 """Two engines, with keys and values that move between them."""
-ENGINES = {**SEPARATE, "both": embedded_both}
+ENGINES: dict[str, Start] = {**EMBEDDED, "example": example}
 """And engines that do both."""
+CAPABILITIES = {
+    "embedded": EMBEDDED_CAPABILITIES,
+    "both": EMBEDDED_CAPABILITIES,
+    "example": ExampleEngine.capabilities,
+}
+if ON_VLLM:
+    # By name: that module needs this one.
+    vllm_engine: Any = import_module("tests.contract.vllm_engine")
+    EMBEDDED, SEPARATE = {}, {}
+    ENGINES = {"vllm": vllm_engine.start}
+    CAPABILITIES = {"vllm": vllm_engine.CAPABILITIES}
+
+
+def able(ability: str, value: Any = None) -> list[str]:
+    """Engines that declare an ability: at all, with `value`, or with `value` among others."""
+
+    def declares(found: Any) -> bool:
+        if value is None:
+            return bool(found)
+        return value in found if isinstance(found, frozenset) else bool(found == value)
+
+    return [name for name in ENGINES if declares(getattr(CAPABILITIES[name], ability))]
+
+
+def require(ability: bool) -> None:
+    """Ends the test of an ability that the engine does not declare."""
+    if not ability:
+        pytest.skip("the engine does not declare it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,13 +41,19 @@ CUTS = [
 ]
 
 
-@pytest.fixture(params=engines.ENGINES)
+@asynccontextmanager
+async def started_with_tokenizer(engine: str, folder: Path) -> AsyncIterator[Pair]:
+    engines.CONFIGS["qwen3"].save_pretrained(folder)
+    save_tokenizer(folder)
+    async with engines.ENGINES[engine](folder) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+@pytest.fixture(params=engines.able("penalties"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with started_with_tokenizer(request.param, tmp_path) as started:
         yield started
 
 
@@ -92,24 +99,31 @@ def whole_logprobs(ids: list[int], answer: Answer, temperature: float) -> list[f
 NAMES = ["top_p", "top_k", "both", "min_p", "penalties", "bias and top_k"]
 
 
+@pytest.fixture(params=sorted({*engines.able("cuts")} & {*engines.able("shares")}))
+async def sharing(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    """Of an engine that returns shares."""
+    async with started_with_tokenizer(request.param, tmp_path) as started:
+        yield started
+
+
 @pytest.mark.parametrize("sampling", CUTS, ids=NAMES)
-async def test_unchanged_weights_give_a_ratio_of_1(pair: Pair, sampling: Sampling) -> None:
+async def test_unchanged_weights_give_a_ratio_of_1(sharing: Pair, sampling: Sampling) -> None:
     """Training compares with the log-prob of the whole distribution, which belongs to the trained
     policy: a cut or a penalty does not change the policy."""
     ids = prompt_ids(20)
-    answer = await pair.sample(ids, sampling)
+    answer = await sharing.sample(ids, sampling)
     found = behavior_logprobs(ids, answer, sampling)
     assert found == pytest.approx(whole_logprobs(ids, answer, sampling.temperature), abs=1e-4)
     # The distribution is another one, or this would hold without the record.
     assert max(map(abs, answer.allowed)) > 0.1
 
 
-async def test_each_request_of_a_batch_has_its_own_kept_share(pair: Pair) -> None:
+async def test_each_request_of_a_batch_has_its_own_kept_share(sharing: Pair) -> None:
     """Requests without a cut have no such column, and a greedy one has no share."""
     prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
     asked = [SAMPLED, replace(SAMPLED, top_k=3), replace(GREEDY, top_p=0.5), GREEDY]
-    alone = [await pair.sample(*request) for request in zip(prompts, asked, strict=True)]
-    answers = await asyncio.gather(*map(pair.sample, prompts, asked))
+    alone = [await sharing.sample(*request) for request in zip(prompts, asked, strict=True)]
+    answers = await asyncio.gather(*map(sharing.sample, prompts, asked))
     free, cut, greedy, plain = answers
     assert free.allowed == [] == plain.allowed
     assert len(cut.allowed) == len(cut.ids) and max(cut.allowed) < 0
@@ -117,12 +131,12 @@ async def test_each_request_of_a_batch_has_its_own_kept_share(pair: Pair) -> Non
     assert greedy.allowed == [0.0] * len(greedy.ids)
 
 
-async def test_kept_share_covers_grammar_and_cut(pair: Pair) -> None:
+async def test_kept_share_covers_grammar_and_cut(sharing: Pair) -> None:
     """Of the whole distribution: the part left by both the grammar and the cut."""
     ids = prompt_ids(20)
     digit = Grammar(kind="regex", text="[0-9]{4}")
     held = replace(SAMPLED, grammar=digit, stop_ids=frozenset({END}), top_k=3)
-    answer = await pair.sample(ids, held)
+    answer = await sharing.sample(ids, held)
     found = behavior_logprobs(ids, answer, held)
     assert found == pytest.approx(whole_logprobs(ids, answer, 1.0), abs=1e-4)
 
@@ -161,6 +175,8 @@ async def test_penalties_and_biases_have_their_definition(pair: Pair, change: Re
     whole = await pair.sample(ids, replace(GREEDY, reweighting=change))
     assert whole.ids == expected
     assert expected != greedy_with(ids, Reweighting(), 16)
+    if "penalties" not in pair.capabilities.resumes and (change.presence or change.frequency):
+        return
     rest = replace(change, answered_tokens=6)
     moved = await pair.sample(ids + expected[:6], replace(GREEDY, reweighting=rest, max_tokens=10))
     assert moved.ids == expected[6:]

@@ -19,11 +19,11 @@ from transformers import LlamaConfig
 from services.inference.engines.base import (
     Grammar,
     KvSpan,
-    KvStoreOptions,
     Reweighting,
     Sampling,
 )
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
+from services.inference.engines.provider import KvStoreOptions
 from tests.contract import engines
 from tests.contract.engines import (
     END,
@@ -160,7 +160,7 @@ async def test_only_accepted_tokens_are_cached(drafting: Pair) -> None:
     assert torch.allclose(torch.tensor(second.logprobs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", engines.EMBEDDED)
 async def test_kv_store_gets_accepted_tokens_alone(
     engine: str, model_path: Path, tmp_path: Path, plain: Pair
 ) -> None:
@@ -169,7 +169,7 @@ async def test_kv_store_gets_accepted_tokens_alone(
     weights = with_heads(published(draftable()))
     options: dict[str, Any] = {"kv_store": store, "draft_tokens": HEADS, "adaptive_drafts": False}
     ids = prompt_ids(40)
-    async with engines.ENGINES[engine](model_path, **options) as pair:
+    async with engines.EMBEDDED[engine](model_path, **options) as pair:
         await pair.load(weights, version=1)
         first = await pair.sample(ids, replace(SAMPLED, max_tokens=60))
         # All blocks are written at the end.
@@ -178,7 +178,7 @@ async def test_kv_store_gets_accepted_tokens_alone(
             await pair.decode.close()
     assert first.ids == (await plain.sample(ids, replace(SAMPLED, max_tokens=60))).ids
     turn = ids + first.ids + prompt_ids(3, seed=2)
-    async with engines.ENGINES[engine](model_path, **options) as pair:
+    async with engines.EMBEDDED[engine](model_path, **options) as pair:
         await pair.load(weights, version=1)
         second = await pair.sample(turn, replace(SAMPLED, max_tokens=30))
     # 40 of the prompt and 59 of the answer are computed: six blocks of 16.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge.core.named_tensor import NamedTensor
-from services.inference.engines.base import KvStoreOptions
 from services.inference.engines.kv_store.metrics import BLOCKS
+from services.inference.engines.provider import KvStoreOptions
 from tests.contract import engines
 from tests.contract.engines import Pair, is_greedy, prompt_ids, published, reference
 
@@ -31,7 +31,7 @@ async def pair_with_store(
     store = KvStoreOptions(
         directory=str(folder / "kv"), max_bytes=64 << 20, block_tokens=STORE_BLOCK
     )
-    async with engines.ENGINES[engine](model, kv_store=store) as pair:
+    async with engines.EMBEDDED[engine](model, kv_store=store) as pair:
         await pair.load(weights, version=version)
         yield pair
         await pair.prefill.close()
@@ -48,7 +48,7 @@ def blocks(folder: Path) -> list[Path]:
     return [path for path in (folder / "kv").rglob("*") if path.is_file() and path.name[0] != "."]
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", engines.EMBEDDED)
 async def test_restarted_engine_reads_what_another_computed(engine: str, tmp_path: Path) -> None:
     """The prompt, and with the next turn the answer that decode computed; nothing else changes."""
     model = reference("qwen3")
@@ -69,7 +69,7 @@ async def test_restarted_engine_reads_what_another_computed(engine: str, tmp_pat
     assert is_greedy(model, turn, follow_up.ids)
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", engines.EMBEDDED)
 async def test_other_weights_meet_no_block_of_these(engine: str, tmp_path: Path) -> None:
     """Whatever their version is: an identity is of the weights, not of their number."""
     async with pair_with_store(engine, tmp_path, published(reference("qwen3"))) as pair:

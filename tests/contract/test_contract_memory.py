@@ -25,11 +25,11 @@ class Start(Protocol):
     def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
 
 
-@pytest.fixture(params=engines.ENGINES)
+@pytest.fixture(params=engines.EMBEDDED)
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     """Starts an engine on the Qwen3-type model, without weights."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    factory = engines.ENGINES[request.param]
+    factory = engines.EMBEDDED[request.param]
     return lambda **options: factory(tmp_path, **options)
 
 

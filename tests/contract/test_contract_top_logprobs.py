@@ -26,7 +26,7 @@ from tests.contract.engines import (
 )
 
 
-@pytest.fixture(params=engines.ENGINES)
+@pytest.fixture(params=engines.able("top_logprobs"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)

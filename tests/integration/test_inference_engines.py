@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from forge.core.errors import ConfigError
@@ -55,6 +57,9 @@ async def test_workers_serve_with_an_installed_engine(
         sample = await inference.sample([5, 7], max_tokens=4)
         assert sample.ids == [8, 9, 10, 11]
         assert sample.versions == [1] * 4
+        with pytest.raises(grpc.aio.AioRpcError, match="the engine counting cannot serve") as lacks:
+            await inference.sample([5, 7], max_tokens=4, top_k=3)
+        assert lacks.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     finally:
         await inference.stop()
 
@@ -75,7 +80,12 @@ def test_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path: Pa
     lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
     assert ended.returncode == 2
     assert len(lines) == 1
-    for words in ("engine = 'vlm'", "installed: embedded", "forge.engines", "docs/inference.md"):
+    for words in (
+        "engine = 'vlm'",
+        "installed: embedded, vllm",
+        "forge.engines",
+        "docs/engines.md",
+    ):
         assert words in lines[0]
 
 
@@ -84,7 +94,7 @@ def test_broken_entry_point_is_named() -> None:
     """The error names the entry point and the module that cannot be imported."""
     with pytest.raises(ConfigError, match=r"forge\.engines 'broken'.*no_such_module"):
         registry.get_engine("broken")
-    with pytest.raises(ConfigError, match="broken, counting, embedded"):
+    with pytest.raises(ConfigError, match="broken, counting, embedded, vllm"):
         registry.get_engine("vlm")
 
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import TOKEN_BYTES
-from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.capabilities import Capabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,9 @@ class Piece:
     """Set on the last piece, as are the times."""
     queue_s: float = 0.0
     decode_s: float = 0.0
+    cached_tokens: int = 0
+    """Tokens of the prompt from the prefix cache, on the first piece of
+    `AggregatedEngine.generate`, which has `queue_s`, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,53 +231,6 @@ FetchKv = Callable[[int], Awaitable[KvSpan]]
 """Fetches a prompt's keys and values, from a token on, from its prefill worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvStoreOptions:
-    """Where workers share keys and values, and how much."""
-
-    directory: str
-    """On a file system that all workers of the model see."""
-    max_bytes: int
-    """Of the directory, over all workers."""
-    host_bytes: int = 0
-    """Memory of this worker in front of the directory."""
-    block_tokens: int = 64
-    """Tokens of one file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Model, device and limits of one engine, from the settings of the worker."""
-
-    model_path: str
-    """Folder with the model's config.json."""
-    dtype: str = "auto"
-    device: str = "cpu"
-    context_tokens: int = 0
-    """Prompt and answer together; 0: the model's own limit."""
-    threads: int = 1
-    block_tokens: int = 16
-    """Prefixes are cached in blocks of this many tokens."""
-    cache_bytes: int = 512 << 20
-    """Memory for the prefix cache."""
-    kv_bytes: int = 2 << 30
-    """Memory for running sequences (decode) or held prompts (prefill)."""
-    pass_tokens: int = 0
-    """Most tokens of one prefill pass; 0: the engine's own choice."""
-    max_running: int = 128
-    """Most requests that sample at the same time."""
-    kv_store: KvStoreOptions | None = None
-    """None: keys and values stay in this worker."""
-    draft_tokens: int = 0
-    """Most tokens that draft heads draft for one step; 0: no drafts."""
-    adaptive_drafts: bool = True
-    """Draft as many as pay by the measured speed, else always `draft_tokens`."""
-    request_timeout_s: float
-    """Deadline of one message to the engine."""
-    settings: object = None
-    """The engine's own settings, from the table of its name; None: it has none, or its defaults."""
-
-
 class CacheReports(Protocol):
     """The prefix cache of an engine, for routers: an optional attribute `cache_reports` of it."""
 
@@ -286,6 +242,7 @@ class Engine(Protocol):
     """Contract of all roles. An engine may have `cache_reports`, see `CacheReports`."""
 
     limits: ModelLimits
+    capabilities: Capabilities
 
     @property
     def cache_tokens(self) -> int:
@@ -356,30 +313,32 @@ class BothEngine(PrefillEngine, DecodeEngine, Protocol):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFinding:
-    """A check of an engine's installation, for `forge doctor --engine`."""
+class AggregatedEngine(Protocol):
+    """Contract of an engine that reads and samples in one call; `Aggregated` makes a `BothEngine`
+    of it. This is the least that an engine has."""
 
-    ok: bool
-    text: str
-    remedy: str = ""
-    was_run: bool = True
-    """False: the text says why the check was not run."""
+    limits: ModelLimits
+    capabilities: Capabilities
+    capacity: int
+    """Most requests that sample at the same time; others wait."""
+    version: int
+    """Version of the weights; 0 before any are loaded."""
 
+    @property
+    def cache_tokens(self) -> int:
+        """See `Engine`."""
 
-class EngineProvider(Protocol):
-    """Starts an engine for one role: a module, or an object, that an entry point names.
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `Engine`."""
 
-    It may have three functions besides: `check(model_path, *, context_tokens)`, which raises
-    ConfigError for a model that it cannot serve (`--check` and `forge run --model` call it);
-    `start_both(actors, options)`, which starts a `BothEngine`; and `examine(model_path)`, which
-    yields findings on its installation, and with a model on what it computes.
+    def generate(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
+        """Sample an answer; pieces have one token or more, the last one a finish reason.
 
-    An actor of `actors` that fails for good ends the worker with exit code 1.
-    """
+        Closing the iterator aborts the request before the next step. Different tasks may advance
+        it. Raises Unavailable without weights, InvalidArgument for a grammar that does not compile.
+        """
 
-    async def start_prefill(self, actors: ActorSystem, options: EngineOptions) -> PrefillEngine:
-        """Build the model without weights. Raises ConfigError for options it does not support."""
-
-    async def start_decode(self, actors: ActorSystem, options: EngineOptions) -> DecodeEngine:
-        """Build the model without weights. Raises ConfigError for options it does not support."""
+    async def close(self) -> None:
+        """Stop the engine."""

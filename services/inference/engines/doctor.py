@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from forge.core.errors import ConfigError
-from services.inference.engines.base import EngineFinding
+from services.inference.engines.provider import EngineFinding
 from services.inference.engines.registry import get_engine
 
 

@@ -12,13 +12,22 @@ from typing import cast
 from forge.core.entry_points import installed, load_entry_point
 from forge.core.errors import ConfigError
 from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.base import BothEngine, EngineOptions, EngineProvider
+from services.inference.engines.aggregated import Aggregated
+from services.inference.engines.base import (
+    BothEngine,
+    DecodeEngine,
+    Engine,
+    PrefillEngine,
+)
+from services.inference.engines.capabilities import Role
+from services.inference.engines.provider import EngineOptions, EngineProvider
 
 ENGINES_GROUP = "forge.engines"
 # Listed again in pyproject.toml. Installed metadata may be older than this file.
 BUILT_IN = {
     "embedded": "services.inference.engines.embedded.engine",
     "tensorrt_llm": "services.inference.engines.tensorrt_llm.provider",
+    "vllm": "services.inference.engines.vllm.provider",
 }
 
 
@@ -36,15 +45,36 @@ def engine_entry(name: str) -> EntryPoint:
         raise ConfigError(
             f"engine = {name!r} is not installed; installed: {', '.join(sorted(entries))}. "
             f"To add one, install a package with the entry point {name!r} in the group "
-            f"{ENGINES_GROUP} (docs/inference.md)"
+            f"{ENGINES_GROUP} (docs/engines.md)"
         )
     return entries[name]
 
 
+async def start_prefill(name: str, actors: ActorSystem, options: EngineOptions) -> PrefillEngine:
+    """Start an engine in the role prefill. Raises `ConfigError` for one that does not have it."""
+    return cast(PrefillEngine, await _start(name, "prefill", actors, options))
+
+
+async def start_decode(name: str, actors: ActorSystem, options: EngineOptions) -> DecodeEngine:
+    """Start an engine in the role decode. Raises `ConfigError` for one that does not have it."""
+    return cast(DecodeEngine, await _start(name, "decode", actors, options))
+
+
 async def start_both(name: str, actors: ActorSystem, options: EngineOptions) -> BothEngine:
-    """Start an engine in the role both. Raises `ConfigError` for one that has separate roles
-    alone."""
-    start = getattr(get_engine(name), "start_both", None)
+    """Start an engine in the role both. Raises `ConfigError` for one that does not have it."""
+    start = getattr(get_engine(name), "start_aggregated", None)
+    if start is not None:
+        return Aggregated(await start(actors, options))
+    return cast(BothEngine, await _start(name, "both", actors, options))
+
+
+async def _start(name: str, role: Role, actors: ActorSystem, options: EngineOptions) -> Engine:
+    provider = get_engine(name)
+    start = getattr(provider, f"start_{role}", None)
     if start is None:
-        raise ConfigError(f"engine = {name!r} has no role both: choose prefill or decode")
-    return cast(BothEngine, await start(actors, options))
+        functions = {"prefill": "prefill", "decode": "decode", "both": "both", "aggregated": "both"}
+        found = {role for key, role in functions.items() if hasattr(provider, f"start_{key}")}
+        raise ConfigError(
+            f"engine = {name!r} has no role {role}: choose role = {' or '.join(sorted(found))}"
+        )
+    return cast(Engine, await start(actors, options))

@@ -13,11 +13,10 @@ from services.inference.engines.base import (
     CacheReports,
     DecodeEngine,
     Engine,
-    EngineOptions,
-    KvStoreOptions,
     PrefillEngine,
 )
-from services.inference.engines.registry import get_engine, start_both
+from services.inference.engines.provider import EngineOptions, KvStoreOptions
+from services.inference.engines.registry import start_both, start_decode, start_prefill
 from services.inference.worker.frozen_weights import load_frozen
 from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
@@ -66,6 +65,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
         adaptive_drafts=config.speculation.adaptive,
         request_timeout_s=config.request_timeout_s,
         settings=getattr(config, config.engine, None),
+        extra=config.options_of_engine(),
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)
     if config.role == "both":
@@ -74,12 +74,11 @@ async def _start_engine(context: ServiceContext) -> Engine:
         _serve_prefill(context, both)
         _serve_decode(context, both, local=both)
         return both
-    provider = get_engine(config.engine)
     if config.role == "prefill":
-        prefill = await provider.start_prefill(context.actors, options)
+        prefill = await start_prefill(config.engine, context.actors, options)
         _serve_prefill(context, prefill)
         return prefill
-    decode = await provider.start_decode(context.actors, options)
+    decode = await start_decode(config.engine, context.actors, options)
     _serve_decode(context, decode)
     return decode
 

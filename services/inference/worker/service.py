@@ -36,6 +36,7 @@ from services.inference.engines.base import (
     RefusedHandOff,
 )
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.refusals import check_request
 from services.inference.worker import shared_memory
 
 
@@ -52,6 +53,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         if not request.hold_s > 0:
             raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
+        check_request(prompt, self._engine.capabilities)
         read = await self._engine.prefill(prompt, hold_s=request.hold_s)
         return pb.PrefillResponse(
             first=codec.write_tokens(read.first),
@@ -145,6 +147,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     ) -> AsyncIterator[pb.DecodeResponse]:
         """Fetch the keys and values, then sample."""
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
+        check_request(prompt, self._engine.capabilities)
         first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Mapping
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
-    EngineOptions,
     EngineStatus,
     FetchKv,
     Finish,
@@ -20,6 +19,8 @@ from services.inference.engines.base import (
     Prompt,
     Tokens,
 )
+from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.provider import EngineOptions
 
 
 class CountingEngine:
@@ -27,6 +28,12 @@ class CountingEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self.limits = ModelLimits(context_tokens=options.context_tokens, vocabulary=1000)
+        self.capabilities = Capabilities(
+            engine="counting",
+            roles=frozenset({"prefill", "decode"}),
+            update="in_flight",
+            draws="positional",
+        )
         self.cache_tokens = 0
         self.capacity = options.max_running
         self._version = 0

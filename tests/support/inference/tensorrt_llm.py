@@ -9,7 +9,7 @@ from typing import Any
 
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import EngineOptions
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.library import Library, import_library

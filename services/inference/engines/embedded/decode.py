@@ -28,7 +28,7 @@ from services.inference.engines.embedded.messages import Abort, Deliver, Join, R
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
-from services.inference.engines.embedded.tensor_bytes import from_bytes
+from services.inference.engines.tensor_bytes import from_bytes
 
 WAITING_SHARE = 1 / 8
 """Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""

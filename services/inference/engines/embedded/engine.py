@@ -18,8 +18,8 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
+from services.inference.engines import tensor_bytes
 from services.inference.engines.base import (
-    EngineOptions,
     EngineStatus,
     FetchKv,
     KvSpan,
@@ -31,7 +31,7 @@ from services.inference.engines.base import (
     Tokens,
 )
 from services.inference.engines.cache_log import CacheLog
-from services.inference.engines.embedded import family_check, tensor_bytes
+from services.inference.engines.embedded import family_check
 from services.inference.engines.embedded.both import BothActor
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.held_prompts import HeldPrompts
@@ -41,6 +41,7 @@ from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
 from services.inference.engines.embedded.stored_kv import architecture
 from services.inference.engines.embedded.wiring import (
+    CAPABILITIES,
     build_policy,
     decode_actor,
     kv_store,
@@ -49,6 +50,7 @@ from services.inference.engines.embedded.wiring import (
 )
 from services.inference.engines.grammar_masks import Grammars, Matcher
 from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.provider import EngineOptions
 
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
@@ -82,6 +84,7 @@ class _Embedded:
         cache_log: CacheLog,
     ) -> None:
         self.limits: ModelLimits = policy.limits
+        self.capabilities = CAPABILITIES
         self._policy = policy
         self._actor = actor
         self._options = options

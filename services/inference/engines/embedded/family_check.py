@@ -26,6 +26,7 @@ from forge.core.errors import ConfigError, ForgeError, InvalidArgument
 from forge.rl.model.capabilities import depends_on_length, forget_lengths, one_line
 from forge.rl.model.probe import make_double, randomize
 from forge.rl.model.small_config import THRESHOLD, small_config
+from services.inference.engines import tensor_bytes
 from services.inference.engines.base import (
     KvSpan,
     ModelLimits,
@@ -34,7 +35,6 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
-from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.kv import attention

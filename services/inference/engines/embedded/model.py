@@ -22,7 +22,7 @@ from forge.rl import numerics
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
 from forge.runtime.telemetry import log
-from services.inference.engines.base import BrokenWeights, ModelLimits, UnfitWeights
+from services.inference.engines.base import BrokenWeights, ModelLimits
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
@@ -33,12 +33,8 @@ from services.inference.engines.embedded.packed_linears import (
     packable,
     placeholder,
 )
-from services.inference.engines.embedded.tensor_bytes import (
-    DTYPES,
-    NAMES,
-    from_named,
-    is_finite,
-)
+from services.inference.engines.tensor_bytes import DTYPES, from_named, is_finite
+from services.inference.engines.weight_checks import check_tensor, match_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,22 +166,12 @@ class Policy:
         `architecture` names what they are weights of; with it they have an identity. Raises
         UnfitWeights.
         """
-        known = {name for weight in self._weights for name in weight.names}
-        unknown = sorted(
-            name for name in tensors if name not in known and not name.startswith(PREFIX)
-        )
-        missing = [w.names[0] for w in self._weights if not any(n in tensors for n in w.names)]
-        if missing or unknown:
-            raise UnfitWeights(
-                f"weights {version} are of another model: missing {missing[:3]}, "
-                f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
-            )
+        names = match_names([w.names for w in self._weights], tensors, version=version)
         staged: list[torch.Tensor] = []
         packed: dict[int, Packed] = {}
         rounded = False
         digest = None if architecture is None else xxhash.xxh3_128(architecture)
-        for weight in self._weights:
-            name = next(name for name in weight.names if name in tensors)
+        for name, weight in zip(names, self._weights, strict=True):
             tensor = self._converted(tensors[name], weight.served, version=version)
             if digest is not None:
                 _add(digest, tensor)
@@ -243,20 +229,9 @@ class Policy:
         self, received: NamedTensor, served: torch.Tensor, *, version: int
     ) -> torch.Tensor:
         """Check one tensor against the model's and convert it."""
-        tensor = from_named(received)
-        if tensor.shape != served.shape:
-            raise UnfitWeights(
-                f"weights {version}: {received.name} is {list(tensor.shape)}, "
-                f"this model has {list(served.shape)}"
-            )
-        floats = tensor.is_floating_point() and served.is_floating_point()
-        if not floats and tensor.dtype != served.dtype:
-            raise UnfitWeights(
-                f"weights {version}: {received.name} is {received.dtype}, "
-                f"this model has {NAMES[served.dtype]}"
-            )
+        tensor = check_tensor(received, shape=served.shape, dtype=served.dtype, version=version)
         converted = tensor.to(dtype=served.dtype, device=self.device)
-        if floats and not is_finite(converted):
+        if converted.is_floating_point() and not is_finite(converted):
             raise BrokenWeights(f"weights {version}: {received.name} has NaN or infinity")
         return converted
 

@@ -16,7 +16,7 @@ import torch
 from forge.core.errors import InvalidArgument
 from forge.rl.model.capabilities import logit_scale
 from forge.rl.mtp.heads import MtpHead, MtpHeads
-from services.inference.engines.embedded.tensor_bytes import is_finite
+from services.inference.engines.tensor_bytes import is_finite
 
 
 class ModelHead:

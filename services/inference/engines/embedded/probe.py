@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
+from services.inference.engines.base import Probe
 from services.inference.engines.embedded.kv.attention import (
     Heads,
     attention,
@@ -18,13 +18,7 @@ from services.inference.engines.embedded.kv.attention import (
     exact_type,
 )
 from services.inference.engines.embedded.model import Policy, StagedWeights
-
-PROBE_TOKENS = 16
-"""Length of a probe of an engine's own."""
-_TOLERANCE = 0.01
-"""Median error of log-probs, in nats, above which weights are not those of the trainer."""
-_ROUNDED_TOLERANCE = 0.5
-"""Rounding to 16 bits gives about 0.05; bytes of another type give several nats."""
+from services.inference.engines.probes import check_probe, probe_ids
 
 
 def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
@@ -32,35 +26,18 @@ def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
     BrokenWeights for NaN or infinity; the weights served before then stay."""
     before = policy.swap(staged)
     try:
-        _check(policy, probe, tolerance=_ROUNDED_TOLERANCE if staged.rounded else _TOLERANCE)
+        _check(policy, probe, rounded=staged.rounded)
     except BaseException:
         policy.swap(before)
         raise
 
 
 @torch.inference_mode()
-def _check(policy: Policy, probe: Probe | None, *, tolerance: float) -> None:
+def _check(policy: Policy, probe: Probe | None, *, rounded: bool) -> None:
     version = policy.version
-    count = min(PROBE_TOKENS, policy.limits.context_tokens)
-    ids = probe.ids if probe else tuple(n % policy.limits.vocabulary for n in range(count))
-    if len(ids) > policy.limits.context_tokens or max(ids) >= policy.limits.vocabulary:
-        raise UnfitWeights(
-            f"weights {version}: their probe has {len(ids)} tokens up to {max(ids)}; this model "
-            f"takes {policy.limits.context_tokens} up to {policy.limits.vocabulary - 1}"
-        )
-    logprobs_N = logprobs(policy, ids)
-    if not logprobs_N.isfinite().all():
-        raise BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-    if probe is None:
-        return
-    expected_N = torch.tensor(probe.logprobs, device=logprobs_N.device)
-    # The median: a near tie in the routes of a mixture of experts may change single tokens.
-    error = float((logprobs_N - expected_N).abs().median())
-    if not error <= tolerance:
-        raise UnfitWeights(
-            f"weights {version}: log-probs of the probe differ from the trainer's by {error:.3g} "
-            f"(median), more than {tolerance}"
-        )
+    ids = probe_ids(probe, policy.limits, version=version)
+    found: list[float] = logprobs(policy, ids).tolist()
+    check_probe(probe, found, version=version, rounded=rounded)
 
 
 def logprobs(policy: Policy, ids: tuple[int, ...]) -> torch.Tensor:

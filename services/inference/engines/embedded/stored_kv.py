@@ -9,8 +9,8 @@ import torch
 
 from services.inference.engines.embedded.kv.prefix_cache import Layers
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.tensor_bytes import NAMES, from_bytes, to_bytes
 from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.tensor_bytes import NAMES, from_bytes, to_bytes
 
 _LAYOUT = "embedded 2"
 """Changes with the meaning of a block's bytes."""

@@ -6,8 +6,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from services.inference.engines.base import EngineOptions
+from forge.core.errors import ConfigError
 from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.family_check import check
@@ -20,7 +21,23 @@ from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import HeadDrafter
 from services.inference.engines.embedded.stored_kv import StoredKv, architecture
 from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.provider import EngineOptions
 
+CAPABILITIES = Capabilities(
+    engine="embedded",
+    roles=frozenset({"prefill", "decode", "both"}),
+    hand_offs=frozenset({"kv_blocks"}),
+    shares=True,
+    update="in_flight",
+    draws="positional",
+    cuts=True,
+    min_tokens=True,
+    penalties=True,
+    grammars=frozenset({"json_schema", "regex", "lark"}),
+    resumes=frozenset({"grammar", "penalties"}),
+    top_logprobs=20,
+    cache_events=True,
+)
 _MAX_WAITING = 1024
 _CPU_PASS_TOKENS = 512
 """A prompt that arrives waits for one pass, which takes long on a CPU."""
@@ -29,6 +46,8 @@ _GPU_PASS_TOKENS = 4096
 
 def build_policy(options: EngineOptions) -> Policy:
     """Check the model and build it, without weights. Raises ConfigError."""
+    if options.extra:
+        raise ConfigError(f"engine_options = {dict(options.extra)}: the engine embedded has none")
     check(options.model_path, context_tokens=options.context_tokens)
     policy = Policy.build(
         options.model_path,

@@ -21,9 +21,9 @@ from pathlib import Path
 from forge.core.placement.routing import LearnedRate
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.telemetry import log
-from services.inference.engines.base import KvStoreOptions
 from services.inference.engines.kv_store.directory import BlockDirectory
 from services.inference.engines.kv_store.metrics import BLOCKS
+from services.inference.engines.provider import KvStoreOptions
 
 IDENTITY_BYTES = 16
 _PENDING_BYTES = 256 << 20

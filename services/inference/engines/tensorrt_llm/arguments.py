@@ -7,7 +7,8 @@ from typing import Any
 
 from forge.core.errors import ConfigError
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import EngineOptions, ModelLimits
+from services.inference.engines.base import ModelLimits
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.library import Library
 from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
 

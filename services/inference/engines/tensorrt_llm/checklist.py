@@ -18,7 +18,13 @@ from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import EngineOptions, Piece, Prompt, Sampling, Tokens
+from services.inference.engines.base import (
+    Piece,
+    Prompt,
+    Sampling,
+    Tokens,
+)
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.library import Library

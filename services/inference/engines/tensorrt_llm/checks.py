@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from forge.core.errors import ConfigError
-from services.inference.engines.base import EngineFinding
+from services.inference.engines.provider import EngineFinding
 from services.inference.engines.tensorrt_llm.checklist import CHECKS, run_checks
 from services.inference.engines.tensorrt_llm.library import (
     Found,

@@ -22,7 +22,6 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.base import (
-    EngineOptions,
     EngineStatus,
     FetchKv,
     KvSpan,
@@ -37,6 +36,7 @@ from services.inference.engines.base import (
 from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.answer import Answer
 from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
@@ -51,6 +51,7 @@ from services.inference.engines.tensorrt_llm.library import Library
 from services.inference.engines.tensorrt_llm.llm import EngineDied, Llm
 from services.inference.engines.tensorrt_llm.metrics import CONTINUED
 from services.inference.engines.tensorrt_llm.requests import (
+    CAPABILITIES,
     check_sampling,
     read_tokens,
     sampling_params,
@@ -98,6 +99,7 @@ class TensorRtLlm:
         self.limits: ModelLimits = read_limits(
             options.model_path, context_tokens=options.context_tokens
         )
+        self.capabilities = CAPABILITIES
         self.capacity = options.max_running
         self.stored_tokens = 0
         self.cache_reports = CacheLog()

@@ -8,10 +8,10 @@ from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (
     BothEngine,
     DecodeEngine,
-    EngineOptions,
     PrefillEngine,
 )
 from services.inference.engines.model_limits import read_limits
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.checks import examine
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm

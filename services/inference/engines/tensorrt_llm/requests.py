@@ -12,11 +12,23 @@ from typing import Any
 
 from forge.core.errors import ForgeError, InvalidArgument
 from services.inference.engines.base import Finish, Likeliest, Sampling
+from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.tensorrt_llm.library import Library
 from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
 
 MOST_TOP_LOGPROBS = 20
 """Most likeliest tokens that the library returns."""
+CAPABILITIES = Capabilities(
+    engine="tensorrt_llm",
+    roles=frozenset({"prefill", "decode", "both"}),
+    hand_offs=frozenset({"tensorrt_llm"}),
+    update="in_flight",
+    draws="stream",
+    # `check_sampling` refuses them where this version records the model's own log-probs.
+    cuts=True,
+    top_logprobs=MOST_TOP_LOGPROBS,
+    cache_events=True,
+)
 NO_END = -1
 """The library's own id for: no token ends the answer."""
 _SEED_BITS = 63

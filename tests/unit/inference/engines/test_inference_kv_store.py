@@ -12,9 +12,9 @@ import pytest
 
 from forge.core.errors import ConfigError
 from forge.core.token_columns import TOKEN_BYTES, int32_bytes
-from services.inference.engines.base import KvStoreOptions
 from services.inference.engines.kv_store.metrics import BLOCKS
 from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.provider import KvStoreOptions
 
 TOKENS = 4
 """Tokens of a block."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from services.inference.engines.base import KvSpan, RefusedHandOff
-from services.inference.engines.embedded.tensor_bytes import NAMES
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.tensor_bytes import NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.heads import MtpHeads
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import logprobs
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.tensor_bytes import to_named
 
 _TOKENS = 40
 _SHAPE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from services.inference.engines.embedded import packed_linears
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.probe import logprobs
-from services.inference.engines.embedded.tensor_bytes import to_named
+from services.inference.engines.tensor_bytes import to_named
 
 IDS = tuple(range(1, 40))
 KINDS = ["float32", "bfloat16"]

@@ -1,0 +1,194 @@
+"""The role both of an engine that reads and samples in one call.
+
+The router makes two calls for a request: prefill returns the first token, decode the others. An
+aggregated engine has one stream for both; between the calls it is held here. A decode call without
+a held stream reads prompt and first token anew: another worker read it, or its time was over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from forge.core.errors import NotFound
+from forge.core.named_tensor import NamedTensor
+from forge.core.token_columns import int32_bytes
+from services.inference.engines.base import (
+    AggregatedEngine,
+    EngineStatus,
+    FetchKv,
+    KvSpan,
+    Piece,
+    Prefilled,
+    Probe,
+    Prompt,
+    Tokens,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """A request between its two calls."""
+
+    pieces: AsyncGenerator[Piece, None]
+    rest: Piece
+    """What the first piece has behind its first token."""
+    expiry: asyncio.TimerHandle
+
+
+class Aggregated:
+    """A `BothEngine` on an `AggregatedEngine`. Keys and values never leave the engine."""
+
+    stored_tokens = 0
+
+    def __init__(self, engine: AggregatedEngine) -> None:
+        self.engine = engine
+        self.limits = engine.limits
+        self.capabilities = engine.capabilities
+        self.capacity = engine.capacity
+        self._held: dict[str, _Held] = {}
+        self._unfinished = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ends: set[asyncio.Task[None]] = set()
+
+    @property
+    def cache_tokens(self) -> int:
+        """See `Engine`."""
+        return self.engine.cache_tokens
+
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `Engine`."""
+        await self.engine.load(tensors, version=version, probe=probe)
+
+    def status(self) -> EngineStatus:
+        """Count requests beyond `capacity` as queued."""
+        running = min(self._unfinished, self.capacity)
+        return EngineStatus(
+            version=self.engine.version, running=running, queued=self._unfinished - running
+        )
+
+    async def idle(self) -> None:
+        """See `Engine`."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Abort all held requests and stop the engine."""
+        for request_id in list(self._held):
+            self.release(request_id)
+        await asyncio.gather(*self._ends)
+        await self.engine.close()
+
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        """See `PrefillEngine`. The engine samples on while the request is held."""
+        began_s = time.monotonic()
+        pieces = self._counted(prompt)
+        try:
+            first = await anext(pieces)
+        except BaseException:
+            await pieces.aclose()
+            raise
+        loop = asyncio.get_running_loop()
+        self._held[prompt.request_id] = _Held(
+            pieces=pieces,
+            rest=replace(first, tokens=_part(first.tokens, 1, None)),
+            expiry=loop.call_later(hold_s, self.release, prompt.request_id),
+        )
+        return Prefilled(
+            first=_part(first.tokens, 0, 1),
+            cached_tokens=first.cached_tokens,
+            queue_s=first.queue_s,
+            prefill_s=max(0.0, time.monotonic() - began_s - first.queue_s),
+        )
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """Raises NotFound: keys and values stay in the engine."""
+        raise NotFound(
+            f"the engine {self.capabilities.engine} hands over no keys and values; "
+            f"request {request_id} is sampled where it was read"
+        )
+
+    def release(self, request_id: str) -> None:
+        """See `PrefillEngine`; aborts the request."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.expiry.cancel()
+            end = asyncio.ensure_future(held.pieces.aclose())
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
+
+    async def decode(
+        self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """See `DecodeEngine`."""
+        held = self._held.pop(prompt.request_id, None)
+        if held is not None:
+            held.expiry.cancel()
+        began_s = time.monotonic()
+        pieces = self._counted(continued(prompt, first)) if held is None else held.pieces
+        unsent = Tokens() if held is None else held.rest.tokens
+        finish = None if held is None else held.rest.finish
+        async with aclosing(pieces):
+            while finish is None:
+                if stream and unsent.ids:
+                    yield Piece(tokens=unsent)
+                    unsent = Tokens()
+                piece = await anext(pieces)
+                finish, unsent = piece.finish, _joined(unsent, piece.tokens)
+            yield Piece(tokens=unsent, finish=finish, decode_s=time.monotonic() - began_s)
+
+    async def _counted(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
+        """Yield the engine's pieces; count the request until they end."""
+        self._unfinished += 1
+        self._idle.clear()
+        try:
+            async with aclosing(self.engine.generate(prompt)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.set()
+
+
+def continued(prompt: Prompt, sampled: Tokens) -> Prompt:
+    """Return the request that continues an answer behind `sampled`."""
+    count, asked = len(sampled.ids), prompt.sampling
+    grammar, change = asked.grammar, asked.reweighting
+    if grammar is not None:
+        grammar = replace(grammar, matched_tokens=grammar.matched_tokens + count)
+    if change is not None:
+        change = replace(change, answered_tokens=change.answered_tokens + count)
+    sampling = replace(
+        asked,
+        max_tokens=asked.max_tokens - count,
+        min_tokens=max(0, asked.min_tokens - count),
+        grammar=grammar,
+        reweighting=change,
+    )
+    return replace(prompt, ids=prompt.ids + int32_bytes(sampled.ids), sampling=sampling)
+
+
+def _part(tokens: Tokens, start: int, end: int | None) -> Tokens:
+    return Tokens(
+        ids=tokens.ids[start:end],
+        logprobs=tokens.logprobs[start:end],
+        versions=tokens.versions[start:end],
+        allowed=tokens.allowed[start:end],
+        top=tokens.top[start:end],
+    )
+
+
+def _joined(one: Tokens, other: Tokens) -> Tokens:
+    return Tokens(
+        ids=one.ids + other.ids,
+        logprobs=one.logprobs + other.logprobs,
+        versions=one.versions + other.versions,
+        allowed=one.allowed + other.allowed,
+        top=one.top + other.top,
+    )

@@ -1,0 +1,61 @@
+"""What an engine can do: declared by the engine, checked for each request, tested by ability.
+
+Not here: the check of a request; see `refusals`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Role = Literal["prefill", "decode", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """The abilities of one engine. What an engine does not declare, requests may not ask for."""
+
+    engine: str
+    """Name of the engine, for errors."""
+    roles: frozenset[Role]
+    hand_offs: frozenset[str] = frozenset()
+    """Kinds of keys and values that it sends and takes. Without the kind of the sender it reads the
+    prompt anew."""
+    logprobs: Literal["sampled"] = "sampled"
+    """The distribution of `Tokens.logprobs`: the one that was sampled from. Training needs it, so
+    there is no other kind."""
+    shares: bool = False
+    """Fills `Tokens.allowed` for requests that reshape the distribution. Without it training leaves
+    the turns out that were sampled with cuts or penalties."""
+    update: Literal["in_flight", "drain"]
+    """Whether requests continue under new weights, or finish under the old ones first."""
+    draws: Literal["positional", "stream"]
+    """Whether seed and position determine a draw, so that a moved request gets the same tokens; or
+    seed and all draws before it."""
+    cuts: bool = False
+    """top_p, top_k and min_p."""
+    min_tokens: bool = False
+    penalties: bool = False
+    """Presence, frequency and repetition penalties, and logit_bias."""
+    grammars: frozenset[str] = frozenset()
+    """Kinds of `Grammar`."""
+    resumes: frozenset[Literal["grammar", "penalties"]] = frozenset()
+    """What it continues behind tokens of the answer in the prompt, as in a request that moved."""
+    top_logprobs: int = 0
+    """Most tokens per position."""
+    routed_experts: bool = False
+    """Records the experts of each token."""
+    cache_events: bool = False
+    """Reports its prefix cache, see `CacheReports`."""
+
+    def described(self) -> str:
+        """Return the abilities in one line, for the log."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "engine" or not value:
+                continue
+            if isinstance(value, frozenset):
+                value = "+".join(sorted(value))
+            words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(words)

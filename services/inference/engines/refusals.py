@@ -1,0 +1,56 @@
+"""Requests that an engine cannot serve as they are: refused with the engine's name, never served
+without a part of what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forge.core.errors import InvalidArgument
+from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
+from services.inference.engines.capabilities import Capabilities
+
+
+def check_request(prompt: Prompt, able: Capabilities) -> None:
+    """Raises InvalidArgument, which names the engine and all that it lacks for this request."""
+    lacking = list(_lacking(prompt.sampling, able))
+    if lacking:
+        raise InvalidArgument(f"the engine {able.engine} cannot serve {'; '.join(lacking)}")
+
+
+def _lacking(sampling: Sampling, able: Capabilities) -> Iterator[str]:
+    if (sampling.top_k or sampling.top_p < 1 or sampling.min_p) and not able.cuts:
+        yield (
+            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, "
+            f"min_p = {sampling.min_p:g}: it has no cuts"
+        )
+    if sampling.min_tokens and not able.min_tokens:
+        yield f"sampling.min_tokens = {sampling.min_tokens}"
+    if sampling.top_logprobs > able.top_logprobs:
+        yield f"sampling.top_logprobs = {sampling.top_logprobs}: it has {able.top_logprobs}"
+    if sampling.grammar is not None:
+        yield from _lacking_grammar(sampling.grammar, able)
+    if sampling.reweighting is not None:
+        yield from _lacking_penalties(sampling.reweighting, able)
+
+
+def _lacking_grammar(grammar: Grammar, able: Capabilities) -> Iterator[str]:
+    if grammar.kind not in able.grammars:
+        kinds = ", ".join(sorted(able.grammars)) or "none"
+        yield f"sampling.grammar.{grammar.kind}: its kinds are {kinds}"
+    elif grammar.matched_tokens and "grammar" not in able.resumes:
+        yield (
+            f"sampling.grammar.matched_tokens = {grammar.matched_tokens}: "
+            "it begins an answer under a grammar only at its first token"
+        )
+
+
+def _lacking_penalties(change: Reweighting, able: Capabilities) -> Iterator[str]:
+    if not able.penalties:
+        yield "sampling's penalties and logit_bias"
+        return
+    counts = change.presence or change.frequency
+    if counts and change.answered_tokens and "penalties" not in able.resumes:
+        yield (
+            f"sampling.answered_tokens = {change.answered_tokens} with presence_penalty or "
+            "frequency_penalty: it counts the tokens of an answer from its first one"
+        )

@@ -1,0 +1,122 @@
+"""vLLM's arguments from the options of a worker, and the environment of its process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from forge.core.errors import ConfigError
+from services.inference.engines.base import ModelLimits
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.vllm import extension
+
+WEIGHT_BACKEND = extension.BACKEND
+MOST_TOP_LOGPROBS = 20
+_ENVIRONMENT = {
+    # The machine belongs to the worker's settings: no pinning to cores that others use, too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Sends nothing to anybody.
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare_environment(threads: int) -> None:
+    """Set what vLLM reads from the environment; a variable that is set stays."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def architecture_of(model_path: str) -> str:
+    """Return the name of the model's class. Raises ConfigError for a config without one."""
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"model_path = {model_path!r}: {error}") from error
+    named = getattr(config, "architectures", None)
+    found = named[0] if named else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if not isinstance(found, str):
+        raise ConfigError(f"model_path = {model_path!r}: no causal model of {config.model_type!r}")
+    return found
+
+
+def check_model(model_path: str, *, device: str = "cpu") -> None:
+    """Raises ConfigError for a model that vLLM does not have, or not on this device."""
+    from vllm import ModelRegistry
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    name = architecture_of(model_path)
+    if name not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"model_path = {model_path!r}: vLLM has no {name}; engine = 'embedded' runs any model "
+            "of transformers that it computes exactly"
+        )
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    # vLLM accepts such a model and ends at its first request.
+    if device == "cpu" and size and size not in sizes:
+        raise ConfigError(
+            f"model_path = {model_path!r}: heads of {size}; vLLM's attention on CPUs has "
+            f"{', '.join(map(str, sizes))}"
+        )
+
+
+def meta_model(model_path: str) -> Any:
+    """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
+    import torch
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+
+
+def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, Any]:
+    """Return the arguments of `AsyncEngineArgs`. Raises ConfigError for options it cannot have."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if options.kv_store is not None:
+        raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
+    has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
+    ours: dict[str, Any] = {
+        "model": options.model_path,
+        "dtype": options.dtype,
+        "hf_overrides": {"architectures": [architecture_of(options.model_path)]},
+        # The first weights come as all others do.
+        "load_format": "dummy",
+        "max_model_len": limits.context_tokens,
+        "max_num_seqs": options.max_running,
+        "kv_cache_memory_bytes": options.kv_bytes + options.cache_bytes,
+        "skip_tokenizer_init": not has_tokenizer,
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MOST_TOP_LOGPROBS,
+        "structured_outputs_config": {"backend": "guidance"},
+        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
+        "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
+        "disable_log_stats": True,
+    }
+    if options.pass_tokens:
+        ours["max_num_batched_tokens"] = max(options.pass_tokens, options.max_running)
+    defaults: dict[str, Any] = {}
+    if options.device == "cpu":
+        # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor
+        # would be replaced by one with another process, for a pinning that is off here.
+        defaults = {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in options.extra:
+        if name in ours or name not in known:
+            what = "set by other settings" if name in ours else "no argument of this vLLM"
+            raise ConfigError(f"engine_options has {name!r}: {what}")
+    return defaults | dict(options.extra) | ours

@@ -1,0 +1,263 @@
+"""The engine vLLM on the event loop; vLLM computes in a process of its own.
+
+Owns which weights are in service. New ones are checked, loaded while vLLM is paused, and tried by
+their probe; tokens of a version on trial leave the engine only after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from forge.core.errors import ForgeError, InvalidArgument, Unavailable
+from forge.core.named_tensor import NamedTensor
+from forge.core.token_columns import int32_array
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
+from forge.runtime.telemetry import log
+from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
+from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.model_limits import read_limits
+from services.inference.engines.probes import check_probe, probe_ids
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.vllm import arguments, sampling
+from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
+
+CAPABILITIES = Capabilities(
+    engine="vllm",
+    roles=frozenset({"both"}),
+    update="in_flight",
+    draws="stream",
+    cuts=True,
+    min_tokens=True,
+    penalties=True,
+    grammars=frozenset({"json_schema", "regex", "lark"}),
+    top_logprobs=arguments.MOST_TOP_LOGPROBS,
+)
+_NEVER_RESTART = Restart(max_restarts=0)
+_WATCH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """vLLM's process has ended."""
+
+    reason: str
+
+
+class _ProcessWatch(Actor):
+    """Fails when vLLM's process has ended: the worker ends, and its supervisor starts both."""
+
+    async def receive(self, message: Any) -> Any:
+        """Raise the end of the process."""
+        match message:
+            case _Ended(reason):
+                raise RuntimeError(f"vLLM's process ended: {reason}")
+            case _:
+                return await super().receive(message)
+
+
+class VllmEngine:
+    """An `AggregatedEngine`."""
+
+    def __init__(
+        self, llm: AsyncLLM, limits: ModelLimits, options: EngineOptions, watch: ActorRef
+    ) -> None:
+        self.limits = limits
+        self.capabilities = CAPABILITIES
+        self.capacity = options.max_running
+        self.version = 0
+        self._llm = llm
+        self._timeout_s = options.request_timeout_s
+        self._checkpoint = Checkpoint(
+            arguments.meta_model(options.model_path), served=llm.model_config.dtype
+        )
+        self._end_token = _end_token(options.model_path)
+        self._served: Staged | None = None
+        self._loads = count()
+        self._salt = ""
+        """Marks keys and values in the prefix cache: those of other weights are not found."""
+        self._refused: set[int] = set()
+        self._trials: dict[int, asyncio.Future[None]] = {}
+        self._update = asyncio.Lock()
+        self._watch = watch
+        self._watching = asyncio.ensure_future(self._watch_process())
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> VllmEngine:
+        """Start vLLM's process, without weights. Raises ConfigError."""
+        limits = read_limits(options.model_path, context_tokens=options.context_tokens)
+        arguments.check_model(options.model_path, device=options.device)
+        arguments.prepare_environment(options.threads)
+        chosen = AsyncEngineArgs(**arguments.engine_arguments(options, limits))
+        # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are made
+        # on, and the worker serves nothing before.
+        llm = AsyncLLM.from_engine_args(chosen)
+        await llm.collective_rpc("forge_end_with", args=(os.getpid(),))
+        watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
+        log.info("vllm_started", capabilities=CAPABILITIES.described())
+        return cls(llm, limits, options, watch)
+
+    @property
+    def cache_tokens(self) -> int:
+        """See `Engine`: the blocks of running requests and of cached prefixes are the same."""
+        cache = self._llm.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    async def close(self) -> None:
+        """Stop vLLM's process."""
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+        self._llm.shutdown()
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
+        """See `AggregatedEngine`."""
+        if not self.version:
+            raise Unavailable("the engine vllm has no weights yet", retry_after_s=1.0)
+        params = sampling.to_params(prompt, self.limits, end_token=self._end_token)
+        collector = await self._begin(prompt, params)
+        # The state knows the version of each token; it stays when the request has ended.
+        state = self._llm.output_processor.request_states.get(collector.request_id)
+        sampled, finished = 0, False
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                completion = output.outputs[0]
+                finished = output.finished
+                starts = state.weight_version_starts if state else _starts(completion)
+                new = len(completion.token_ids)
+                versions = sampling.versions_of(starts, sampled, new)
+                await self._tried(versions)
+                tokens = sampling.to_tokens(completion, prompt.sampling, versions)
+                finish = sampling.to_finish(completion.finish_reason)
+                cached = 0 if sampled else output.num_cached_tokens or 0
+                sampled += new
+                if new or finish:
+                    yield Piece(tokens=tokens, finish=finish, cached_tokens=cached)
+        except EngineDeadError as error:
+            finished = True
+            raise Unavailable(f"vLLM's process ended: {error}") from error
+        finally:
+            if not finished:
+                await self._llm.abort(collector.request_id, internal=True)
+            collector.close()
+
+    async def _begin(self, prompt: Prompt, params: SamplingParams) -> Any:
+        ids = list(int32_array(prompt.ids))
+        inputs = TokensPrompt(prompt_token_ids=ids, cache_salt=self._salt)
+        try:
+            return await self._llm.add_request(prompt.request_id, inputs, params)
+        except EngineDeadError as error:
+            raise Unavailable(f"vLLM's process ended: {error}") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidArgument(f"the engine vllm refuses the request: {error}") from error
+
+    async def _tried(self, versions: list[int]) -> None:
+        """Wait for the trial of the newest version. Raises Unavailable if it was refused."""
+        newest = max(versions, default=0)
+        trial = self._trials.get(newest)
+        if trial is not None:
+            await asyncio.shield(trial)
+        if newest in self._refused:
+            raise Unavailable(f"weights {newest} were refused after they sampled a token")
+
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `Engine`. When vLLM fails in the middle of an update, its process is ended."""
+        async with self._update:
+            probe_ids(probe, self.limits, version=version)
+            staged = await asyncio.to_thread(self._checkpoint.stage, tensors, version=version)
+            trial = self._trials[version] = asyncio.get_running_loop().create_future()
+            try:
+                await self._serve(staged)
+                await self._try(staged, probe)
+                self._refused.discard(version)
+                self._served, self.version = staged, version
+            except ForgeError:
+                self._refused.add(version)
+                if self._served is not None:
+                    await self._serve(self._served)
+                raise
+            finally:
+                trial.set_result(None)
+                del self._trials[version]
+
+    async def _serve(self, staged: Staged) -> None:
+        """Load weights between two steps; requests in flight continue under them."""
+        llm = self._llm
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await llm.pause_generation(mode="keep", clear_cache=False)
+                # New for each load, since a refused version gives way to an older one again.
+                self._salt = f"{staged.version} {next(self._loads)}"
+                await llm.start_weight_update()
+                with shared(staged) as update:
+                    await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                await llm.finish_weight_update(weight_version=str(staged.version))
+                await llm.resume_generation()
+        except Exception as error:
+            # Some layers may have new weights and some old ones: nothing of it may serve.
+            log.error("vllm_update_failed", weight_version=staged.version, error=str(error))
+            self._end(f"update to weights {staged.version} failed: {error}")
+            raise Unavailable(f"vLLM failed to load weights {staged.version}: {error}") from error
+
+    async def _try(self, staged: Staged, probe: Probe | None) -> None:
+        """Compute the probe by the new weights. Raises UnfitWeights, BrokenWeights."""
+        ids = probe_ids(probe, self.limits, version=staged.version)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        inputs = TokensPrompt(
+            prompt_token_ids=list(ids[: self.limits.context_tokens - 1]),
+            cache_salt=f"probe {staged.version}",
+        )
+        name = f"probe-{staged.version}"
+        async with aclosing(self._llm.generate(inputs, params, name)) as outputs:
+            *_, last = [output async for output in outputs]
+        entries = zip(ids[1:], last.prompt_logprobs[1:], strict=False)
+        found = [entry[token].logprob for token, entry in entries]
+        if probe is not None and len(found) < len(probe.logprobs):
+            probe = Probe(ids=probe.ids, logprobs=probe.logprobs[: len(found)])
+        check_probe(probe, found, version=staged.version, rounded=staged.rounded)
+
+    async def _watch_process(self) -> None:
+        # vLLM says it to requests alone; an idle worker must end, too.
+        while not self._llm.errored:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_S)
+        self._end(str(self._llm.dead_error))
+
+    def _end(self, reason: str) -> None:
+        if self._watch.alive:
+            self._watch.tell(_Ended(reason))
+
+
+def _starts(completion: Any) -> list[tuple[str, int]]:
+    """The versions of a request that ended before its state was found."""
+    return [(span.version, span.start) for span in completion.weight_versions or ()]
+
+
+def _end_token(model_path: str) -> int | None:
+    """The token with which the tokenizer ends a text; None without a tokenizer."""
+    if not (Path(model_path) / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    found: int | None = AutoTokenizer.from_pretrained(model_path).eos_token_id
+    return found

@@ -1,0 +1,122 @@
+"""What runs in vLLM's own process: our weight transfer, and the end of the process with the worker.
+
+vLLM imports this module by the name of `WorkerExtension`, before it builds the model. The weights
+come in memory that the worker has filled (`staging`); nothing of them is in the call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+from dataclasses import dataclass
+from threading import Thread
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from xxhash import xxh3_64_intdigest
+
+from services.inference.engines.tensor_bytes import from_bytes
+
+BACKEND = "forge"
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`."""
+
+    def forge_end_with(self, worker_pid: int) -> None:
+        """End this process when the worker ends, also by SIGKILL."""
+        # Not PR_SET_PDEATHSIG, which means the thread that started this process.
+        worker = os.pidfd_open(worker_pid)
+        Thread(target=_end_after, args=(worker,), daemon=True, name="forge-worker-watch").start()
+
+
+def _end_after(process: int) -> None:
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on."""
+
+
+@dataclass
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One bucket of a version: the file that has it, and what is where in it."""
+
+    path: str
+    tensors: list[tuple[str, str, list[int], int, int, int]]
+    """Name, dtype, shape, first byte, bytes and XXH3-64 of each."""
+
+
+class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Loads weights from memory of the worker, layer by layer, as a checkpoint is loaded."""
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Nothing to do: each update names its memory."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the layers: they are filled beside the served ones and post-processed whole."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        """Load one bucket. Raises ValueError for a wrong checksum."""
+        with open(update_info.path, "rb") as file:  # noqa: PTH123 (a descriptor of another process)
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        data = memoryview(mapped)
+        self.model.load_weights([_tensor(data, entry) for entry in update_info.tensors])
+
+    def finish_weight_update(self) -> None:
+        """Post-process what is loaded and serve it."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            _renew_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def _renew_tied_head(model: torch.nn.Module) -> None:
+    """Give the head what the embedding has. A checkpoint has a tied weight once, so the reload
+    leaves the head as it was, with a packed copy of older weights."""
+    embeddings = [one for one in model.modules() if isinstance(one, VocabParallelEmbedding)]
+    tables = [one for one in embeddings if not isinstance(one, ParallelLMHead)]
+    for head in embeddings:
+        if not isinstance(head, ParallelLMHead):
+            continue
+        table = next(one for one in tables if one.weight.shape == head.weight.shape)
+        if head.weight.data_ptr() != table.weight.data_ptr():
+            head.weight.data.copy_(table.weight)
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _tensor(
+    data: memoryview, entry: tuple[str, str, list[int], int, int, int]
+) -> tuple[str, torch.Tensor]:
+    name, dtype, shape, start, size, checksum = entry
+    part = data[start : start + size]
+    if (found := xxh3_64_intdigest(part)) != checksum:
+        raise ValueError(f"{name}: XXH3-64 {found:016x} in vLLM's process, not {checksum:016x}")
+    return name, from_bytes(part, dtype=dtype, shape=tuple(shape))
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, ForgeTransfer)

@@ -1,0 +1,127 @@
+"""Converts between the contract's requests and vLLM's. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import isfinite, isinf
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from forge.core.errors import InvalidArgument, Unavailable
+from services.inference.engines.base import (
+    BrokenWeights,
+    Finish,
+    Grammar,
+    Likeliest,
+    ModelLimits,
+    Prompt,
+    Sampling,
+    Tokens,
+)
+
+_SEED_BYTES = 7
+"""vLLM's seeds are signed 64-bit numbers."""
+_KINDS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+
+
+def to_params(prompt: Prompt, limits: ModelLimits, *, end_token: int | None) -> SamplingParams:
+    """Return vLLM's parameters. `end_token`: the tokenizer's, with which alone a grammar ends.
+
+    Raises InvalidArgument for a grammar that cannot end with one of the stop tokens.
+    """
+    asked = prompt.sampling
+    change = asked.reweighting
+    return SamplingParams(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=min(asked.top_k, limits.vocabulary) or -1,
+        min_p=asked.min_p,
+        max_tokens=min(asked.max_tokens, limits.context_tokens - prompt.tokens),
+        min_tokens=asked.min_tokens,
+        stop_token_ids=sorted(asked.stop_ids),
+        ignore_eos=True,
+        seed=stream_seed(asked.seed, prompt.tokens),
+        logprobs=asked.top_logprobs,
+        presence_penalty=change.presence if change else 0.0,
+        frequency_penalty=change.frequency if change else 0.0,
+        repetition_penalty=change.repetition if change else 1.0,
+        logit_bias=dict(change.bias) if change and change.bias else None,
+        structured_outputs=_structured(asked.grammar, asked, end_token),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def stream_seed(seed: int, prompt_tokens: int) -> int:
+    """Return a seed for the stream of draws behind a prompt. A request that moves has a longer
+    prompt: with its own seed it would use the same draws again, at other positions."""
+    data = seed.to_bytes(8, "little", signed=seed < 0) + prompt_tokens.to_bytes(8, "little")
+    return int.from_bytes(blake2b(data, digest_size=_SEED_BYTES).digest(), "little")
+
+
+def _structured(
+    grammar: Grammar | None, asked: Sampling, end_token: int | None
+) -> StructuredOutputsParams | None:
+    if grammar is None:
+        return None
+    if end_token is None:
+        raise InvalidArgument(
+            "sampling.grammar: the engine vllm reads grammars with the model's tokenizer, and "
+            "there is no tokenizer.json in model_path"
+        )
+    if end_token not in asked.stop_ids:
+        raise InvalidArgument(
+            f"sampling.grammar: the engine vllm ends an answer under a grammar with token "
+            f"{end_token} alone, which is not in stop_token_ids"
+        )
+    return StructuredOutputsParams(**{_KINDS[grammar.kind]: grammar.text})
+
+
+def to_tokens(completion: Any, asked: Sampling, versions: Sequence[int]) -> Tokens:
+    """Return the new tokens of an output. Raises BrokenWeights for a log-prob that is no number."""
+    ids = tuple(completion.token_ids)
+    columns = completion.logprobs or ()
+    # By token id: the order of an entry is no part of vLLM's interface.
+    logprobs = tuple(entry[token].logprob for token, entry in zip(ids, columns, strict=True))
+    if not all(map(isfinite, logprobs)):
+        raise BrokenWeights("the engine vllm sampled a token with a log-prob that is not finite")
+    top: tuple[Likeliest, ...] = ()
+    if asked.top_logprobs:
+        top = tuple(_likeliest(entry, asked.top_logprobs) for entry in columns)
+    if asked.temperature == 0:
+        logprobs = (0.0,) * len(ids)
+    return Tokens(ids=ids, logprobs=logprobs, versions=tuple(versions), top=top)
+
+
+def _likeliest(entry: dict[int, Any], count: int) -> Likeliest:
+    """The sampled token is in the entry, too, if it is none of the likeliest."""
+    ranked = sorted(entry.items(), key=lambda one: (-one[1].logprob, one[1].rank or 0))
+    return tuple((token, _floor(value.logprob)) for token, value in ranked[:count])
+
+
+def _floor(logprob: float) -> float:
+    """vLLM has the least float for a token without probability in some paths."""
+    return float("-inf") if isinf(logprob) or logprob < -1e30 else logprob
+
+
+def to_finish(reason: str | None) -> Finish | None:
+    """Return the finish of an output. Raises Unavailable for a request that vLLM has ended by
+    itself: another worker continues it."""
+    if reason is None:
+        return None
+    if reason not in _FINISH:
+        raise Unavailable(f"the engine vllm ended the request: {reason}")
+    return _FINISH[reason]
+
+
+def versions_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> list[int]:
+    """Return the version of each token from `first` on. `starts`: versions, and the number of the
+    first token that each sampled."""
+    return [
+        next(int(version) for version, start in reversed(starts) if start <= number)
+        for number in range(first, first + count)
+    ]

@@ -1,0 +1,107 @@
+"""New weights on their way to vLLM: checked against the model, then in memory for its process.
+
+The memory has no name in any file system: vLLM's process opens it through /proc, and it ends with
+the worker, also by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import BrokenWeights
+from services.inference.engines.tensor_bytes import is_finite
+from services.inference.engines.weight_checks import check_tensor, match_names
+
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One tensor of the model, with all its names."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Checked weights: the first name of each, in the model's order."""
+
+    version: int
+    tensors: tuple[NamedTensor, ...]
+    rounded: bool
+    """Published or served in 16 bits."""
+
+
+class Checkpoint:
+    """What a checkpoint of the model has: names, shapes, ties."""
+
+    def __init__(self, model: torch.nn.Module, *, served: torch.dtype) -> None:
+        """`model`: of transformers, without data. `served`: the type that vLLM computes in."""
+        self._weights = tuple(_weights_of(model))
+        self._served = served
+
+    def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Staged:
+        """Check a set of weights. Tied weights may have any or all of their names; draft heads are
+        left out. Raises UnfitWeights, BrokenWeights for NaN or infinity."""
+        names = match_names([w.names for w in self._weights], tensors, version=version)
+        rounded = self._served.itemsize < 4
+        staged = []
+        for name, weight in zip(names, self._weights, strict=True):
+            tensor = check_tensor(
+                tensors[name], shape=weight.shape, dtype=weight.dtype, version=version
+            )
+            if tensor.is_floating_point() and not is_finite(tensor):
+                raise BrokenWeights(f"weights {version}: {name} has NaN or infinity")
+            rounded |= tensor.is_floating_point() and tensor.dtype.itemsize < 4
+            staged.append(replace(tensors[name], name=weight.names[0]))
+        return Staged(version=version, tensors=tuple(staged), rounded=rounded)
+
+
+def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
+    names: dict[int, list[str]] = {}
+    found: dict[int, torch.Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+        found[id(tensor)] = tensor
+    for key, tensor in found.items():
+        yield Weight(names=tuple(names[key]), shape=tensor.shape, dtype=tensor.dtype)
+
+
+@contextmanager
+def shared(staged: Staged) -> Iterator[dict[str, Any]]:
+    """Copy the weights to memory that vLLM's process can open; yield the update that names it."""
+    entries, end = [], 0
+    for tensor in staged.tensors:
+        start = -(-end // _ALIGNED) * _ALIGNED
+        end = start + len(tensor.data)
+        entries.append((tensor, start))
+    opened = os.memfd_create("forge-weights", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(opened, max(1, end))
+        with mmap.mmap(opened, max(1, end)) as mapped:
+            for tensor, start in entries:
+                mapped[start : start + len(tensor.data)] = tensor.data
+        yield {
+            "path": f"/proc/{os.getpid()}/fd/{opened}",
+            "tensors": [
+                (
+                    *(tensor.name, tensor.dtype, list(tensor.shape), start),
+                    *(len(tensor.data), xxh3_64_intdigest(tensor.data)),
+                )
+                for tensor, start in entries
+            ],
+        }
+    finally:
+        os.close(opened)

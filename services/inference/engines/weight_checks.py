@@ -1,0 +1,53 @@
+"""Whether published tensors are those of the model, before an engine touches what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import UnfitWeights
+from services.inference.engines.tensor_bytes import NAMES, from_named
+
+DRAFT_PREFIX = "mtp."
+"""Begins the names of draft heads, which are no weights of the model."""
+
+
+def match_names(
+    weights: Sequence[Sequence[str]], tensors: Mapping[str, NamedTensor], *, version: int
+) -> list[str]:
+    """Return the published name of each weight; tied weights may have any or all of their names.
+
+    Draft heads are left out. Raises UnfitWeights for missing and unknown names.
+    """
+    known = {name for names in weights for name in names}
+    unknown = sorted(
+        name for name in tensors if name not in known and not name.startswith(DRAFT_PREFIX)
+    )
+    missing = [names[0] for names in weights if not any(name in tensors for name in names)]
+    if missing or unknown:
+        raise UnfitWeights(
+            f"weights {version} are of another model: missing {missing[:3]}, "
+            f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
+        )
+    return [next(name for name in names if name in tensors) for names in weights]
+
+
+def check_tensor(
+    received: NamedTensor, *, shape: torch.Size, dtype: torch.dtype, version: int
+) -> torch.Tensor:
+    """Return a read-only view of a tensor. Raises UnfitWeights for another shape than the model's,
+    and for another type, unless both are floats."""
+    tensor = from_named(received)
+    if tensor.shape != shape:
+        raise UnfitWeights(
+            f"weights {version}: {received.name} is {list(tensor.shape)}, "
+            f"this model has {list(shape)}"
+        )
+    floats = tensor.is_floating_point() and dtype.is_floating_point
+    if not floats and tensor.dtype != dtype:
+        raise UnfitWeights(
+            f"weights {version}: {received.name} is {received.dtype}, this model has {NAMES[dtype]}"
+        )
+    return tensor

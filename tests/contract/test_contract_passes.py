@@ -1,0 +1,62 @@
+"""Prefill passes of the embedded engine: how prompts share them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.contract import engines
+from tests.contract.engines import (
+    GREEDY,
+    Pair,
+    is_greedy,
+    make_prompt,
+    prompt_ids,
+    published,
+    reference,
+)
+from tests.contract.test_contract_engines import greedy_of
+
+
+class Start(Protocol):
+    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
+
+
+@pytest.fixture(params=engines.EMBEDDED)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Starts the embedded engine on the same model."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    factory = engines.EMBEDDED[request.param]
+    return lambda **options: factory(tmp_path, **options)
+
+
+async def test_short_prompt_overtakes_a_long_one(start: Start) -> None:
+    """It is answered while the long one is still being read; both are right."""
+    firsts: dict[int, list[int]] = {}
+
+    async def read(pair: Pair, ids: list[int]) -> None:
+        prefilled = await pair.prefill.prefill(make_prompt(ids, GREEDY), hold_s=60)
+        firsts[len(ids)] = list(prefilled.first.ids)
+
+    async with start(pass_tokens=32) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        prompts = [prompt_ids(480), prompt_ids(9, seed=1)]
+        await asyncio.gather(*(read(pair, ids) for ids in prompts))
+    assert list(firsts) == [9, 480]
+    assert firsts == {len(ids): greedy_of(reference("qwen3"), ids, 1) for ids in prompts}
+
+
+async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: Start) -> None:
+    """Chunked or not, shared or not, the answer is the same."""
+    model = reference("qwen3")
+    async with start(pass_tokens=37) as pair:
+        await pair.load(published(model), version=1)
+        common = prompt_ids(64, seed=1)
+        prompts = [common + prompt_ids(5 + 9 * n, seed=100 + n) for n in range(8)]
+        answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert is_greedy(model, ids, answer.ids)

@@ -1,0 +1,97 @@
+"""A worker on vLLM as a process: swaps under load, and kill -9 of it and of vLLM's own process.
+
+Runs in the environment of `make engine-vllm` alone: `make test-engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from itertools import groupby
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from tests.contract import engines
+from tests.contract.engines import is_greedy, prompt_ids, published, reference
+from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
+
+pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
+
+VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv.mib", "64", "--kv.cache-mib", "1")
+CALLS = 6
+
+
+@pytest_asyncio.fixture(scope="module")
+async def inference(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[InferenceCluster]:
+    """A router, and a publisher in the trainer's place."""
+    folder = tmp_path_factory.mktemp("vllm")
+    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
+    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="vllm")
+    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "vllm")
+    await cluster.publisher.start()
+    await cluster.publisher.publish(published(reference("qwen3", seed=1)))
+    cluster.start("router")
+    yield cluster
+    await cluster.stop()
+    await coordinator.close()
+
+
+def engine_of(worker: str) -> psutil.Process:
+    """vLLM's process of a worker."""
+    for process in psutil.process_iter(["cmdline"]):
+        if worker in (process.info["cmdline"] or ()):
+            for child in process.children(recursive=True):
+                if "EngineCor" in child.name():
+                    return child
+    raise AssertionError(f"{worker} has no process of vLLM")
+
+
+def check_versions(ids: list[int], sample: Sample) -> None:
+    """The tokens up to the first swap are the choice of the version that they name; versions never
+    fall."""
+    assert sample.versions == sorted(sample.versions)
+    version, first = next(groupby(sample.versions))
+    assert is_greedy(reference("qwen3", seed=version), ids, sample.ids[: len(list(first))])
+
+
+async def test_answers_go_on_through_swaps_and_a_lost_engine(inference: InferenceCluster) -> None:
+    """Weights change three times under load: each token has the version that sampled it. With
+    vLLM's process killed the worker ends with 1, and another one finishes the answers. With the
+    worker killed its vLLM ends, too."""
+    worker = inference.start("both", *VLLM)
+    await inference.registered("decode", worker, weight_version="1")
+    prompts = [prompt_ids(20 + n, seed=n) for n in range(CALLS)]
+    calls = [asyncio.create_task(inference.sample(ids, max_tokens=400)) for ids in prompts]
+    for version in (2, 3, 4):
+        await inference.sampling(*calls)
+        await inference.publisher.publish(published(reference("qwen3", seed=version)))
+        await inference.registered("decode", worker, weight_version=str(version))
+    samples = await asyncio.gather(*calls)
+    for ids, sample in zip(prompts, samples, strict=True):
+        check_versions(ids, sample)
+    assert {version for sample in samples for version in sample.versions} >= {1, 2}
+    fresh = await inference.sample(prompts[0])
+    assert set(fresh.versions) == {4}
+    assert is_greedy(reference("qwen3", seed=4), prompts[0], fresh.ids)
+
+    calls = [asyncio.create_task(inference.sample(ids, max_tokens=400)) for ids in prompts]
+    await inference.sampling(*calls)
+    engine_of(worker).send_signal(signal.SIGKILL)
+    assert inference.exit_code(worker) == 1
+    second = inference.start("both", *VLLM)
+    await inference.registered("decode", second, weight_version="4")
+    for ids, sample in zip(prompts, await asyncio.gather(*calls), strict=True):
+        assert len(sample.ids) == 400
+        assert is_greedy(reference("qwen3", seed=4), ids, sample.ids)
+
+    engine = engine_of(second)
+    inference.kill(second)
+    await until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
