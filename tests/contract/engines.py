@@ -44,6 +44,7 @@ from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED_CAPABILITIES
 from services.inference.engines.provider import EngineOptions
+from services.inference.engines.refusals import check_request
 from services.inference.engines.tensor_bytes import to_named
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
@@ -219,6 +220,7 @@ class Pair:
         on_fetch: Any = None,
     ) -> Answer:
         prompt = make_prompt(ids, sampling)
+        check_request(prompt, self.capabilities)
         answer = Answer()
         prefilled = await self.prefill.prefill(prompt, hold_s=60)
         answer.add(prefilled.first)

@@ -64,5 +64,5 @@ async def test_grammar_shorter_than_the_least_length_is_an_error(pair: Pair) -> 
     """Neither limit is dropped silently."""
     digit = Grammar(kind="regex", text="[0-9]{2}")
     both = replace(HELD, grammar=digit, stop_ids=frozenset({END}))
-    with pytest.raises(InvalidArgument, match="min_tokens needs 3 more tokens"):
+    with pytest.raises(InvalidArgument, match="min_tokens"):
         await pair.sample(prompt_ids(20), both)

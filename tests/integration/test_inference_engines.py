@@ -82,7 +82,7 @@ def test_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path: Pa
     assert len(lines) == 1
     for words in (
         "engine = 'vlm'",
-        "installed: embedded, vllm",
+        "installed: embedded, tensorrt_llm, vllm",
         "forge.engines",
         "docs/engines.md",
     ):
@@ -94,7 +94,7 @@ def test_broken_entry_point_is_named() -> None:
     """The error names the entry point and the module that cannot be imported."""
     with pytest.raises(ConfigError, match=r"forge\.engines 'broken'.*no_such_module"):
         registry.get_engine("broken")
-    with pytest.raises(ConfigError, match="broken, counting, embedded, vllm"):
+    with pytest.raises(ConfigError, match="broken, counting, embedded, tensorrt_llm, vllm"):
         registry.get_engine("vlm")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import isfinite, isinf
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from forge.core.errors import InvalidArgument, Unavailable
+from forge.grammar.answer_grammar import guided, source
 from services.inference.engines.base import (
     BrokenWeights,
     Finish,
@@ -78,7 +80,17 @@ def _structured(
             f"sampling.grammar: the engine vllm ends an answer under a grammar with token "
             f"{end_token} alone, which is not in stop_token_ids"
         )
-    return StructuredOutputsParams(**{_KINDS[grammar.kind]: grammar.text})
+    if asked.min_tokens:
+        raise InvalidArgument(
+            f"sampling.min_tokens = {asked.min_tokens} beside sampling.grammar: the engine vllm "
+            "has no token left where a complete answer is shorter"
+        )
+    # Its checks, and the same white space and leniency as with the embedded engine.
+    source(grammar.kind, grammar.text, lenient=grammar.lenient)
+    text = grammar.text
+    if grammar.kind == "json_schema":
+        text = json.dumps(guided(json.loads(text), lenient=grammar.lenient))
+    return StructuredOutputsParams(**{_KINDS[grammar.kind]: text})
 
 
 def to_tokens(completion: Any, asked: Sampling, versions: Sequence[int]) -> Tokens:
