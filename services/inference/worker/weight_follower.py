@@ -124,6 +124,8 @@ class WeightFollower:
     async def _refuse(self, announced: WeightAnnouncement, error: ForgeError) -> None:
         """Stay with the version in service: the same bytes again would be refused again."""
         REFUSED_VERSIONS.inc()
+        # Its data would stay in memory until the next version.
+        self._fetch = None
         version = self._refused_version = announced.weight_version
         kept = max(self.weights, default=0)
         log.error(

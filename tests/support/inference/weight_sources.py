@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
+
 from forge.core.errors import NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.concurrency.tasks import cancel_and_wait
@@ -66,11 +68,26 @@ def earlier_manifest(
     }
 
 
+def _add_earlier(servicer: rpc.WeightServiceServicer, server: Any) -> None:
+    """Register FetchWeights alone."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchWeights,
+        request_deserializer=pb.FetchWeightsRequest.FromString,
+        response_serializer=pb.FetchWeightsResponse.SerializeToString,
+    )
+    handlers = grpc.method_handlers_generic_handler(FULL_NAME, {"FetchWeights": handler})
+    server.add_generic_rpc_handlers((handlers,))
+
+
 class Source(rpc.WeightServiceServicer):
     """Serves weights over gRPC until a limit, then sends nothing and keeps the call open."""
 
-    def __init__(self, *, hangs_after: int | None = None, pause_s: float = 0.0) -> None:
-        """`hangs_after`: messages of a call before it hangs; `pause_s`: before each message."""
+    def __init__(
+        self, *, hangs_after: int | None = None, pause_s: float = 0.0, earlier: bool = False
+    ) -> None:
+        """`hangs_after`: messages of a call before it hangs; `pause_s`: before each message;
+        `earlier`: it has the RPC of an earlier release alone."""
+        self._register = _add_earlier if earlier else rpc.add_WeightServiceServicer_to_server
         self.held: dict[int, Weights] = {}
         self.manifests: dict[int, Weights] = {}
         """Weights of the manifests, where the data differs."""
@@ -83,9 +100,7 @@ class Source(rpc.WeightServiceServicer):
         self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
 
     async def start(self) -> str:
-        self._server.add_service(
-            rpc.add_WeightServiceServicer_to_server, self, full_name="forge.v1.WeightService"
-        )
+        self._server.add_service(self._register, self, full_name=FULL_NAME)
         return await self._server.start()
 
     async def stop(self) -> None:

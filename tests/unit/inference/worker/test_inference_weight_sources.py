@@ -88,6 +88,21 @@ async def test_wrong_manifest_is_not_used() -> None:
     assert not wrong.requests
 
 
+async def test_peer_of_an_earlier_release_is_passed_over() -> None:
+    """It has no FetchManifest; the log names it, and the trainer is asked."""
+    earlier, trainer = Source(earlier=True), Source()
+    earlier.held[1] = trainer.held[1] = FIRST
+    async with serving(earlier, trainer) as (earlier_at, trainer_at):
+        worker = Worker()
+        worker.show([earlier_at], version=1)
+        with structlog.testing.capture_logs() as logs:
+            worker.publish(1, FIRST, source=trainer_at)
+            assert await worker.until_serving(1) == FIRST
+        await worker.stop()
+    (given_up,) = [line for line in logs if line["event"] == "weight_source_given_up"]
+    assert (given_up["source"], given_up["error"]) == (earlier_at, "Method not found!")
+
+
 async def test_newer_version_interrupts_a_fetch() -> None:
     """With less than half of the data, also from a source that hangs for long; the next fetch ends
     before another version is taken, so that each worker gets weights."""
@@ -214,7 +229,7 @@ async def test_refused_version_leaves_the_one_before_in_service() -> None:
             "version 2 is refused, version 1 stays in service: weights 2: a has NaN"
         )
         assert said["weight_version"] == "1"
-        assert list(worker.follower.weights) == [1]
+        assert list(worker.follower.weights) == [1] and worker.follower._fetch is None
         assert REGISTRY.get_sample_value("forge_inference_weights_refused_total") == before + 1
         worker.publish(3, FIRST, source=trainer_at)
         await worker.until_serving(3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
+from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner
@@ -83,6 +83,13 @@ def test_damaged_slice_is_refused() -> None:
     assert assembler.add(second, max_bytes=LIMIT) is None
     whole = assembler.add(third, max_bytes=LIMIT)
     assert whole is not None and bytes(whole.data) == b"abcdef"
+
+
+def test_array_without_memory_is_resource_exhausted() -> None:
+    """A worker then keeps its weights and retries; the error names the array."""
+    huge = TensorSlice(name="w", whole_bytes=1 << 62, data=b"a")
+    with pytest.raises(ResourceExhausted, match="w: there is no memory for its 4611686"):
+        SliceAssembler().add(huge, max_bytes=1 << 63)
 
 
 async def fetched(arrays: list[NamedTensor], **request: Any) -> list[FetchWeightsResponse]:
