@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
-from forge.runtime.security.tls import is_loopback
 from forge.runtime.settings import Port, ServiceConfig
 
 
@@ -50,12 +49,6 @@ class ConsoleConfig(ServiceConfig):
     max_cache_mib: Annotated[float, Meta(ge=1)] = 256.0
     """Memory of the trajectories that were read last."""
     http: HttpSettings = field(default_factory=HttpSettings)
-
-    @property
-    def login_needed(self) -> bool:
-        """Whether readers need a token."""
-        on_loopback = is_loopback(self.host) and not self.http.hosts
-        return self.http.login == "always" or not on_loopback
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for a host name with a scheme or a path."""

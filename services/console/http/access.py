@@ -67,11 +67,17 @@ class WrongHost(PermissionDenied):
     http_status = 421
 
 
+def needs_login(config: ConsoleConfig) -> bool:
+    """Whether readers need a token."""
+    on_loopback = is_loopback(config.host) and not config.http.hosts
+    return config.http.login == "always" or not on_loopback
+
+
 class Access:
     """The rules of one console."""
 
     def __init__(self, config: ConsoleConfig, security: Security) -> None:
-        self.login_needed = config.login_needed
+        self.login_needed = needs_login(config)
         self._security = security
         own = (config.host, config.advertise_host)
         self._names = {name.lower() for name in (*own, *config.http.hosts) if name}

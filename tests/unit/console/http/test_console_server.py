@@ -12,6 +12,7 @@ import pytest
 from forge.core.errors import InvalidArgument
 from forge.v1 import trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
+from services.console.http.access import needs_login
 from services.console.http.server import TOPIC_RIGHTS, static_files
 from tests.support.console.page import Console, served, token_of
 from tests.support.pool.records import make_turn
@@ -36,7 +37,7 @@ def test_login_is_needed_beyond_the_own_host(
 ) -> None:
     """`auto` leaves out the login for a reader on the same host alone."""
     config = ConsoleConfig(host=host, http=HttpSettings(hosts=hosts, login=login))  # type: ignore[arg-type]
-    assert config.login_needed == needed
+    assert needs_login(config) == needed
 
 
 def test_host_with_a_path_is_refused() -> None:
