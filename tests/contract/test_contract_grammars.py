@@ -74,7 +74,7 @@ async def test_grammar_affects_no_other_request(pair: Pair) -> None:
     prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
     free = [replace(SAMPLED, max_tokens=40, seed=n) for n in range(4)]
     alone = [await pair.sample(*request) for request in zip(prompts, free, strict=True)]
-    held = [pair.sample(ids, replace(HELD, seed=7)) for ids in prompts]
+    held = [pair.sample(ids, replace(HELD, seed=7, max_tokens=450)) for ids in prompts]
     mixed = await asyncio.gather(*map(pair.sample, prompts, free), *held)
     assert [answer.ids for answer in mixed[:4]] == [answer.ids for answer in alone]
     assert not any(answer.allowed for answer in mixed[:4])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from forge.cli.presets import EMBEDDED
 from forge.cli.run_models import RunModels
+from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory
 from forge.cli.served_models import ServingGroup, ensured, known
 from forge.cli.stack import StackPlan, default_gateways, members
+from forge.cli.training_run import engine_python
 from forge.core.errors import InvalidArgument
 from services.gateway.named_models import NamedModel
 
@@ -139,3 +144,33 @@ def test_wrong_file_is_refused_with_its_table(tmp_path: Path, text: str, words: 
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=words):
         RunModels.read(file)
+
+
+def test_other_engine_gets_one_worker_on_its_own_python(tmp_path: Path) -> None:
+    """Of the role both, in its environment; there is no prefill worker to wait for. The policy's
+    other processes are the same."""
+    plan = StackPlan(directory=RunDirectory(tmp_path), model_path="/start", cluster="c")
+    before = {member.name: member for member in members(plan)}
+    plan = replace(plan, engine="vllm", engine_python="/venv/bin/python")
+    after = {member.name: member for member in members(plan)}
+    assert before.keys() - after.keys() == {"prefill"}
+    assert "prefill" in replace(plan, engine=EMBEDDED).kinds and "prefill" not in plan.kinds
+    worker = after["decode"]
+    assert (worker.settings["engine"], worker.settings["role"]) == ("vllm", "both")
+    assert worker.python == "/venv/bin/python"
+    assert {member.python for name, member in after.items() if name != "decode"} == {sys.executable}
+
+
+def test_python_of_an_engine_is_named_or_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The named one, else that of .venv-ENGINE, else this one; a missing file is an error."""
+    monkeypatch.chdir(tmp_path)
+    assert engine_python(RunOptions(engine="vllm")) == sys.executable
+    found = tmp_path / ".venv-vllm" / "bin" / "python"
+    found.parent.mkdir(parents=True)
+    found.touch()
+    assert engine_python(RunOptions(engine="vllm")) == str(found)
+    assert engine_python(RunOptions(engine_python=found)) == str(found)
+    with pytest.raises(InvalidArgument, match="no such file"):
+        engine_python(RunOptions(engine_python=tmp_path / "python"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.settings import load
 from services.inference.config import InferenceConfig
 
@@ -27,3 +27,13 @@ def test_flat_key_is_refused_with_its_place_in_a_table(flat: str, nested: str) -
         with pytest.raises(ConfigError, match=f"no setting {flat}.*did you mean {nested} ") as e:
             load(InferenceConfig, service="inference", argv=argv, environ=environ)
         assert "\n" not in str(e.value)
+
+
+def test_engine_options_are_a_json_object() -> None:
+    """For the engine; anything else is an error of the setting."""
+    config = InferenceConfig(engine_options='{"tensor_parallel_size": 2}')
+    config.validate()
+    assert config.options_of_engine() == {"tensor_parallel_size": 2}
+    for wrong in ("{", "[1]", '"a"'):
+        with pytest.raises(InvalidArgument, match="engine_options = "):
+            InferenceConfig(engine_options=wrong).validate()

@@ -21,6 +21,8 @@ _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # A fork of this process would have gRPC's threads without their work.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Sends nothing to anybody.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
