@@ -228,11 +228,11 @@ async def test_starting_workers_fetch_from_one_another(inference: InferenceClust
 
 
 async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> None:
-    """With a wrong digest the old version stays in service, until good weights arrive."""
+    """With wrong digests the old version stays in service, until good weights arrive."""
     await serving(inference)
     new = reference("qwen3", seed=1)
     good_version = inference.publisher.version
-    await inference.publisher.publish(published(new), digest="0" * 64)
+    await inference.publisher.publish(published(new), damaged=True)
     await inference.publisher.fetched(6)
     ids = prompt_ids(20)
     assert set((await inference.sample(ids)).versions) == {good_version}

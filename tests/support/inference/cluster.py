@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
 import signal
 from array import array
 from collections.abc import AsyncIterator, Mapping
@@ -14,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.core.errors import NotFound
+import msgspec
+
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
@@ -22,7 +21,16 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.serving_groups import starting_in
-from forge.runtime.weights import weight_responses
+from forge.runtime.weights import (
+    FULL_NAME,
+    HeldWeights,
+    TensorEntry,
+    WeightAnnouncement,
+    WeightManifest,
+    WeightServicer,
+    manifest_key,
+)
+from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
@@ -36,13 +44,14 @@ CALL_S = 600.0
 LEASE_TTL_S = 10
 
 
-class Publisher(inference_pb2_grpc.WeightServiceServicer):
-    """Publishes weights as a trainer does: bytes over gRPC, the manifest in etcd."""
+class Publisher(WeightServicer):
+    """Publishes weights as a trainer does: bytes over gRPC, the announcement in etcd."""
 
     def __init__(self, coordinator: Coordinator, server: RpcServer) -> None:
+        super().__init__(lambda: self._versions, deltas=DeltaEncoder())
         self._coordinator = coordinator
         self._server = server
-        self._tensors: Mapping[str, NamedTensor] = {}
+        self._versions: dict[int, HeldWeights] = {}
         self.version = 0
         self.address = ""
         self._flows = asyncio.Event()
@@ -52,32 +61,30 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
 
     async def start(self) -> None:
         self._server.add_service(
-            inference_pb2_grpc.add_WeightServiceServicer_to_server,
-            self,
-            full_name="forge.v1.WeightService",
+            inference_pb2_grpc.add_WeightServiceServicer_to_server, self, full_name=FULL_NAME
         )
         self.address = await self._server.start()
 
-    async def publish(self, tensors: Mapping[str, NamedTensor], **overrides: Any) -> int:
-        """Announces them as the next version, which it returns."""
+    async def publish(self, tensors: Mapping[str, NamedTensor], *, damaged: bool = False) -> int:
+        """Announces them as the next version, which it returns; `damaged`: with wrong digests."""
         version = self.version + 1
-        self._tensors, self.version = tensors, version
-        digest = hashlib.sha256()
-        for tensor in tensors.values():
-            digest.update(tensor.data)
-        manifest = {
-            "weight_version": version,
-            "step": version - 1,
-            "tensor_names": list(tensors),
-            "total_bytes": sum(len(tensor.data) for tensor in tensors.values()),
-            "digest": digest.hexdigest(),
-            "source": self.address,
-            **overrides,
-        }
-        current = await self._coordinator.get("weights/default/latest")
+        entries = [TensorEntry.of(tensor) for tensor in tensors.values()]
+        if damaged:
+            entries = [
+                msgspec.structs.replace(one, digests=bytes(len(one.digests))) for one in entries
+            ]
+        manifest = WeightManifest(weight_version=version, step=version - 1, tensors=tuple(entries))
+        encoded = manifest.encode()
+        held = HeldWeights(tensors=tuple(tensors.values()), manifest=encoded)
+        self._versions = {
+            old: kept for old, kept in self._versions.items() if old == self.version
+        } | {version: held}
+        self.version = version
+        key = manifest_key()
+        current = await self._coordinator.get(key)
         await self._coordinator.compare_and_swap(
-            "weights/default/latest",
-            json.dumps(manifest).encode(),
+            key,
+            WeightAnnouncement.of(manifest, encoded, source=self.address).encode(),
             expected_revision=current.mod_revision if current else 0,
         )
         return version
@@ -99,11 +106,10 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
     async def FetchWeights(
         self, request: inference_pb2.FetchWeightsRequest, context: Any
     ) -> AsyncIterator[inference_pb2.FetchWeightsResponse]:
-        if request.weight_version != self.version:
-            raise NotFound(f"weights {request.weight_version}")
-        self.fetches += 1
-        await self._flows.wait()
-        async for response in weight_responses(request, tuple(self._tensors.values())):
+        if request.weight_version == self.version:
+            self.fetches += 1
+            await self._flows.wait()
+        async for response in super().FetchWeights(request, context):
             yield response
 
 
