@@ -9,7 +9,7 @@ from typing import Any
 from forge.core.errors import Unavailable
 from forge.v1 import trainer_pb2
 from services.console.data.steps import FIELDS, Steps
-from services.console.data.topics import START, News, Poll
+from services.console.data.topics import START, News, Poll, pause_s
 from tests.support.console.page import FakeOperator
 
 
@@ -114,6 +114,12 @@ async def test_failed_read_keeps_the_last_state() -> None:
     assert payload is not None
     event = json.loads(payload)
     assert (event["state"], event["error"]) == (7, "no scheduler leads")
+
+
+def test_slow_reads_are_rarer() -> None:
+    """A large queue costs the scheduler some milliseconds, a busy one seconds."""
+    assert pause_s(1.0, 0.01) == 1.0
+    assert pause_s(1.0, 2.0) == 18.0
 
 
 async def test_read_has_a_deadline() -> None:
