@@ -185,6 +185,17 @@ async def test_continued_request_draws_the_same_tokens(pair: Pair) -> None:
     assert whole.ids[5:] == rest.ids
 
 
+async def test_prompts_beyond_one_pass_keep_their_seeds(start: Start) -> None:
+    """Each in several passes beside the others: the answers are those alone."""
+    async with start(pass_tokens=64) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        prompts = [prompt_ids(150 + n, seed=n) for n in range(6)]
+        asked = [replace(SAMPLED, seed=n) for n in range(6)]
+        together = await asyncio.gather(*map(pair.sample, prompts, asked))
+        alone = [await pair.sample(*request) for request in zip(prompts, asked, strict=True)]
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+
+
 async def test_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
     """It is the last sampled one."""
     ids = prompt_ids(20)

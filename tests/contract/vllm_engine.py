@@ -24,6 +24,7 @@ _SHARED: dict[str, Any] = {
     "kv_bytes": 64 << 20,
     "cache_bytes": 0,
     "max_running": 4,
+    "pass_tokens": 64,
     "context_tokens": CONTEXT_TOKENS,
     "request_timeout_s": 600.0,
 }

@@ -17,6 +17,7 @@ from services.inference.engines.vllm import extension
 
 WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
+_LEAST_PASS_TOKENS = 2048
 _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -81,6 +82,14 @@ def meta_model(model_path: str) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
 
 
+def _dtype(options: EngineOptions) -> str:
+    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits."""
+    if options.dtype != "auto":
+        return options.dtype
+    config = AutoConfig.from_pretrained(options.model_path).get_text_config()
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
 def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs`. Raises ConfigError for options it cannot have."""
     from vllm.config import WeightTransferConfig
@@ -92,7 +101,7 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, A
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
     ours: dict[str, Any] = {
         "model": options.model_path,
-        "dtype": options.dtype,
+        "dtype": _dtype(options),
         "hf_overrides": {"architectures": [architecture_of(options.model_path)]},
         # The first weights come as all others do.
         "load_format": "dummy",
@@ -109,13 +118,19 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, A
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
         "disable_log_stats": True,
     }
-    if options.pass_tokens:
-        ours["max_num_batched_tokens"] = max(options.pass_tokens, options.max_running)
     defaults: dict[str, Any] = {}
     if options.device == "cpu":
         # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor
         # would be replaced by one with another process, for a pinning that is off here.
         defaults = {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
+        # A prompt in several passes, with a seed, ends vLLM's process: a generator on a CPU cannot
+        # take back the draw of a pass that samples nothing.
+        ours["enable_chunked_prefill"] = False
+        ours["max_num_batched_tokens"] = max(
+            limits.context_tokens, options.max_running, _LEAST_PASS_TOKENS
+        )
+    elif options.pass_tokens:
+        ours["max_num_batched_tokens"] = max(options.pass_tokens, options.max_running)
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in options.extra:
         if name in ours or name not in known:
