@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import OptimizerConfig
 from forge.rl.out_of_memory import memory_shortage
+from forge.rl.parallel.sharding import as_sharded
 
 
 class Optimizers:
@@ -118,15 +119,26 @@ class Optimizers:
             load_moments(part, own)
 
 
-def load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load moments from a `state_dict()`; the constants stay those of this run."""
+def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load whole moments from a `state_dict()`; the constants stay those of this run."""
     constants = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    moments = {
+        index: {name: _divided(value, parameters[index]) for name, value in own.items()}
+        for index, own in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": moments})
     for group, own in zip(optimizer.param_groups, constants, strict=True):
         group.update(own)
+
+
+def _divided(value: Any, parameter: Tensor) -> Any:
+    """A moment, divided like its parameter."""
+    same = isinstance(value, Tensor) and value.shape == parameter.shape
+    return as_sharded(value, parameter) if same else value
 
 
 def _sizes(parts: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -1,12 +1,16 @@
 """Run the trainer: `python -m services.trainer --help`."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from forge.core.errors import ForgeError
 from forge.core.extras import require_extra
-from forge.runtime.process.startup import run
-from services.trainer.config import TrainerConfig
+from forge.runtime.process.startup import CANNOT_START, run
+from forge.runtime.settings.reader import load
+from services.trainer.config import TrainerConfig, under_torchrun
 
 
 def load_app() -> type:
@@ -52,5 +56,23 @@ def _read_tasks(file: str) -> None:
     read_tasks(Path(file), DEFAULTS)
 
 
+def follow() -> None:
+    """Run a rank above 0, which serves nothing: it takes the steps that rank 0 orders.
+
+    Exit codes as those of `run`, and 0 when the group ends.
+    """
+    try:
+        config = load(TrainerConfig, service="trainer", argv=sys.argv[1:], environ=os.environ)
+        from services.trainer.learner.rank_processes import follow_torchrun
+
+        follow_torchrun(config)
+    except ForgeError as error:
+        sys.stderr.write(f"forge trainer: {error}\n")
+        sys.exit(CANNOT_START)
+
+
 if __name__ == "__main__":
-    run("trainer", TrainerConfig, load_app, host_checks)
+    if under_torchrun() and os.environ["RANK"] != "0":
+        follow()
+    else:
+        run("trainer", TrainerConfig, load_app, host_checks)

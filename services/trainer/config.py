@@ -17,6 +17,7 @@ from forge.rl.config import (
     Correction,
     CriticConfig,
     LearnerConfig,
+    MeshShape,
     MtpConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -44,6 +45,35 @@ class LoraSettings:
     """Dropout before the adapters."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linear layers with adapters, by name or end of name; all-linear: all but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSettings:
+    """How several ranks divide model and batch."""
+
+    dp_replicate: Annotated[int, Meta(ge=1)] = 1
+    """Copies of the model; each computes other trees of a batch."""
+    dp_shard: Annotated[int, Meta(ge=1)] = 1
+    """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
+    computes other trees. 1: every rank holds all of them."""
+    cp: Annotated[int, Meta(ge=0)] = 0
+    """Ranks that compute each tree together; 0: as many as remain."""
+
+    def shape(self, ranks: int) -> MeshShape:
+        """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""
+        data = self.dp_replicate * self.dp_shard
+        shape = MeshShape(
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp or max(1, ranks // data),
+        )
+        if shape.ranks != ranks:
+            raise InvalidArgument(
+                f"mesh.dp_replicate = {self.dp_replicate}, mesh.dp_shard = {self.dp_shard}, "
+                f"mesh.cp = {self.cp} is not allowed with {ranks} ranks: the mesh has "
+                f"{shape.ranks}"
+            )
+        return shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +172,9 @@ class TrainerConfig(ServiceConfig):
     device: str = "cpu"
     """Torch device, e.g. cpu or cuda:0; cuda with ranks: one device for each."""
     ranks: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes on this machine that compute each tree together."""
+    """Processes on this machine that take each step together; under torchrun, its number of
+    processes counts instead."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     torch_threads: Annotated[int, Meta(ge=0)] = 0
     """Threads of the tensor library; 0: half the cores, inference has the rest."""
     autocast: Literal["none", "auto", "bfloat16"] = "none"
@@ -190,6 +222,11 @@ class TrainerConfig(ServiceConfig):
             )
         self.objective.check(self.correction)
         self._check_advantages()
+        if self.mesh_shape.sharded and self.optimizer.name != "adamw":
+            raise InvalidArgument(
+                f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "
+                f"{self.mesh.dp_shard}: it steps whole tensors; use adamw"
+            )
 
     def _check_advantages(self) -> None:
         algorithm, advantages = self.objective.algorithm, self.advantages
@@ -245,6 +282,18 @@ class TrainerConfig(ServiceConfig):
             drop_flat_groups=self.advantages.drop_flat_groups,
         )
 
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The mesh of all ranks. Raises `InvalidArgument` for settings that make none."""
+        return self.mesh.shape(int(os.environ["WORLD_SIZE"]) if under_torchrun() else self.ranks)
+
     def threads(self) -> int:
         """Intra-operation threads of each rank."""
-        return self.torch_threads or max(1, (os.cpu_count() or 2) // 2 // self.ranks)
+        here = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else self.ranks
+        return self.torch_threads or max(1, (os.cpu_count() or 2) // 2 // here)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process; then the variables RANK, WORLD_SIZE, LOCAL_RANK and
+    LOCAL_WORLD_SIZE describe it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.core.errors import InvalidArgument
@@ -91,6 +91,20 @@ def shard(entry: Entry, world: World) -> None:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; it shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy whole `values` into a tensor that may be sharded; no communication."""
+    local(tensor).copy_(local(as_sharded(values, tensor)))
+
+
+def as_sharded(values: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of whole `values`, divided like another tensor; no communication."""
+    if not isinstance(like, DTensor):
+        return values
+    values = values.to(like.device)
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()

@@ -21,41 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge.core.errors import InvalidArgument
 from forge.rl.collectives import all_reduce
+from forge.rl.config import MeshShape
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshShape:
-    """Numbers of ranks in each dimension."""
-
-    dp_replicate: int = 1
-    """Copies of the model; each computes other trees."""
-    dp_shard: int = 1
-    """Data groups within a copy that shard its parameters; each computes other trees."""
-    cp: int = 1
-    """Ranks that compute each tree together."""
-
-    @property
-    def ranks(self) -> int:
-        """Size of the world."""
-        return self.dp_replicate * self.dp_shard * self.cp
-
-    @property
-    def data_groups(self) -> int:
-        """Groups of ranks that compute different trees."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank holds only a part of the parameters. With `dp_shard = 1` each rank has
-        all of them, and the group can retry a batch after a shortage of memory."""
-        return self.dp_shard > 1
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which a copy of the parameters is divided."""
-        return self.dp_shard * self.cp if self.sharded else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

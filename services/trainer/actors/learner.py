@@ -21,7 +21,15 @@ from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published, type_name
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.model_replica import Adopt, ModelReplica, Order, StartOver, Take
+from services.trainer.learner.model_replica import (
+    Adopt,
+    Capture,
+    ModelReplica,
+    Order,
+    Read,
+    StartOver,
+    Take,
+)
 from services.trainer.learner.rank_processes import Ranks
 from services.trainer.weight_publisher import Snapshot
 
@@ -36,11 +44,6 @@ class TakeSnapshot:
 
     step: int
     checkpoint: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capture:
-    """Copy the state that a checkpoint holds; answered by Contents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,10 @@ class LearnerActor(ThreadActor):
         """Starts the other ranks, builds the model and checks it."""
         torch.set_num_threads(self._config.threads())
         try:
-            if self._config.ranks > 1:
+            if self._config.mesh_shape.ranks > 1:
                 self._ranks = Ranks(self._config)
             self._replica = ModelReplica(
-                self._config, group=self._ranks.group if self._ranks else None
+                self._config, world=self._ranks.world if self._ranks else None
             )
             self._check_checkpoint()
             self._replica.check()
@@ -82,18 +85,24 @@ class LearnerActor(ThreadActor):
         """Handles `Take`, `TakeSnapshot`, `Capture` and `Restore`."""
         match message:
             case Take():
+                self._kept = {}
                 return self._order(message)
             case TakeSnapshot(step=step, checkpoint=checkpoint):
                 kept = read_published(checkpoint) if checkpoint else self._kept
                 return self._snapshot(step, kept)
             case Capture():
-                return self._replica.captured()
+                return self._reading(message)
             case Restore():
                 return self._restore()
         return super().receive(message)
 
+    def _reading(self, order: Order) -> Any:
+        """Read the weights, together with the other ranks if each has a part of them."""
+        if self._ranks is not None and self._ranks.world.shape.sharded:
+            return self._order(order)
+        return self._replica.obey(order)
+
     def _order(self, order: Order) -> Any:
-        self._kept = {}
         if self._ranks is None:
             return self._replica.obey(order)
         self._ranks.send(order)
@@ -102,8 +111,8 @@ class LearnerActor(ThreadActor):
 
     def _snapshot(self, step: int, kept: Mapping[str, Tensor]) -> Snapshot:
         """The `kept` tensors if they have the names and type of this run, else those in memory."""
-        if not self._replica.publishes(kept):
-            kept = dict(self._replica.published())
+        read, probe = self._reading(Read(probe_only=self._replica.publishes(kept)))
+        kept = read or kept
         tensors = [
             NamedTensor(
                 name=name,
@@ -116,7 +125,7 @@ class LearnerActor(ThreadActor):
         return Snapshot(
             step=step,
             tensors=tensors,
-            probe=self._replica.probe(),
+            probe=probe,
             aliases=self._replica.tied_names(),
         )
 
@@ -136,6 +145,7 @@ class LearnerActor(ThreadActor):
             log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
             return checkpoint
         if self._replica.steps:
+            self._kept = {}
             self._order(StartOver())
         return None
 

@@ -25,12 +25,12 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import Flush, Write
-from services.trainer.actors.learner import Capture, Restore, TakeSnapshot
+from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.lineage import Lineage
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,17 +205,17 @@ def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     return {**state, "mtp": {**mtp, "heads": load_file(directory / HEADS_FILE)}}
 
 
-def host_copy(value: Any) -> Any:
-    """The same nested dicts, lists and tuples, with every tensor copied to host memory."""
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nested dicts, lists and tuples, with every tensor changed."""
     match value:
         case Tensor():
-            return value.detach().to("cpu", copy=True)
+            return change(value)
         case dict():
-            return {key: host_copy(part) for key, part in value.items()}
+            return {key: mapped(change, part) for key, part in value.items()}
         case list():
-            return [host_copy(part) for part in value]
+            return [mapped(change, part) for part in value]
         case tuple():
-            return tuple(host_copy(part) for part in value)
+            return tuple(mapped(change, part) for part in value)
     return value
 
 

@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
@@ -25,11 +24,12 @@ from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
+from forge.rl.parallel.world import World, whole
 from forge.runtime.weights import WeightProbe
 from services.trainer.checkpoint.files import (
     LEARNER_FILE,
     Contents,
-    host_copy,
+    mapped,
     master_in,
     outline,
     read,
@@ -38,7 +38,7 @@ from services.trainer.checkpoint.files import (
 from services.trainer.config import TrainerConfig
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, load_model
 from services.trainer.model.lora import LoraTrainee
-from services.trainer.model.placement import backbone_dtype, device_of, recompute
+from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOKENS = 16
@@ -59,6 +59,19 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Copy the published tensors to the host memory of rank 0; answered by (tensors, probe)."""
+
+    probe_only: bool = False
+    """Answer without tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """Copy the state that a checkpoint holds to the host memory of rank 0; answered by Contents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
     """Take one step on a batch; answered by a StepResult."""
 
@@ -67,21 +80,22 @@ class Take:
     weight_version: int
 
 
-Order = StartOver | Adopt | Take
+Order = StartOver | Adopt | Take | Read | Capture
 
 
 class ModelReplica:
     """Model and optimizer of one rank. Not thread-safe."""
 
-    def __init__(self, config: TrainerConfig, *, group: dist.ProcessGroup | None = None) -> None:
-        """Begins with the starting weights. The ranks of `group` must get the same orders.
+    def __init__(self, config: TrainerConfig, *, world: World | None = None) -> None:
+        """Begins with the starting weights. The ranks of `world` must get the same orders.
 
-        Raises `ConfigError` for a device that does not exist.
+        Raises `ConfigError` for a device that does not exist, and for a model that cannot be
+        sharded.
         """
         self._config = config
-        self._group = group
+        self._world = world or World()
         self._model_path = Path(config.model_path)
-        self._device = device_of(config.device, rank=dist.get_rank(group) if group else 0)
+        self._device = device_of(config.device, rank=local_rank(self._world.rank))
         self._start_over()
 
     @property
@@ -114,10 +128,10 @@ class ModelReplica:
                 check_policy(policy)
             except InvalidArgument as error:
                 raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
-            if policy.unmerged and self._group is not None:
+            if policy.unmerged and self._world.tree is not None:
                 raise ConfigError(
-                    f"ranks = {self._config.ranks} is not allowed: {type(policy.model).__name__} "
-                    f"is trained sequence by sequence, since {policy.unmerged}"
+                    f"mesh.cp = {self._world.shape.cp} is not allowed: {policy.family} is trained "
+                    f"sequence by sequence, since {policy.unmerged}. Use mesh.dp_shard"
                 )
 
     def obey(self, order: Order) -> Any:
@@ -130,6 +144,10 @@ class ModelReplica:
                 return self.adopt(directory, *read(directory, self.master_file))
             case Take():
                 return self._take(order)
+            case Read(probe_only=probe_only):
+                return {} if probe_only else dict(self.published()), self.probe()
+            case Capture():
+                return self.captured()
 
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
@@ -152,7 +170,12 @@ class ModelReplica:
 
     def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
         autocast = backbone_dtype(self._config.autocast, model.device)
-        return TreePolicy(model, autocast=autocast, balance_coef=balance_coef, group=self._group)
+        policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
+        try:
+            policy.spread(self._world)
+        except InvalidArgument as error:
+            raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
+        return policy
 
     def _served(self, policy: TreePolicy) -> ServedValues | None:
         """None for float32 and for adapters, whose own values are not published."""
@@ -177,9 +200,15 @@ class ModelReplica:
         return self._learner.step(plan, weight_version=order.weight_version)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the published tensors in host memory, one at a time."""
+        """Copies of the published tensors in host memory, one at a time. If the world shards them,
+        all ranks read them, and ranks above 0 get empty ones."""
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
-            yield name, tensor.detach().to("cpu", self.published_type, copy=True).contiguous()
+            yield name, self._on_host(whole(tensor.detach()), self.published_type)
+
+    def _on_host(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self._world.rank:  # only rank 0 publishes and saves
+            return torch.empty(0)
+        return tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous()
 
     def tied_names(self) -> Mapping[str, Sequence[str]]:
         """Further names of published tensors, by the published name."""
@@ -188,7 +217,7 @@ class ModelReplica:
     @torch.no_grad()
     def probe(self) -> WeightProbe:
         """A few tokens and their log-probs under the present weights, by the model's own forward in
-        float32, on this rank alone."""
+        float32. If the world shards them, all ranks compute it together."""
         policy = self._learner.policy
         config = policy.model.config.get_text_config(decoder=True)
         count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
@@ -196,7 +225,7 @@ class ModelReplica:
             range(min(policy.vocabulary, config.vocab_size)), k=count
         )
         with policy.stock_attention():
-            logprobs_T = own_logprobs(policy.model, as_sample(ids))
+            logprobs_T = policy.run(lambda: own_logprobs(policy.model, as_sample(ids)))
         return WeightProbe(ids=ids, logprobs=logprobs_T.tolist())
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
@@ -206,7 +235,8 @@ class ModelReplica:
         return same_type and list(kept) == [*self._trainee.names(), *self._heads()]
 
     def captured(self) -> Contents:
-        """A copy of the state that a checkpoint holds."""
+        """A copy of the state that a checkpoint holds. If the world shards it, all ranks read it,
+        and only rank 0 has the tensors."""
         trainee, heads = self._trainee, self._heads()
         published = dict(self.published())
         learner = self._learner.state_dict()
@@ -218,12 +248,15 @@ class ModelReplica:
         return Contents(
             model={name: one for name, one in published.items() if name not in heads},
             heads={name: published[name] for name in heads},
-            master=host_copy(master),
+            master=self._copied(master),
             master_file=trainee.master_file,
-            learner=host_copy({**learner, _BASE: trainee.base}),
+            learner=self._copied({**learner, _BASE: trainee.base}),
             sidecars=trainee.sidecars(),
             model_path=self._model_path,
         )
+
+    def _copied(self, state: Any) -> Any:
+        return mapped(lambda tensor: self._on_host(whole(tensor.detach())), state)
 
     def fits(self, directory: Path) -> None:
         """Raises `ConfigError` when the checkpoint is of another run, and one of `UNREADABLE` when

@@ -1,12 +1,14 @@
-"""The processes of ranks 1 and up, which compute each tree together with the learner.
+"""The processes of ranks 1 and up, which take each step together with the learner.
 
-Owns their start, their end and the sending of orders. Rank 0 is the learner's thread; every other
-rank is a child process with its own model replica. All replicas get the same orders and so stay
-equal. `forge.rl.parallel.context_parallel` splits a tree over ranks.
+Owns their start, their end and the sending of orders. Rank 0 is the learner's thread. The other
+ranks are child processes, or processes that torchrun started on this host and others; each has its
+own model replica. All replicas get the same orders and so stay equal. `forge.rl.parallel` divides
+model, batch and trees over them.
 
 When one rank fails, all end: the next exchange of the others finds its connection closed. A failed
 rank first writes its error to the store of the group, so the others report the cause. The
-supervisor then restarts the learner with new ranks.
+supervisor then restarts the learner with new ranks; under torchrun the process ends, and torchrun
+restarts all of them.
 """
 
 from __future__ import annotations
@@ -17,26 +19,33 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost
+from forge.rl.parallel.world import World, make_world
 from forge.runtime.telemetry import configure_logging, log
-from services.trainer.config import TrainerConfig
+from services.trainer.config import TrainerConfig, under_torchrun
 from services.trainer.learner.model_replica import ModelReplica, Order, Take
+from services.trainer.model.placement import device_of
 
 _FOREVER = timedelta(days=3650)
 """A rank waits for its next order without a limit."""
 _END_S = 5.0
 _LOOK_S = 0.05
+_JOINED: list[bool] = []
+"""Not empty once this process has joined a group of torchrun, which has one group."""
 _FAILURE = "failure"
 """Key of the error of the rank that failed first."""
 
@@ -51,25 +60,40 @@ class Ranks:
     def __init__(self, config: TrainerConfig) -> None:
         """Returns once all ranks have joined the group; each then builds its replica.
 
-        Raises `RuntimeError` when a rank ends before.
+        Raises `RuntimeError` when a rank ends before, and under torchrun for a second group.
         """
+        self._processes: list[BaseProcess] = []
+        self._folder: Path | None = None
+        if under_torchrun():
+            self.world, self._store = _join_torchrun(config)
+        else:
+            self._start(config)
+        log.info(
+            "ranks_started",
+            ranks=self.world.shape.ranks,
+            pids=[one.pid for one in self._processes],
+            dp_replicate=self.world.shape.dp_replicate,
+            dp_shard=self.world.shape.dp_shard,
+            cp=self.world.shape.cp,
+        )
+
+    def _start(self, config: TrainerConfig) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
         meeting = str(self._folder / "meeting")
         # Not forked: torch's threads and autograd do not survive a fork.
         spawn = multiprocessing.get_context("spawn")
         self._processes = [
-            spawn.Process(target=_follow, args=(rank, config, meeting), daemon=True)
+            spawn.Process(target=_follow_here, args=(rank, config, meeting), daemon=True)
             for rank in range(1, config.ranks)
         ]
         for process in self._processes:
             process.start()
         try:
             self._await(meeting)
-            self.group, self._store = _join(meeting, rank=0, ranks=config.ranks)
+            self.world, self._store = _join(meeting, config, rank=0)
         except BaseException:
             self.close()
             raise
-        log.info("ranks_started", ranks=config.ranks, pids=[one.pid for one in self._processes])
 
     def _await(self, meeting: str) -> None:
         """Wait until all ranks are about to join: `_join` itself does not notice a dead rank."""
@@ -87,7 +111,7 @@ class Ranks:
             order = replace(order, plan=replace(order.plan, trees=()))
         with self.together():
             try:
-                dist.broadcast_object_list([order], src=0, group=self.group)
+                dist.broadcast_object_list([order], src=0)
             except RuntimeError as error:
                 raise RankLost(str(error)) from error
 
@@ -122,7 +146,8 @@ class Ranks:
         with suppress(RuntimeError):
             if dist.is_initialized():
                 dist.destroy_process_group()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _here(meeting: str, rank: int) -> Path:
@@ -130,32 +155,64 @@ def _here(meeting: str, rank: int) -> Path:
     return Path(f"{meeting}-{rank}")
 
 
-def _join(meeting: str, *, rank: int, ranks: int) -> tuple[dist.ProcessGroup, FileStore]:
+def _join(meeting: str, config: TrainerConfig, *, rank: int) -> tuple[World, Store]:
     _here(meeting, rank).touch()
     if sys.platform == "linux":
         # Ranks of a host accept any connection: never on the address of the host's name.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(meeting, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_FOREVER)
-    group = dist.group.WORLD
-    assert group is not None
-    return group, store
+    return _group(config, FileStore(meeting, config.ranks), rank=rank, local_rank=rank)
 
 
-def _follow(rank: int, config: TrainerConfig, meeting: str) -> None:
-    """The main function of a rank: returns when another rank is lost, exits when it fails."""
+def _join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
+    if _JOINED:
+        raise RuntimeError("the group of ranks has ended: torchrun starts a new one")
+    _JOINED.append(True)
+    store, rank, _ = next(rendezvous("env://", timeout=_FOREVER))
+    return _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+
+
+def _group(
+    config: TrainerConfig, store: Store, *, rank: int, local_rank: int
+) -> tuple[World, Store]:
+    shape = config.mesh_shape
+    device = device_of(config.device, rank=local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=shape.ranks,
+        timeout=_FOREVER,
+    )
+    return make_world(shape, device), store
+
+
+def follow_torchrun(config: TrainerConfig) -> None:
+    """The main function of a rank above 0 under torchrun; returns when the group ends."""
+    _follow(config, partial(_join_torchrun, config))
+
+
+def _follow_here(rank: int, config: TrainerConfig, meeting: str) -> None:
+    """The main function of a child process."""
+    _follow(config, partial(_join, meeting, config, rank=rank))
+
+
+def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> None:
+    """Returns when another rank is lost, exits when this one fails."""
     # A stop signal may reach all processes of the service; the current step must still end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
-    group, store = _join(meeting, rank=rank, ranks=config.ranks)
+    world, store = join()
     try:
-        _obey(ModelReplica(config, group=group), group)
+        _obey(config, world)
     except RankLost as consequence:
         cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
-        log.warning("rank_ended", rank=rank, because=cause)
+        log.warning("rank_ended", rank=world.rank, because=cause)
     except Exception as error:
+        rank = world.rank
         expected = isinstance(error, ForgeError)  # its message is enough
         log.error("rank_failed", rank=rank, error=repr(error), exc_info=not expected)
         # The first failure stays.
@@ -163,14 +220,15 @@ def _follow(rank: int, config: TrainerConfig, meeting: str) -> None:
         raise SystemExit(1) from None
 
 
-def _obey(replica: ModelReplica, group: dist.ProcessGroup) -> None:
+def _obey(config: TrainerConfig, world: World) -> None:
     """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
     lost during an order."""
+    replica = ModelReplica(config, world=world)
     replica.check()
     orders: list[Order | None] = [None]
     while True:
         try:
-            dist.broadcast_object_list(orders, src=0, group=group)
+            dist.broadcast_object_list(orders, src=0)
         except RuntimeError:
             return  # rank 0 has closed its connection
         (order,) = orders

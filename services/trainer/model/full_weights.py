@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
 from forge.rl.model.probe import check_config
 from forge.rl.model.shapes import difference
+from forge.rl.parallel.sharding import fill
 
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """Advice for a checkpoint of another run."""
@@ -71,7 +73,7 @@ class Trainee:
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         self.check(shapes, base=base, source=source)
         for name, tensor in self.master().items():
-            tensor.copy_(weights[name])
+            fill(tensor, weights[name])
 
 
 def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
@@ -101,9 +103,13 @@ def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by name, each once: tied weights have their first name."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        # A rank's part of a small tensor may be empty, and empty tensors share an address.
+        sharded = isinstance(tensor, DTensor)
+        identity = id(parameters[name]) if sharded else tensor.data_ptr()
+        if identity not in seen:
+            seen.add(identity)
             named[name] = tensor
     return named
 

@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
+from forge.rl.parallel.world import whole
 from forge.rl.tree.batch import TreeBatch
 from services.trainer.config import LoraSettings
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors, tied_names
@@ -65,7 +67,7 @@ class LoraTrainee(Trainee):
             if layer is None:
                 yield name, plain[name]
             else:
-                yield name, plain[name] + layer.get_delta_weight(_ADAPTER)
+                yield name, whole(plain[name]) + _delta(layer)
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
         """Raises `ConfigError` also for adapters of another scale: they are another policy."""
@@ -120,6 +122,15 @@ class BaseReference:
     def _enable(self, enabled: bool) -> None:
         for layer in self._layers:
             layer.enable_adapters(enabled)
+
+
+def _delta(layer: Any) -> Tensor:
+    """alpha/rank B A. PEFT's own product has no sharded factors."""
+    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    if not isinstance(up, DTensor):
+        delta: Tensor = layer.get_delta_weight(_ADAPTER)
+        return delta
+    return whole(up) @ whole(down) * float(layer.scaling[_ADAPTER])
 
 
 def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:

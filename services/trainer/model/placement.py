@@ -5,6 +5,7 @@ Owns the meaning of the settings `device`, `autocast` and `recompute_activations
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.out_of_memory import recompute_activations
+from services.trainer.config import under_torchrun
 
 
 def recompute(model: Any) -> None:
@@ -35,6 +37,11 @@ def device_of(setting: str, *, rank: int = 0) -> torch.device:
             f"device = {setting!r} is not available on rank {rank}: {reason}"
         ) from error
     return device
+
+
+def local_rank(rank: int) -> int:
+    """Number of a rank on its host: under torchrun there may be several hosts."""
+    return int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank
 
 
 def backbone_dtype(setting: str, device: torch.device) -> torch.dtype | None:

@@ -21,7 +21,13 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig, OptimizerConfig
+from forge.rl.config import (
+    LearnerConfig,
+    MeshShape,
+    MtpConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
@@ -29,7 +35,7 @@ from forge.rl.model.probe import check_policy
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
-from forge.rl.parallel.world import MeshShape, World, make_world, whole
+from forge.rl.parallel.world import World, make_world, whole
 from tests.support.rl.forests import forest
 from tests.support.rl.models import (
     CAP,

@@ -13,12 +13,12 @@ from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from services.trainer.actors.checkpointing import Flush, Write
-from services.trainer.actors.learner import Capture, Restore, TakeSnapshot
+from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.actors.training import Advance
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.data.batch_source import Claim, PreparedBatch
 from services.trainer.data.samples import BatchSamples
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Snapshot
 

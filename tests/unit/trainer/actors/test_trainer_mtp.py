@@ -18,11 +18,11 @@ from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.inference.engines.embedded.model import Policy
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
+from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.data.samples import BatchSamples
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
 from services.trainer.weight_publisher import Snapshot

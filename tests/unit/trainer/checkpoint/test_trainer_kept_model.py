@@ -16,11 +16,11 @@ from forge.core.errors import DataLoss
 from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
+from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner

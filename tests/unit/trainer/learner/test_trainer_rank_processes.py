@@ -20,12 +20,12 @@ from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
+from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import rank_processes
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.short_memory import memory_for
 from tests.support.runtime.fork_server import TORCH_MODELS
@@ -34,8 +34,9 @@ from tests.support.trainer.learners import started_learner
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
 LISTENERS = """
 import sys, psutil
+from services.trainer.config import TrainerConfig
 from services.trainer.learner.rank_processes import _join
-_join(sys.argv[1], rank=0, ranks=1)
+_join(sys.argv[1], TrainerConfig(), rank=0)
 found = psutil.Process().net_connections()
 print([each.laddr.ip for each in found if each.status == "LISTEN"])
 """
@@ -95,7 +96,9 @@ def test_model_without_rank_support_is_refused(tmp_path: Path) -> None:
     tiny_model("mamba", torch.float32).save_pretrained(tmp_path / "model")
     config = TrainerConfig(model_path=str(tmp_path / "model"), torch_threads=1, ranks=2)
     actor = LearnerActor(config, CheckpointStore(tmp_path / "checkpoints"))
-    with pytest.raises(ConfigError, match=r"ranks = 2 is not allowed: Mamba.*sequence by sequence"):
+    with pytest.raises(
+        ConfigError, match=r"mesh.cp = 2 is not allowed: Mamba.*sequence by sequence"
+    ):
         actor.started()
     assert actor._ranks is not None
     assert not any(process.is_alive() for process in actor._ranks._processes)
@@ -112,7 +115,7 @@ def test_rank_that_ends_at_start_fails_the_start(
     """With the rank and its exit code, and the start can be repeated."""
     config = TrainerConfig(model_path=str(model_path), torch_threads=1, ranks=2)
     with monkeypatch.context() as patch:
-        patch.setattr(rank_processes, "_follow", ends)
+        patch.setattr(rank_processes, "_follow_here", ends)
         with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
             rank_processes.Ranks(config)
     rank_processes.Ranks(config).close()

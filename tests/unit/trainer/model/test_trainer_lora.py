@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, TakeSnapshot
+from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
-from services.trainer.learner.model_replica import Take
+from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
 from services.trainer.weight_publisher import Snapshot
 from tests.support.rl.models import make_sample
