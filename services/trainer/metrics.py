@@ -20,6 +20,9 @@ _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Inconsistent t
 _UNTIMED = counter(
     "forge_trainer_untimed_trajectories_total", "Trajectories without a speed: times are missing."
 )
+_EMPTY = counter(
+    "forge_trainer_empty_passes_total", "Passes without effect, for equal numbers on all ranks."
+)
 _MEMORY = counter(
     "forge_trainer_memory_retries_total",
     "Retries of a batch in smaller trees after memory ran out.",
@@ -88,6 +91,7 @@ _GAUGES = {
         ("token_budget", "Most tokens in one forward pass; lowered when memory runs out."),
         ("value_loss", "Half the mean squared error of the critic's values."),
         ("value_explained_variance", "Share of the targets' variance that values explain."),
+        ("rank_imbalance", "Waiting of data groups for each other, over their computing."),
         ("balance_loss", "Load-balance loss of the experts."),
         ("mtp_loss", "Mean loss of the draft heads."),
         ("yield_j", "Effective agent training yield so far."),
@@ -149,6 +153,7 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _show_left_out(batch)
     _UNTIMED.inc(batch.untimed)
     _MEMORY.inc(metrics.memory_retries)
+    _EMPTY.inc(metrics.empty_passes)
     _TRUNCATED.inc(metrics.truncated_turns)
     _LEFT_OUT.inc(metrics.truncated_turns_left_out)
     _UNKNOWN.inc(metrics.sampling_unknown_turns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,41 +14,14 @@ from forge.core.errors import NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator
 from forge.runtime.weights import TensorEntry, content_digest
-from forge.v1 import common_pb2, trainer_pb2
+from forge.v1 import trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance, make_task
+from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance
 from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
+from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
 pytestmark = pytest.mark.timeout(900)
-
-GROUPS_PER_STEP = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """A scheduler, a pool, and a trainer to be started."""
-
-    cluster: SchedulerCluster
-    trainer: TrainerProcess
-    client: TrainerClient
-
-    async def feed(self, first: int, count: int) -> None:
-        """Submit groups of two and let every rollout of them succeed or fail."""
-        numbers = range(first, first + count)
-        await self.cluster.submit([make_task(f"task-{n}", size=2) for n in numbers])
-        for n in range(count):
-            await self.cluster.complete(1, reward=1.0)
-            await self.cluster.complete(1, reward=float(n % 2))
-
-    async def trained(self) -> dict[str, int]:
-        """Step of every group that was trained."""
-        groups = await self.cluster.groups()
-        return {
-            group.group.task.task_id: group.group.step
-            for group in groups
-            if group.group.state == common_pb2.GROUP_STATE_TRAINED
-        }
 
 
 @pytest_asyncio.fixture
@@ -122,15 +94,6 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
     assert status.step == 3
     assert stack.trainer.logged("rewound")[-1]["step"] == 2
     assert (stack.trainer.checkpoints / "step-00000003.damaged").is_dir()
-
-
-async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
-
-    async def finished() -> trainer_pb2.GetTrainerStatusResponse | None:
-        status = await client.status()
-        return status if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED else None
-
-    return await until(finished)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

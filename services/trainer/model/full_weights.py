@@ -103,11 +103,7 @@ def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by name, each once: tied weights have their first name."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in model.state_dict().items():
-        # A rank's part of a small tensor may be empty, and empty tensors share an address.
-        sharded = isinstance(tensor, DTensor)
-        identity = id(parameters[name]) if sharded else tensor.data_ptr()
+    for name, tensor, identity in _identified(model):
         if identity not in seen:
             seen.add(identity)
             named[name] = tensor
@@ -118,8 +114,17 @@ def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
     """The names that `own_tensors` leaves out, by the name that it has."""
     first: dict[int, str] = {}
     tied: dict[str, list[str]] = {}
-    for name, tensor in model.state_dict().items():
-        own = first.setdefault(tensor.data_ptr(), name)
+    for name, _, identity in _identified(model):
+        own = first.setdefault(identity, name)
         if own != name:
             tied.setdefault(own, []).append(name)
     return tied
+
+
+def _identified(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Each name with its tensor, and a number that is equal for tied ones."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        # A rank's part of a small tensor may be empty, and empty tensors share an address.
+        sharded = isinstance(tensor, DTensor)
+        yield name, tensor, id(parameters[name]) if sharded else tensor.data_ptr()

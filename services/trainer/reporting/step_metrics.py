@@ -82,6 +82,8 @@ def step_metrics(
         inference_gap_staleness=stats.inference_gap_staleness,
         token_budget=plan.token_budget,
         memory_retries=result.memory_retries,
+        empty_passes=result.empty_passes,
+        rank_imbalance=result.imbalance,
         value_loss=result.critic.value_loss,
         value_explained_variance=result.critic.explained_variance,
         domains=_domains(batch, result),

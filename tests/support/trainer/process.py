@@ -82,6 +82,18 @@ class TrainerProcess:
             "services.trainer", *self._argv, *_flags(settings), stderr=subprocess.PIPE
         )
 
+    def start_torchrun(self, ranks: int, **settings: object) -> None:
+        """Start that many ranks, as an operator does on one host."""
+        elastic = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", *elastic, "-m"),
+                *("services.trainer", *self._argv, *_flags(settings)),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     def kill(self) -> None:
         """SIGKILL, if it runs."""
         if self.process is not None:

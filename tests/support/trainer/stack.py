@@ -1,0 +1,48 @@
+"""A scheduler and a pool with a trainer between them, and the groups that it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.v1 import common_pb2, trainer_pb2
+from tests.support.runtime.waiting import until
+from tests.support.scheduler.cluster import SchedulerCluster, make_task
+from tests.support.trainer.process import TrainerClient, TrainerProcess
+
+GROUPS_PER_STEP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A scheduler, a pool, and a trainer to be started."""
+
+    cluster: SchedulerCluster
+    trainer: TrainerProcess
+    client: TrainerClient
+
+    async def feed(self, first: int, count: int) -> None:
+        """Submit groups of two and let every rollout of them succeed or fail."""
+        numbers = range(first, first + count)
+        await self.cluster.submit([make_task(f"task-{n}", size=2) for n in numbers])
+        for n in range(count):
+            await self.cluster.complete(1, reward=1.0)
+            await self.cluster.complete(1, reward=float(n % 2))
+
+    async def trained(self) -> dict[str, int]:
+        """Step of every group that was trained."""
+        groups = await self.cluster.groups()
+        return {
+            group.group.task.task_id: group.group.step
+            for group in groups
+            if group.group.state == common_pb2.GROUP_STATE_TRAINED
+        }
+
+
+async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
+    """The status, once all steps are taken."""
+
+    async def finished() -> trainer_pb2.GetTrainerStatusResponse | None:
+        status = await client.status()
+        return status if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED else None
+
+    return await until(finished)
