@@ -31,7 +31,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export trained ones.")
+trainer_app = typer.Typer(no_args_is_help=True, help="Plan a trainer of several ranks.")
 app.add_typer(model_app, name="model")
+app.add_typer(trainer_app, name="trainer")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
@@ -250,6 +252,20 @@ def model_warm_start(context: typer.Context) -> None:
         sys.executable,
         [sys.executable, "-m", "services.trainer.starting_weights.supervised", *context.args],
     )
+
+
+@trainer_app.command(
+    "plan",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def trainer_plan(context: typer.Context) -> None:
+    """Estimate the memory of a rank, and name settings that fit. See --help."""
+    require_extra("trainer")
+    os.execv(sys.executable, [sys.executable, "-m", "services.trainer.plan", *context.args])
 
 
 @model_app.command("export")

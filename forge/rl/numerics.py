@@ -43,7 +43,7 @@ def matrix_type(value: Tensor) -> torch.dtype:
 
 def patch(model: nn.Module) -> None:
     """Make head and routers compute in float32, and experts in the type of autocast. Idempotent."""
-    for module in _wide_modules(model):
+    for module in wide_modules(model):
         module.forward = partial(_in_float32, module)
     for module in model.modules():
         if _expert_parameters(module):
@@ -52,7 +52,7 @@ def patch(model: nn.Module) -> None:
 
 def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep matrices in `dtype` and all other floating-point parameters in float32."""
-    wide = {id(one) for module in _wide_modules(model) for one in module.parameters()}
+    wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
     matrices: set[int] = set()
     for module in model.modules():
         own = module.parameters(recurse=False) if isinstance(module, nn.Linear) else ()
@@ -62,8 +62,8 @@ def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
             one.data = one.data.to(dtype if id(one) in matrices - wide else torch.float32)
 
 
-def _wide_modules(model: nn.Module) -> list[nn.Module]:
-    """The head and the routers."""
+def wide_modules(model: nn.Module) -> list[nn.Module]:
+    """The head and the routers, which compute in float32."""
     config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     counts = {getattr(config, name, None) for name in _EXPERT_COUNTS} - {None}
     head = model.get_output_embeddings()  # type: ignore[operator]

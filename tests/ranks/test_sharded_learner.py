@@ -1,4 +1,4 @@
-"""A learner of several ranks that shard model and optimizer, and its checkpoints on other worlds."""
+"""A learner of ranks that shard model and optimizer, and its checkpoints on other worlds."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ async def stack(
     finally:
         if trainer.process is not None:
             started = ranks_of(trainer)
-            trainer.kill()
+            trainer.process.kill()  # first: it would restart the ranks, which hold its stderr open
             for each in started.values():
                 each.kill()
+            trainer.kill()
         await services.close()
 
 

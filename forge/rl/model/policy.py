@@ -118,12 +118,12 @@ class TreePolicy:
         else:
             self.use_way(way)
 
-    def spread(self, world: World) -> None:
+    def spread(self, world: World, *, narrow: torch.dtype | None = None) -> None:
         """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
-        world does. Raises like `sharding.shard`."""
+        world does. Raises like `sharding.shard`, which explains `narrow`."""
         self.world, self.group = world, world.tree
         if world.mesh is not None:
-            shard(self._entry, world)
+            shard(self._entry, world, narrow=narrow)
 
     def run(self, compute: Callable[[], T]) -> T:
         """A computation with the model outside of this class; all ranks run it."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.core.errors import InvalidArgument
+from forge.rl.numerics import wide_modules
 from forge.rl.parallel.world import World
 
 T = TypeVar("T")
@@ -63,11 +64,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
 
 
-def shard(entry: Entry, world: World) -> None:
+def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> None:
     """Divide the parameters of a model over the ranks of the world, in place.
 
-    Every rank must have the same parameters, or the same on the meta device. Raises
-    `InvalidArgument` for a model without layers that transformers marks.
+    `narrow` is the type in which layers are gathered, None: that of their parameters; routers,
+    embedding, last norm and head keep theirs. Gradients are summed in the parameters' own type.
+    Every rank must have the same parameters. Raises `InvalidArgument` for a model without layers
+    that transformers marks.
     """
     assert world.mesh is not None, "a mesh that shards"
     layers = layers_of(entry.model)
@@ -77,8 +80,16 @@ def shard(entry: Entry, world: World) -> None:
             "no layers that can be gathered one by one"
         )
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    of_layers = policy
+    if narrow is not None:
+        wide = next(layers[0].parameters()).dtype
+        of_layers = MixedPrecisionPolicy(narrow, wide, cast_forward_inputs=False)
+        head = entry.model.get_output_embeddings()  # type: ignore[operator]
+        for router in wide_modules(entry.model):
+            if router is not head:
+                fully_shard(router, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
     for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, mesh=world.mesh, mp_policy=of_layers, reshard_after_forward=True)
     fully_shard(entry, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
     for module in entry.modules():
         if isinstance(module, FSDPModule):

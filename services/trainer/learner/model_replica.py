@@ -172,10 +172,17 @@ class ModelReplica:
         autocast = backbone_dtype(self._config.autocast, model.device)
         policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
         try:
-            policy.spread(self._world)
+            policy.spread(self._world, narrow=self._narrow(policy))
         except InvalidArgument as error:
             raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
         return policy
+
+    def _narrow(self, policy: TreePolicy) -> torch.dtype | None:
+        """The type in which layers are gathered. One of 16 bits rounds norms, too, which only a
+        step on the published weights allows; adapters are merged before they are published."""
+        published = self._published_type(policy)
+        adapters = isinstance(self._trainee, LoraTrainee)
+        return policy.autocast if policy.autocast == published and not adapters else None
 
     def _served(self, policy: TreePolicy) -> ServedValues | None:
         """None for float32 and for adapters, whose own values are not published."""

@@ -1,0 +1,193 @@
+"""The memory of a rank, estimated before a run: weights, optimizer, activations, head.
+
+Owns the estimate and the search for a mesh that fits. It runs no step: the model is built of
+tensors without data, and the activations are those that autograd keeps of a forward of such
+tensors. Not estimated: what the allocator wastes, buffers of NCCL, and CUDA's own context.
+
+    bytes of a rank = (weights 4 + gradient 4 + optimizer) / shards    of fp32 master weights
+                    + gathered units                                   with several shards
+                    + activations of a pass + head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from forge.rl import numerics
+from forge.rl.config import MeshShape, OptimizerName
+from forge.rl.model.head_logprobs import kept_elements, table_rows
+from forge.rl.parallel.sharding import layers_of
+
+GIB = 1 << 30
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "muon": 4.0}
+"""Bytes of the optimizer per weight; muon: those of a matrix."""
+_PROBED_TOKENS = (64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What of a model determines memory."""
+
+    weights: int
+    layers: int
+    largest_layer: int
+    """Weights of the largest layer."""
+    outside: int
+    """Weights outside of layers: embedding, last norm, head; tied ones once."""
+    vocabulary: int
+    channels: int
+    activation_bytes: float
+    """Bytes per token that autograd keeps of all layers, in the type of the passes."""
+    exact: bool
+    """`activation_bytes` was found by a forward; else it is a rule of thumb for dense layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Settings that determine memory."""
+
+    shape: MeshShape
+    context: int
+    """Tokens of the largest tree or sample of a pass."""
+    bfloat16: bool = True
+    """autocast and publish_dtype are bfloat16."""
+    recompute: bool = False
+    optimizer: OptimizerName = "adamw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes of one rank at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Whole units of sharded weights and their gradients; without shards, copies in the type of
+    autocast."""
+    rounded: float
+    """Master values of the weights that a step computes with rounded."""
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        parts: list[float] = [getattr(self, name) for name in Estimate.__dataclass_fields__]
+        return sum(parts)
+
+
+def size_of(config: Any, *, bfloat16: bool) -> ModelSize:
+    """The size of the model of a transformers configuration; takes no memory for its weights."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if bfloat16:
+            numerics.patch(model)
+        layers = [_count(layer) for layer in layers_of(model)]
+        text = config.get_text_config(decoder=True)
+        try:
+            few, more = (kept_bytes(model, tokens, bfloat16=bfloat16) for tokens in _PROBED_TOKENS)
+            per_token = (more - few) / (_PROBED_TOKENS[1] - _PROBED_TOKENS[0])
+            exact = True
+        except Exception:  # experts choose tokens by their values, which do not exist here
+            per_token, exact = _rule_of_thumb(text, len(layers), bfloat16=bfloat16), False
+        weights = _count(model)
+    return ModelSize(
+        weights=weights,
+        layers=len(layers),
+        largest_layer=max(layers, default=0),
+        outside=weights - sum(layers),
+        vocabulary=text.vocab_size,
+        channels=text.hidden_size,
+        activation_bytes=per_token,
+        exact=exact,
+    )
+
+
+def kept_bytes(model: Any, tokens: int, *, bfloat16: bool) -> int:
+    """Bytes that autograd keeps of a forward of the model's layers, without its parameters."""
+    own = {one.untyped_storage()._cdata for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        held.append(tensor)  # an address must not be used twice
+        return tensor
+
+    held: list[Tensor] = []
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, tokens), dtype=torch.long, device=device)
+    autocast = numerics.autocast(device, torch.bfloat16 if bfloat16 else None)
+    with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        model.base_model(input_ids=ids, use_cache=False)
+    # Matrices in the type of autocast are kept once, for any number of tokens.
+    return sum(kept.values())
+
+
+def estimate(size: ModelSize, run: Run) -> Estimate:
+    """The memory of one rank."""
+    shards, tokens = run.shape.shards, run.context / run.shape.cp
+    narrow = 2.0 if run.bfloat16 else 4.0
+    if shards > 1:
+        # A layer, the next one, its gradient, and the sum's buffer; the other unit stays gathered.
+        gathered = size.largest_layer * (3 * narrow + 4.0) + size.outside * 12.0
+    else:
+        gathered = (size.weights - size.outside) * narrow if run.bfloat16 else 0.0
+    states = int(tokens) * size.channels
+    rows = table_rows(states, (size.vocabulary, size.channels))
+    of_layers = size.activation_bytes * tokens
+    if run.recompute:
+        of_layers = of_layers / size.layers + 4.0 * states * size.layers
+    return Estimate(
+        weights=4.0 * size.weights / shards,
+        gradients=4.0 * size.weights / shards,
+        optimizer=MOMENTS[run.optimizer] * size.weights / shards,
+        gathered=gathered,
+        rounded=4.0 * size.outside / shards if run.bfloat16 else 0.0,
+        activations=of_layers,
+        head=4.0 * (kept_elements(states) + 2 * rows * size.vocabulary + states),
+    )
+
+
+def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
+    """The settings nearest to `run` that fit into a device with as many ranks; None if none do.
+
+    Shards first, then recomputed activations, then more ranks per tree.
+    """
+    return next(
+        (one for one in _alternatives(run) if estimate(size, one).total <= device_bytes), None
+    )
+
+
+def _alternatives(run: Run) -> Iterator[Run]:
+    ranks = run.shape.ranks
+    yield run
+    for cp in (one for one in range(1, ranks + 1) if ranks % one == 0):
+        for recompute in (False, True):
+            data = ranks // cp
+            if data > 1 or ranks == 1:
+                yield replace(run, shape=MeshShape(dp_shard=data, cp=cp), recompute=recompute)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def _rule_of_thumb(config: Any, layers: int, *, bfloat16: bool) -> float:
+    """Elements kept of a dense layer per token: 6 of its channels, 4 of its inner ones and 8 of
+    attention's; experts as many as a token is sent to."""
+    channels = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * channels
+    if experts := getattr(config, "num_experts_per_tok", 0):
+        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    per_token: float = layers * (14 * channels + 4 * inner) * (3.0 if bfloat16 else 4.0)
+    return per_token

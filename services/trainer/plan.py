@@ -1,0 +1,139 @@
+"""Prints the memory of a rank before a run, and settings that fit: `forge trainer plan`.
+
+Prints an estimate of the memory of a rank for a model, a number of ranks and a context. If it does
+not fit into a device, it names the nearest settings that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from forge.core.errors import ForgeError, InvalidArgument
+from forge.rl.config import OPTIMIZERS
+from services.trainer.config import MeshSettings
+from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
+
+MOST_RANKS = 4096
+"""Largest world that is tried when a run does not fit."""
+
+
+def plan(options: argparse.Namespace) -> str:
+    """The lines to print. Raises `InvalidArgument` for a model or a mesh that does not exist."""
+    try:
+        config = AutoConfig.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"--model {options.model}: {error}") from error
+    mesh = MeshSettings(
+        dp_replicate=options.dp_replicate,
+        dp_shard=options.dp_shard or max(1, options.world // options.dp_replicate // options.cp),
+        cp=options.cp,
+    )
+    bfloat16 = options.autocast == "bfloat16"
+    run = Run(
+        shape=mesh.shape(options.world),
+        context=options.context,
+        bfloat16=bfloat16,
+        recompute=options.recompute_activations,
+        optimizer=options.optimizer,
+    )
+    size = size_of(config, bfloat16=bfloat16)
+    device_bytes = options.device_gib * GIB
+    found = estimate(size, run)
+    lines = [_of_model(size), "", *_table(found, run), ""]
+    if found.total <= device_bytes:
+        left = (device_bytes - found.total) / GIB
+        lines.append(f"fits: {left:.1f} GiB of {options.device_gib:g} GiB remain")
+    else:
+        missing = (found.total - device_bytes) / GIB
+        lines.append(f"does not fit: {missing:.1f} GiB above {options.device_gib:g} GiB")
+        lines.append(_remedy(size, run, device_bytes))
+    return "\n".join(lines)
+
+
+def _of_model(size: ModelSize) -> str:
+    source = "counted" if size.exact else "rule of thumb: its experts need values"
+    return (
+        f"{size.weights / 1e9:.2f} billion weights in {size.layers} layers; activations "
+        f"{size.activation_bytes / 1e6:.2f} MB per token ({source})"
+    )
+
+
+def _table(found: Estimate, run: Run) -> list[str]:
+    shape = run.shape
+    title = (
+        f"GiB of a rank (mesh.dp_replicate = {shape.dp_replicate}, mesh.dp_shard = "
+        f"{shape.dp_shard}, mesh.cp = {shape.cp}, {run.context} tokens in a pass)"
+    )
+    rows = [(name, getattr(found, name)) for name in Estimate.__dataclass_fields__]
+    rows.append(("total", found.total))
+    return [title, *(f"  {name:<12}{value / GIB:>10.2f}" for name, value in rows)]
+
+
+def _remedy(size: ModelSize, run: Run, device_bytes: float) -> str:
+    ranks = run.shape.ranks
+    while ranks <= MOST_RANKS:
+        wider = Run(
+            shape=MeshSettings(dp_shard=ranks).shape(ranks),
+            context=run.context,
+            bfloat16=run.bfloat16,
+            recompute=run.recompute,
+            optimizer=run.optimizer,
+        )
+        other = fitting(size, wider, device_bytes=device_bytes)
+        if other is not None:
+            total = estimate(size, other).total / GIB
+            recompute = ", recompute_activations = true" if other.recompute else ""
+            return (
+                f"change: {ranks} ranks, mesh.dp_shard = {other.shape.dp_shard}, "
+                f"mesh.cp = {other.shape.cp}{recompute}: {total:.1f} GiB"
+            )
+        ranks *= 2
+    return f"change: a shorter context or LoRA; no mesh of up to {MOST_RANKS} ranks fits"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forge trainer plan", description=(__doc__ or "").split("\n\n")[1]
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="model directory; its weights are not read")
+    add("--world", type=int, required=True, help="ranks: devices, or processes on CPUs")
+    add("--device-gib", type=float, required=True, help="memory of a device, GiB")
+    add(
+        "--context",
+        type=int,
+        required=True,
+        help="tokens of the largest pass: trainer.token_budget",
+    )
+    add("--dp-replicate", type=int, default=1, help="copies of the model")
+    add("--dp-shard", type=int, default=0, help="data groups of a copy; 0: the remaining ranks")
+    add("--cp", type=int, default=1, help="ranks that compute each tree together")
+    add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="of the backbone")
+    add("--recompute-activations", action="store_true", help="as the setting of the trainer")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns the exit code: 2 for invalid arguments."""
+    options = _parser().parse_args(argv)
+    transformers_logging.set_verbosity_error()
+    # A forward that needs values fails, and then a rule of thumb counts.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        print(plan(options))
+    except ForgeError as error:
+        print(f"forge trainer plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
