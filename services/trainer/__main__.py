@@ -1,10 +1,13 @@
 """Run the trainer: `python -m services.trainer --help`."""
 
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from forge.core.errors import ForgeError
 from forge.core.extras import require_extra
@@ -71,8 +74,25 @@ def follow() -> None:
         sys.exit(CANNOT_START)
 
 
+def end(main: Callable[[], object]) -> NoReturn:
+    """Run to the end of the process, without the destructors of torch: those of a group wait for
+    ranks that are gone, and torchrun for this process."""
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
 if __name__ == "__main__":
-    if under_torchrun() and os.environ["RANK"] != "0":
-        follow()
-    else:
-        run("trainer", TrainerConfig, load_app, host_checks)
+    serve = partial(run, "trainer", TrainerConfig, load_app, host_checks)
+    if under_torchrun():
+        end(serve if os.environ["RANK"] == "0" else follow)
+    serve()

@@ -83,16 +83,17 @@ class TrainerProcess:
         )
 
     def start_torchrun(self, ranks: int, **settings: object) -> None:
-        """Start that many ranks, as an operator does on one host."""
+        """Start that many ranks, as an operator does on one host; `torchrun.log` has its stderr."""
         elastic = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", *elastic, "-m"),
-                *("services.trainer", *self._argv, *_flags(settings)),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with self.log_path.with_name("torchrun.log").open("a") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", *elastic, "-m"),
+                    *("services.trainer", *self._argv, *_flags(settings)),
+                ],
+                stderr=output,
+                text=True,
+            )
 
     def kill(self) -> None:
         """SIGKILL, if it runs."""
