@@ -13,12 +13,15 @@ restarts all of them.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,7 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from forge.core.errors import ForgeError
@@ -167,8 +170,35 @@ def _join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
     if _JOINED:
         raise RuntimeError("the group of ranks has ended: torchrun starts a new one")
     _JOINED.append(True)
-    store, rank, _ = next(rendezvous("env://", timeout=_FOREVER))
+    kept, rank, ranks = next(rendezvous("env://", timeout=_FOREVER))
+    store = _own_store(kept, rank=rank, ranks=ranks)
     return _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+
+
+def _own_store(kept: Store, *, rank: int, ranks: int) -> Store:
+    """The part of a store that these processes share.
+
+    torchrun keeps its store when it restarts ranks: without this, a rank would connect to the
+    address of a process that has ended. Rank 0 announces a new name with the tokens of the others
+    until each has found its own there.
+    """
+    token = secrets.token_hex(8)
+    kept.set(f"token/{rank}", token)
+    others = range(1, ranks)
+    while rank == 0 and not all(kept.check([f"found/{token}/{one}"]) for one in others):
+        here = [one for one in others if kept.check([f"token/{one}"])]
+        tokens = {str(one): kept.get(f"token/{one}").decode() for one in here}
+        kept.set("announced", json.dumps([token, tokens]))
+        time.sleep(_LOOK_S)
+    if rank == 0:
+        return PrefixStore(token, kept)
+    while True:
+        if kept.check(["announced"]):
+            name, tokens = json.loads(kept.get("announced"))
+            if tokens.get(str(rank)) == token:
+                kept.set(f"found/{name}/{rank}", "")
+                return PrefixStore(name, kept)
+        time.sleep(_LOOK_S)
 
 
 def _group(

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
@@ -138,6 +140,21 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
         check=True,
     )
     assert listeners.stdout == "['127.0.0.1']\n"
+
+
+def test_restarted_ranks_ignore_the_store_of_those_before() -> None:
+    """torchrun keeps its store: addresses of an earlier start must not be found in it."""
+    kept = HashStore()
+
+    def join(rank: int) -> Store:
+        return rank_processes._own_store(kept, rank=rank, ranks=3)
+
+    for start in range(3):
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(join, (2, 0, 1)))
+        assert not any(one.check(["address"]) for one in stores), start
+        stores[0].set("address", f"of start {start}")
+        assert {one.get("address") for one in stores} == {f"of start {start}".encode()}
 
 
 def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
