@@ -46,7 +46,9 @@ async def stack(
 def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:
     """The processes that torchrun runs now, by rank."""
     assert trainer.process is not None
-    found = {}
+    found: dict[int, psutil.Process] = {}
+    if trainer.process.poll() is not None:
+        return found
     for child in psutil.Process(trainer.process.pid).children():
         if (rank := child.environ().get("RANK")) is not None:
             found[int(rank)] = child
