@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from itertools import islice
 
 from services.inference.engines.base import CacheChange
 
@@ -76,7 +77,8 @@ class CacheLog:
             first = number - len(self._entries)
             if at < first or at < self._cleared_at:
                 return number, CacheChange(stored=tuple(self._present), anew=True)
-            touched = [entry for entry in self._entries if entry.number > at]
+            # From the newest on: most of the kept entries are old.
+            touched = [*islice(reversed(self._entries), number - at)][::-1]
         # The last word on each block: a removal and a later storage are a storage.
         last = {entry.chain: entry.stored for entry in touched}
         return number, CacheChange(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -45,6 +48,35 @@ async def test_clearance_makes_a_reader_begin_anew() -> None:
         log.cleared()
         log.stored([B])
         assert await anext(changes) == CacheChange(stored=(B,), anew=True)
+
+
+class _CountedEntries(deque[Any]):
+    """Counts the entries that are looked at."""
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in super().__iter__():
+            self.seen += 1
+            yield entry
+
+    def __reversed__(self) -> Iterator[Any]:
+        for entry in super().__reversed__():
+            self.seen += 1
+            yield entry
+
+
+async def test_reader_looks_at_new_changes_alone() -> None:
+    """The entries that it has read cost nothing, however many are kept."""
+    log = CacheLog()
+    log._entries = entries = _CountedEntries(maxlen=1000)
+    log.stored([n.to_bytes(8) for n in range(500)])
+    async with aclosing(log.changes()) as changes:
+        await anext(changes)
+        log.stored([A])
+        log.removed(B)
+        assert await anext(changes) == CacheChange(stored=(A,), removed=(B,))
+    assert entries.seen == 2
 
 
 def test_large_change_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
