@@ -8,6 +8,7 @@ A worker that reports nothing is guessed: it has what was sent there, the least 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from forge.core.placement.chains import PromptChains
@@ -24,6 +25,8 @@ class CacheView:
         """None until the worker has reported."""
         self._expected: dict[bytes, float] = {}
         """Hashes of placed prompts, and the time until which they count."""
+        self._first_end_s = math.inf
+        """No expectation ends before."""
 
     @property
     def reported_blocks(self) -> int:
@@ -49,6 +52,7 @@ class CacheView:
         for chain in prompt.of(self._block_tokens):
             if chain not in self._reported:
                 self._expected[chain] = max(until_s, self._expected.get(chain, 0.0))
+        self._first_end_s = min(self._first_end_s, until_s)
 
     def report(self, *, stored: Iterable[bytes], removed: Iterable[bytes], anew: bool) -> None:
         """Apply a worker's report; `anew`: it has nothing but what is stored."""
@@ -61,8 +65,10 @@ class CacheView:
 
     def forget_expected(self, *, now_s: float) -> None:
         """Drop expectations whose time is over."""
-        if any(until_s <= now_s for until_s in self._expected.values()):
-            self._expected = {c: until for c, until in self._expected.items() if until > now_s}
+        if now_s < self._first_end_s:
+            return
+        self._expected = {c: until for c, until in self._expected.items() if until > now_s}
+        self._first_end_s = min(self._expected.values(), default=math.inf)
 
     def forget_guess(self) -> None:
         """Forget what a worker is guessed to have: it has new weights, or may be dead. A worker

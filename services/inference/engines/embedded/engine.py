@@ -54,6 +54,8 @@ from services.inference.engines.provider import EngineOptions
 
 # A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
+_INLINE_BYTES = 1 << 18
+"""Keys and values up to this size are copied on the event loop; a thread takes longer to start."""
 
 
 class _Work:
@@ -217,8 +219,10 @@ class EmbeddedPrefill(_Embedded):
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
         kv = held.kv[:, :, :, from_token:]
-        # A copy of a long prompt takes long.
-        data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
+        if kv.nbytes <= _INLINE_BYTES:
+            data = tensor_bytes.to_bytes(kv)
+        else:
+            data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
         return KvSpan(
             from_token=from_token,
             tokens=kv.shape[3],
