@@ -155,6 +155,7 @@ bench: setup  ## What training and the services cost, on this machine and beside
 	@$(PY) -m benchmarks.scheduler --takeover
 	@$(PY) -m benchmarks.window --quick
 	@$(PY) -m benchmarks.speculation --quick
+	@$(PY) -m benchmarks.inference --quick
 
 families: setup  ## Train a small model of every family and write how to docs/families.md
 	@$(PY) -m benchmarks.families --markdown docs/families.md
