@@ -18,6 +18,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece
+from services.inference.engines.capabilities import Capabilities
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 
 _TICK_S = 0.005
@@ -84,6 +85,9 @@ class _Decode:
     """Fetches, and samples nothing."""
 
     limits = ModelLimits(context_tokens=8, vocabulary=10)
+    capabilities = Capabilities(
+        engine="none", roles=frozenset({"decode"}), update="in_flight", draws="positional"
+    )
 
     async def decode(
         self, prompt: Any, first: Any, fetch: FetchKv, *, stream: bool

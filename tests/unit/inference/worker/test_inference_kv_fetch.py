@@ -17,6 +17,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import codec
 from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece, RefusedHandOff
+from services.inference.engines.capabilities import Capabilities
 from services.inference.worker.service import DecodeServicer
 from tests.support.inference.weight_sources import SECURITY
 
@@ -51,6 +52,9 @@ class Engine:
     """Fetches what the prompt's keys and values are, and samples nothing."""
 
     limits = ModelLimits(context_tokens=8, vocabulary=10)
+    capabilities = Capabilities(
+        engine="none", roles=frozenset({"decode"}), update="in_flight", draws="positional"
+    )
     fetched: KvSpan | None = None
 
     async def decode(

@@ -76,7 +76,7 @@ async def test_worker_fetches_changes_against_its_version() -> None:
     """The first version whole, the next one by its changes; a tensor that changed everywhere
     travels whole."""
     async with trainer(first=BASE, second=NEXT) as (source, address):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.publish(1, BASE, source=address)
         assert await worker.until_serving(1) == BASE
         first_bytes, source.sent_bytes = source.sent_bytes, 0
@@ -93,7 +93,7 @@ async def test_changes_are_relayed_and_late_workers_get_whole_tensors() -> None:
     """A worker with the base takes the changes from another worker; one without gets everything,
     from it, too."""
     async with trainer(first=BASE, second=NEXT) as (source, address):
-        workers = [Worker(name=name) for name in ("first", "second", "late")]
+        workers = [Worker(name=name, silence_s=60.0) for name in ("first", "second", "late")]
         first, second, late = workers
         for worker in (first, second):
             worker.publish(1, BASE, source=address)
@@ -122,7 +122,7 @@ async def test_damaged_delta_falls_back_to_whole_tensors() -> None:
     """Its result has another digest than the manifest: the rest of the version travels whole, and a
     later version by its changes again."""
     async with trainer(first=BASE, second=NEXT, third=THIRD) as (source, address):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.publish(1, BASE, source=address)
         await worker.until_serving(1)
         before = counted("deltas_refused")
@@ -143,7 +143,7 @@ async def test_version_that_the_trainer_does_not_hold_is_no_base(held: str) -> N
     """After two publications, or a restart of the trainer, tensors travel whole; so they do against
     a base with other shapes."""
     async with trainer(first=BASE, second=BASE, third=NEXT) as (source, address):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.publish(1, BASE, source=address)
         await worker.until_serving(1)
         if held == "unknown":

@@ -47,7 +47,7 @@ async def test_next_source_continues_where_a_silent_one_stopped() -> None:
     halting, trainer = Source(hangs_after=1), Source()
     halting.held[1] = trainer.held[1] = FIRST
     async with serving(halting, trainer) as (halting_at, trainer_at):
-        worker = Worker()
+        worker = Worker(silence_s=1.5)
         worker.show([halting_at], version=1)
         worker.publish(1, FIRST, source=trainer_at)
         assert await worker.until_serving(1) == FIRST
@@ -62,7 +62,7 @@ async def test_damaged_slice_is_named_and_its_predecessors_stay() -> None:
     wrong.held[1], wrong.manifests[1] = {**FIRST, "a": damaged}, FIRST
     trainer.held[1] = FIRST
     async with serving(wrong, trainer) as (wrong_at, trainer_at):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.show([wrong_at], version=1)
         with structlog.testing.capture_logs() as logs:
             worker.publish(1, FIRST, source=trainer_at)
@@ -80,7 +80,7 @@ async def test_wrong_manifest_is_not_used() -> None:
     wrong.held[1] = SECOND
     trainer.held[1] = FIRST
     async with serving(wrong, trainer) as (wrong_at, trainer_at):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.show([wrong_at], version=1)
         worker.publish(1, FIRST, source=trainer_at)
         assert await worker.until_serving(1) == FIRST
@@ -93,7 +93,7 @@ async def test_peer_of_an_earlier_release_is_passed_over() -> None:
     earlier, trainer = Source(earlier=True), Source()
     earlier.held[1] = trainer.held[1] = FIRST
     async with serving(earlier, trainer) as (earlier_at, trainer_at):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.show([earlier_at], version=1)
         with structlog.testing.capture_logs() as logs:
             worker.publish(1, FIRST, source=trainer_at)
@@ -218,7 +218,7 @@ async def test_refused_version_leaves_the_one_before_in_service() -> None:
     trainer = Source()
     trainer.held |= {1: FIRST, 2: SECOND, 3: FIRST}
     async with serving(trainer) as (trainer_at,):
-        worker = Worker()
+        worker = Worker(silence_s=60.0)
         worker.engine.refuses.add(2)
         worker.publish(1, FIRST, source=trainer_at)
         await worker.until_serving(1)
