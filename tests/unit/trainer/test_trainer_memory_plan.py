@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +14,7 @@ from forge.rl.config import LearnerConfig, MeshShape
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.out_of_memory import recompute_activations
+from services.trainer import plan
 from services.trainer.memory_plan import Run, estimate, fitting, size_of
 from tests.support.rl.models import make_sample
 
@@ -55,9 +54,9 @@ def test_estimate_is_close_to_the_measured_peak(recompute: bool) -> None:
     learner = Learner(TreePolicy(model), LearnerConfig(token_budget=TOKENS))
     rng = Random(0)
     sample = make_sample([rng.randrange(1024) for _ in range(TOKENS)], (1, TOKENS), rng=rng)
-    plan = learner.plan([sample])
-    learner.step(plan, weight_version=1)  # allocates the moments
-    second = peak_bytes(lambda: learner.step(plan, weight_version=1))
+    batch = learner.plan([sample])
+    learner.step(batch, weight_version=1)  # allocates the moments
+    second = peak_bytes(lambda: learner.step(batch, weight_version=1))
     weights = sum(one.numel() * 4 for one in model.parameters())
     run = Run(shape=MeshShape(), context=TOKENS, bfloat16=False, recompute=recompute)
     found = estimate(size_of(config, bfloat16=False), run)
@@ -86,13 +85,14 @@ def test_nearest_settings_that_fit_are_found() -> None:
     assert fitting(size, run, device_bytes=1.0) is None
 
 
-def test_command_prints_the_plan(tmp_path: Path) -> None:
+def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part, whether it fits, and what to change; a bad mesh is one line and exit code 2."""
     Qwen3Config(**SHAPE).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "services.trainer.plan", "--model", str(tmp_path)]
-    fits = ["--world", "2", "--device-gib", "4", "--context", "8192"]
-    done = subprocess.run([*command, *fits], capture_output=True, text=True, check=True)
-    assert "fits: " in done.stdout and "activations" in done.stdout
-    bad = [*fits, "--dp-shard", "3"]
-    refused = subprocess.run([*command, *bad], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "mesh.dp_shard = 3" in refused.stderr
+    arguments = ["--model", str(tmp_path), "--world", "2", "--context", "8192", "--device-gib"]
+    assert plan.main([*arguments, "4"]) == 0
+    fits = capsys.readouterr().out
+    assert "fits: " in fits and "activations" in fits
+    assert plan.main([*arguments, "0.2"]) == 0
+    assert "change: 2 ranks, mesh.dp_shard = 2" in capsys.readouterr().out
+    assert plan.main([*arguments, "4", "--dp-shard", "3"]) == 2
+    assert "mesh.dp_shard = 3" in capsys.readouterr().err
