@@ -7,7 +7,7 @@ and transformers in the calls alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -68,9 +68,13 @@ class Check:
 
 
 async def run_checks(
-    library: Library, model_path: Path, settings: TensorRtLlmSettings | None = None
+    library: Library,
+    model_path: Path,
+    settings: TensorRtLlmSettings | None = None,
+    *,
+    checks: Sequence[Check] | None = None,
 ) -> list[tuple[Check, str]]:
-    """Run all; return each with its problem, "" without one."""
+    """Run all, or `checks`; return each with its problem, "" without one."""
     subject = Subject(
         library,
         model_path,
@@ -79,7 +83,7 @@ async def run_checks(
         _prompt(model_path),
     )
     results = []
-    for check in CHECKS:
+    for check in CHECKS if checks is None else checks:
         try:
             problem = await check.run(subject)
         except Exception as error:  # Any failure of the library is the finding.

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forge.core.errors import DataLoss, NotFound, Unavailable
@@ -165,7 +165,7 @@ class TensorRtLlm:
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """See `PrefillEngine`."""
-        check_sampling(self._llm.library, prompt.sampling)
+        prompt = self._fitting(prompt)
         began_s = time.monotonic()
         cached = self._cache.cached_tokens(prompt.ids)
         if self._role is Role.BOTH:
@@ -212,7 +212,7 @@ class TensorRtLlm:
     ) -> AsyncGenerator[Piece, None]:
         """See `DecodeEngine`. A hand-off of another engine, or of other weights, is not used: the
         prompt is read again."""
-        check_sampling(self._llm.library, prompt.sampling)
+        prompt = self._fitting(prompt)
         began_s = time.monotonic()
         held = self._held.pop(prompt.request_id, None)
         if held is not None and held.answer is not None:
@@ -236,6 +236,15 @@ class TensorRtLlm:
         finally:
             if answer.finish is None:
                 answer.stop()
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with an answer that ends at the context limit, where the library would
+        refuse it. Raises `InvalidArgument` for what this engine lacks."""
+        check_sampling(self._llm.library, prompt.sampling)
+        room = self.limits.context_tokens - prompt.tokens
+        if prompt.sampling.max_tokens <= room:
+            return prompt
+        return replace(prompt, sampling=replace(prompt.sampling, max_tokens=room))
 
     async def _begin(self, prompt: Prompt, hold_s: float) -> Tokens:
         """Start an answer, and hold it with its first token."""
