@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.library import Library, import_library
 from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
 from tests.contract.engines import Pair, published, reference
+from tests.support.inference import tensorrt_llm_fake
 
 PACKAGE = "tests.support.inference.tensorrt_llm_fake"
 OLD = "1.2.1"
@@ -26,6 +28,16 @@ def library(version: str = TARGET) -> Library:
     one what is verified."""
     surface = load_surface(version)
     return import_library(surface if version == TARGET else surface.verified(), package=PACKAGE)
+
+
+def install_stand_in(folder: Path) -> Path:
+    """Copy the stand-in to `folder` under the library's own name; return the directory for
+    sys.path."""
+    site = folder / "site"
+    shutil.copytree(Path(tensorrt_llm_fake.__file__).parent, site / "tensorrt_llm")
+    for file in site.rglob("*.py"):
+        file.write_text(file.read_text().replace(PACKAGE, "tensorrt_llm"))
+    return site
 
 
 def options(model_path: Path, **changed: Any) -> EngineOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
 from services.inference.engines.tensorrt_llm.surface_diff import Tree, compare
 from tests.contract import engines
-from tests.support.inference import tensorrt_llm_fake
-from tests.support.inference.tensorrt_llm import PACKAGE
+from tests.support.inference.tensorrt_llm import install_stand_in
 from tests.support.inference.tensorrt_llm_fake._torch.async_llm import AsyncLLM
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour, Misuse, behaving
 from tests.support.inference.tensorrt_llm_fake.disaggregated_params import DisaggregatedParams
@@ -27,10 +25,7 @@ _EXTENSION = "services.inference.engines.tensorrt_llm.worker_extension.WorkerExt
 
 def test_stand_in_has_the_surface_of_the_library(tmp_path: Path) -> None:
     """The tool that compares an installed library finds no difference in the stand-in."""
-    root = tmp_path / "tensorrt_llm"
-    shutil.copytree(Path(tensorrt_llm_fake.__file__).parent, root)
-    for file in root.rglob("*.py"):
-        file.write_text(file.read_text().replace(PACKAGE, "tensorrt_llm"))
+    root = install_stand_in(tmp_path) / "tensorrt_llm"
     assert compare(Tree(root), load_surface(TARGET))[0] == []
 
 
