@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from services.inference.engines.tensorrt_llm.arguments import Role
-from tests.contract import engines, test_contract_engines, test_contract_top_logprobs
+from tests.contract import (
+    engines,
+    test_contract_engines,
+    test_contract_passes,
+    test_contract_top_logprobs,
+)
 from tests.contract.engines import Pair, published, reference
 from tests.support.inference.tensorrt_llm import both, started
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour, behaving
@@ -33,7 +38,7 @@ STARTED = [
     test_contract_engines.test_abort_frees_the_slot,
     test_contract_engines.test_more_requests_than_slots_all_finish,
     test_contract_engines.test_request_without_weights_is_unavailable,
-    test_contract_engines.test_prompts_longer_than_a_pass_are_prefilled_in_chunks,
+    test_contract_passes.test_prompts_longer_than_a_pass_are_prefilled_in_chunks,
 ]
 Start = Callable[..., AbstractAsyncContextManager[Pair]]
 

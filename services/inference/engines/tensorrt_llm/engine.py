@@ -51,7 +51,7 @@ from services.inference.engines.tensorrt_llm.library import Library
 from services.inference.engines.tensorrt_llm.llm import EngineDied, Llm
 from services.inference.engines.tensorrt_llm.metrics import CONTINUED
 from services.inference.engines.tensorrt_llm.requests import (
-    CAPABILITIES,
+    capabilities_of,
     check_sampling,
     read_tokens,
     sampling_params,
@@ -99,7 +99,7 @@ class TensorRtLlm:
         self.limits: ModelLimits = read_limits(
             options.model_path, context_tokens=options.context_tokens
         )
-        self.capabilities = CAPABILITIES
+        self.capabilities = capabilities_of(llm.library.features)
         self.capacity = options.max_running
         self.stored_tokens = 0
         self.cache_reports = CacheLog()

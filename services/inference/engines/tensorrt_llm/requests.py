@@ -6,8 +6,8 @@ Every call makes new objects: the library changes max_tokens on the parameters o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.core.errors import ForgeError, InvalidArgument
@@ -24,15 +24,28 @@ CAPABILITIES = Capabilities(
     hand_offs=frozenset({"tensorrt_llm"}),
     update="in_flight",
     draws="stream",
-    # `check_sampling` refuses them where this version records the model's own log-probs.
     cuts=True,
     top_logprobs=MOST_TOP_LOGPROBS,
     cache_events=True,
 )
+"""Of a version with all features; see `capabilities_of`."""
 NO_END = -1
 """The library's own id for: no token ends the answer."""
 _SEED_BITS = 63
 _CANCELLED = "cancelled"
+
+
+def capabilities_of(features: Collection[Feature]) -> Capabilities:
+    """Return the abilities of a version with these features."""
+    hands_over = Feature.DISAGGREGATION in features
+    return replace(
+        CAPABILITIES,
+        roles=CAPABILITIES.roles if hands_over else frozenset({"both"}),
+        hand_offs=CAPABILITIES.hand_offs if hands_over else frozenset(),
+        update="in_flight" if Feature.PAUSE in features else "drain",
+        # Elsewhere log-probs are of the model's own distribution.
+        cuts=Feature.PROCESSED_LOGPROBS in features,
+    )
 
 
 class WrongAnswer(ForgeError):

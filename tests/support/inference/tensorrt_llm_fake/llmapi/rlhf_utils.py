@@ -19,7 +19,7 @@ class WorkerExtension:
         """End an update, safe for CUDA graphs."""
         self.engine.model_engine.model_loader.finalize_update_weights()
         for module in self.engine.model_engine.model.modules():
-            if not getattr(module, "_weights_removed", False):
+            if hasattr(module, "post_load_weights") and not module._weights_removed:
                 module.process_weights_after_loading()
                 module.post_load_weights()
 

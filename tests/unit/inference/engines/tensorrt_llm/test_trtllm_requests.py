@@ -11,12 +11,15 @@ import pytest
 from forge.core.errors import InvalidArgument
 from services.inference.engines.base import Finish, Grammar, Reweighting, Sampling
 from services.inference.engines.tensorrt_llm.requests import (
+    CAPABILITIES,
     WrongAnswer,
+    capabilities_of,
     check_sampling,
     read_finish,
     read_tokens,
     sampling_params,
 )
+from services.inference.engines.tensorrt_llm.surface import TARGET
 from tests.support.inference.tensorrt_llm import OLD, library
 from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
 from tests.support.inference.tensorrt_llm_fake.sampling_params import LogprobMode
@@ -85,6 +88,13 @@ def test_raw_logprobs_allow_no_other_distribution(changed: dict[str, float]) -> 
     check_sampling(library(), replace(SAMPLED, **changed))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="temperature 1"):
         check_sampling(library(OLD), replace(SAMPLED, **changed))  # type: ignore[arg-type]
+
+
+def test_abilities_follow_from_the_version() -> None:
+    """1.2.1 has one role, drains, and has no cuts."""
+    old, new = (capabilities_of(library(version).features) for version in (OLD, TARGET))
+    assert (old.roles, old.hand_offs, old.update, old.cuts) == ({"both"}, set(), "drain", False)
+    assert new == CAPABILITIES
 
 
 def output(**changed: Any) -> Any:
