@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import tempfile
+from io import BytesIO
 from pathlib import Path
+
+from PIL import Image
 
 from tests.support.console.browser import Watched, chromium, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
-STEPS = 40
+STEPS = 24
 """Steps before the first picture."""
 MOST_BYTES = 150_000
 
@@ -24,7 +28,8 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="forge-console-") as folder:
         run = ForgeRun(
             Path(folder) / "tiny",
-            root=Path(folder) / "root",
+            # A root named on the command line has the starting weights already.
+            root=Path(sys.argv[1]) if sys.argv[1:] else Path(folder) / "root",
             steps=120,
             extra=("--eval-every-steps", "8", "--eval-tasks", "8"),
         )
@@ -63,7 +68,7 @@ async def take_all(address: str) -> None:
             )
             await one.page.locator("tbody a").first.click()
             await one.page.wait_for_selector(".t.own")
-            await one.page.locator("button.step").nth(3).click()
+            await one.page.locator("button.step").last.click()
             await one.page.wait_for_selector(".t.own")
             await take(one, "console_trajectory")
         async with watched(browser, address, dark=True, height=760) as one:
@@ -82,7 +87,9 @@ async def take(one: Watched, name: str) -> None:
     errors or is too large."""
     await one.page.wait_for_timeout(1500)
     path = IMAGES / f"{name}.png"
-    await one.page.screenshot(path=path)
+    taken = Image.open(BytesIO(await one.page.screenshot())).convert("RGB")
+    # A palette of 256 colors: a third of the size, and the same to the eye.
+    taken.quantize(256).save(path, optimize=True)
     assert not one.errors, one.errors
     assert path.stat().st_size < MOST_BYTES, f"{path}: {path.stat().st_size} bytes"
     print(f"{path.relative_to(IMAGES.parents[1])}: {path.stat().st_size // 1024} KiB")
