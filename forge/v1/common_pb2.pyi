@@ -348,7 +348,7 @@ class SampledTokens(_message.Message):
     """float32: `logprobs` plus this is the log-prob of the token in the model's own distribution at the
     same temperature; docs/training.md has its use. Without penalties and logit_bias it is the natural log
     of the total probability of the tokens that grammar, min_tokens, min_p, top_k and top_p allowed: 0 if
-    they excluded no likely token. Empty without any of these.
+    they excluded no likely token. Empty without any of these. NaN: the engine does not compute it.
     """
     top_ids: _builtins.bytes
     """Only with SamplingParams.top_logprobs, n: for each token, the int32 ids of the n likeliest at

@@ -26,7 +26,7 @@ class Capabilities:
     there is no other kind."""
     shares: bool = False
     """Fills `Tokens.allowed` for requests that reshape the distribution. Without it training leaves
-    the turns out that were sampled with cuts or penalties."""
+    the turns of such requests out."""
     update: Literal["in_flight", "drain"]
     """Whether requests continue under new weights, or finish under the old ones first."""
     draws: Literal["positional", "stream"]

@@ -6,11 +6,12 @@ The role prefill serves PrefillService, the role decode DecodeService, the role 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -33,8 +34,11 @@ from services.inference.engines.base import (
     FetchKv,
     KvSpan,
     PrefillEngine,
+    Prompt,
     RefusedHandOff,
+    Tokens,
 )
+from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.refusals import check_request
 from services.inference.worker import shared_memory
@@ -55,8 +59,9 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
         read = await self._engine.prefill(prompt, hold_s=request.hold_s)
+        first = _with_shares(read.first, prompt, self._engine.capabilities)
         return pb.PrefillResponse(
-            first=codec.write_tokens(read.first),
+            first=codec.write_tokens(first),
             cached_tokens=read.cached_tokens,
             queue_s=read.queue_s,
             prefill_s=read.prefill_s,
@@ -156,8 +161,9 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
         async with aclosing(pieces):
             async for piece in pieces:
+                tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
                 yield pb.DecodeResponse(
-                    tokens=codec.write_tokens(piece.tokens),
+                    tokens=codec.write_tokens(tokens),
                     finish_reason=codec.write_finish(piece.finish),
                     queue_s=piece.queue_s,
                     decode_s=piece.decode_s,
@@ -219,3 +225,11 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             self._shared_memory = ""
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
         return kv_codec.read_shared_span(response, data)
+
+
+def _with_shares(tokens: Tokens, prompt: Prompt, able: Capabilities) -> Tokens:
+    """The tokens; NaN stands for each share that the engine does not compute, so that training
+    leaves the turn out instead of using it without its correction."""
+    if able.shares or not prompt.sampling.reshapes:
+        return tokens
+    return replace(tokens, allowed=(math.nan,) * len(tokens.ids))

@@ -21,14 +21,18 @@ the engine did not report; or unknown, in turns recorded before these settings."
 
 
 def cut_of(turn: Turn) -> Cut:
-    """The effect of cuts, penalties and logit_bias on the turn's distribution."""
+    """The effect of cuts, penalties and logit_bias on the turn's distribution, and of a grammar or
+    min_tokens whose share is unknown."""
+    shares = turn.sampled.allowed_logprobs
+    if len(shares) % TOKEN_BYTES == 0 and any(map(math.isnan, float32_array(shares))):
+        return "share_missing"
     if not turn.HasField("top_p"):
         return "unknown"
     penalties = turn.presence_penalty or turn.frequency_penalty or turn.repetition_penalty
     reshaped = turn.min_p > 0 or penalties != 0 or turn.logit_bias
     if turn.top_p == 1 and turn.top_k == 0 and not reshaped:
         return "none"
-    has_shares = len(turn.sampled.allowed_logprobs) == len(turn.sampled.logprobs)
+    has_shares = len(shares) == len(turn.sampled.logprobs)
     return "corrected" if has_shares else "share_missing"
 
 

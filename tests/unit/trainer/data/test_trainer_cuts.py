@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -94,3 +95,10 @@ def test_a_domain_with_a_trained_turn_is_not_barren() -> None:
     assert len(batch.samples) == 2
     assert dict(batch.left_out) == {("code", "aborted"): 2}
     assert batch.barren_domains == ()
+
+
+def test_turn_of_an_engine_that_computes_no_shares_is_left_out() -> None:
+    """A grammar or min_tokens alone: the turn has no setting that tells of it."""
+    batch = built([math.nan, math.nan], **WHOLE)
+    assert dict(batch.cuts) == {"share_missing": 2}
+    assert dict(batch.left_out) == {("code", "share_missing"): 2}
