@@ -109,6 +109,7 @@ MATRIX = {
     "DecodeService/Decode": SERVICE,
     "CacheService/WatchCache": SERVICE,
     "WeightService/FetchWeights": SERVICE,
+    "WeightService/FetchManifest": SERVICE,
     "TrainerService/GetTrainerStatus": VIEWER,
     "TrainerService/WatchSteps": VIEWER,
     "TrainerService/SaveCheckpoint": OPERATOR,
