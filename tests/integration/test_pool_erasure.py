@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -74,12 +76,15 @@ async def forge_pool(*words: str) -> tuple[int, str]:
 
 
 def files_with(marker: str, directory: Path) -> list[str]:
-    """Files below a directory that contain the marker, as raw bytes."""
-    return [
-        path.name
-        for path in directory.rglob("*")
-        if path.is_file() and marker.encode() in path.read_bytes()
-    ]
+    """Files below a directory that contain the marker, as raw bytes. A compaction may remove files
+    and folders meanwhile."""
+    found = []
+    for folder, _, names in os.walk(directory):  # passes over a folder that is gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                if marker.encode() in (Path(folder) / name).read_bytes():
+                    found.append(name)
+    return found
 
 
 async def test_erasure_reaches_files_of_both_replicas_and_backups(
