@@ -216,7 +216,7 @@ def kept_note(measured: MeasuredModel) -> str:
         return f"[red]The kept model {measured.path} was not measured: {measured.problem}[/red]"
     return (
         f"Kept model {measured.path}: published from these files as weight version "
-        f"{measured.weight_version}; sha256 equal to the weights served."
+        f"{measured.weight_version}; digest equal to that of the weights served."
     )
 
 

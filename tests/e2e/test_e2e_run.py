@@ -204,7 +204,7 @@ async def test_resumed_run_continues_and_prints_the_table(observed: Observed) ->
         assert re.search(rf"{domain} .*\d\.\d\d\d .*\d\.\d\d\d .*[+-]\d\.\d\d\d", output), output
     version = re.search(r"weight version (\d+)", output)
     assert version and int(version[1]) >= 4, output
-    assert "kept model" in output and "sha256 equal to the weights served" in output, output
+    assert "kept model" in output and "digest equal to that of the weights served" in output, output
     assert run.state()["phase"] == "done"
     steps = run.metrics()
     assert sorted({step["step"] for step in steps}) == list(range(1, run.steps + 1))
