@@ -1,6 +1,6 @@
 """`forge targets`: where Prometheus finds the metrics of every process.
 
-Owns the form of Prometheus' file_sd and http_sd. The directory in etcd has the addresses, so that
+Owns the form of Prometheus' file_sd. The directory in etcd has the addresses, so that
 processes on free ports and those started later are found.
 """
 

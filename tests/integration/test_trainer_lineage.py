@@ -167,8 +167,8 @@ async def test_standby_on_another_host_fetches_the_checkpoints(hosts: TwoHosts) 
 async def test_checkpoints_saved_at_once_leave_the_later_one_in_the_record(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """A drain can save while a checkpoint of a step is being announced: a standby that was told of
-    none, or of the earlier one last, would never fetch the last."""
+    """A drain can save while the checkpoint of a step is being announced. With the earlier one in
+    the record a standby would never fetch the later."""
     lineage = Lineage(coordinator, trainer="t", location="h:/c", start_over="", ttl_s=30.0)
     await lineage.campaign(lambda: None)
     await lineage.begin(None, no_groups)

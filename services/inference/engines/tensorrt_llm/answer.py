@@ -97,7 +97,7 @@ class Answer:
                 await self._one_leg()
         except ForgeError as error:
             self._error = error
-        except Exception as error:  # The caller gets it; the engine goes on.
+        except Exception as error:  # Raised to the caller; the engine keeps running.
             log.error("tensorrt_llm_answer_failed", error=f"{type(error).__name__}: {error}")
             self._error = WrongAnswer(f"engine 'tensorrt_llm': {type(error).__name__}: {error}")
         finally:

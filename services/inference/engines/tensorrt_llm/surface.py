@@ -146,8 +146,7 @@ class Surface:
         return frozenset(path for path in found if not _is_within(path, self.absent))
 
     def verified(self) -> Surface:
-        """Return the surface without what is not verified for this version: of a tree that nobody
-        has read."""
+        """Return the surface without the entries that are not verified for this version."""
         return replace(self, absent=self.absent | self._unverified())
 
     def features(self) -> frozenset[Feature]:
