@@ -18,7 +18,6 @@ from rich.progress import (
     BarColumn,
     Progress,
     ProgressColumn,
-    SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
 )
@@ -26,14 +25,13 @@ from rich.table import Table
 
 from forge.cli.command_exit import console, say
 from forge.cli.connection import Connection
-from forge.cli.export import JsonLines, export_file
+from forge.cli.exports.files import JsonLines
+from forge.cli.exports.trajectory_rows import TrajectoryRows
 from forge.cli.options import SystemOptions
 from forge.cli.trajectory_view import TrajectoryView
 from forge.client.pool import PoolReader
 from forge.v1 import common_pb2, pool_pb2
 
-DAMAGED = 1
-"""Exit code of an export that lacks damaged trajectories."""
 PENDING = 1
 """Exit code of an erasure that a replica has still to finish."""
 
@@ -85,7 +83,7 @@ async def show_trajectory(at: Connection, trajectory_id: str, *, full: bool, as_
     async with _reader(at) as reader:
         trajectory = await reader.find(trajectory_id)
     if as_json:
-        JsonLines(sys.stdout.buffer).add(trajectory)
+        JsonLines(sys.stdout.buffer, TrajectoryRows()).add(trajectory)
     else:
         console.print(TrajectoryView(trajectory).draw(full=full), highlight=False)
 
@@ -119,37 +117,6 @@ async def follow_trajectories(
         finally:
             resume = " ".join(f"--cursor {cursor}" for cursor in latest.values())
             sys.stderr.write(f"Continue with: forge trajectories tail {resume}\n")
-
-
-async def export_trajectories(
-    at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path
-) -> None:
-    """Writes all matching readable trajectories to `file`; exits with 1 if any is damaged."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    count = size_bytes = fitting = unlisted = unread = 0
-    with (
-        export_file(file) as writer,
-        _bar(*columns) as bar,
-    ):
-        task = bar.add_task("exporting")
-        async with _reader(at) as reader:
-            async for page in reader.query(wanted):
-                fitting += len(page.trajectories)
-                damaged = [*page.damaged]
-                stored = [one.trajectory_id for one in page.trajectories if not one.freed]
-                async for trajectory in reader.fetch(page.shard, stored, on_damage=damaged.append):
-                    writer.add(trajectory)
-                    count += 1
-                    size_bytes += trajectory.ByteSize()
-                    bar.update(task, description=f"{count} trajectories, {decimal(size_bytes)}")
-                _name_damaged(page.shard, damaged)
-                unlisted += len(page.damaged)
-                unread += len(damaged)
-    freed = fitting - count - (unread - unlisted)
-    left_out = f"; {freed} matching ones were freed" if freed else ""
-    say(f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}")
-    if unread:
-        raise typer.Exit(DAMAGED)
 
 
 async def compact_shard(system: SystemOptions, shard: str, directory: Path) -> None:

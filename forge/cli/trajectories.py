@@ -10,6 +10,7 @@ import typer
 
 from forge.cli.command_exit import finish
 from forge.cli.connection import Connection
+from forge.cli.exports.formats import ExportOptions
 from forge.cli.options import FilterOptions, Json, with_options
 
 trajectories_app = typer.Typer(
@@ -98,20 +99,25 @@ def tail(
 def export(
     at: Connection,
     wanted: FilterOptions,
+    options: ExportOptions,
     file: Annotated[Path, typer.Argument(help="New file: NAME.parquet or NAME.jsonl.")],
 ) -> None:
-    """Write trajectories with their tokens, log-probs, versions and rewards to a file.
+    """Write trajectories to a file: whole, as chat messages, as preference pairs or as tokens.
 
-    One row is one trajectory with its turns, equal in both formats; memory does not grow with the
-    number of rows. Without --state only sealed trajectories are written. Damaged ones are named on
-    stderr and skipped; the exit code is then 1.
+    Both encodings have the same rows; memory does not grow with their number. Without --state only
+    sealed trajectories are written. What is left out is counted; damaged trajectories are named on
+    stderr, and the exit code is then 1. The file gets its name when it is complete.
 
     [dim]forge trajectories export code.parquet --domain code --since 1d[/dim]
+
+    [dim]forge trajectories export sft.jsonl --format sft --min-reward 1[/dim]
+
+    [dim]forge trajectories export pairs.jsonl --format preference --margin 0.5[/dim]
     """
-    from forge.cli.pool_reading import export_trajectories
+    from forge.cli.exports.command import export_trajectories
 
     chosen = replace(wanted, state=wanted.state or "sealed")
     finish(
-        lambda: export_trajectories(at, chosen.resolved(), file),
+        lambda: export_trajectories(at, chosen.resolved(), file, options),
         f"Interrupted; {file} is not written.",
     )

@@ -83,22 +83,40 @@ class PoolReader:
     ) -> AsyncIterator[Page]:
         """Yields the trajectories that match `wanted`, shard by shard; pages may be empty."""
         for shard in await self.shards():
-            token = ""
-            while True:
-                request = pool_pb2.QueryTrajectoriesRequest(
-                    filter=wanted, page_size=page_size, page_token=token
-                )
-                page: pool_pb2.QueryTrajectoriesResponse = await self._call(
-                    shard, "QueryTrajectories", request
-                )
-                yield Page(
-                    shard=shard,
-                    trajectories=page.trajectories,
-                    damaged=page.damaged_trajectory_ids,
-                )
-                token = page.next_page_token
-                if not token:
-                    break
+            async for page in self._pages(shard, wanted, page_size):
+                yield page
+
+    async def group(self, shard: str, task_id: str, wanted: pool_pb2.TrajectoryFilter) -> Page:
+        """Return the trajectories of one task on its shard that match `wanted`."""
+        of_task = pool_pb2.TrajectoryFilter()
+        of_task.CopyFrom(wanted)
+        of_task.task_ids[:] = [task_id]
+        found: list[common_pb2.TrajectorySummary] = []
+        damaged: list[str] = []
+        async for page in self._pages(shard, of_task, 0):
+            found += page.trajectories
+            damaged += page.damaged
+        return Page(shard=shard, trajectories=found, damaged=damaged)
+
+    async def _pages(
+        self, shard: str, wanted: pool_pb2.TrajectoryFilter, page_size: int
+    ) -> AsyncIterator[Page]:
+        token = ""
+        while True:
+            request = pool_pb2.QueryTrajectoriesRequest(
+                filter=wanted, page_size=page_size, page_token=token
+            )
+            page: pool_pb2.QueryTrajectoriesResponse = await self._call(
+                shard, "QueryTrajectories", request
+            )
+            yield Page(
+                shard=shard,
+                trajectories=page.trajectories,
+                damaged=page.damaged_trajectory_ids,
+            )
+            token = page.next_page_token
+            if not token:
+                break
 
     async def fetch(
         self, shard: str, trajectory_ids: Sequence[str], *, on_damage: Callable[[str], None]

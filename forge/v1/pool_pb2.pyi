@@ -1025,6 +1025,7 @@ class TrajectoryFilter(_message.Message):
     MAX_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     CLOSED_FROM_UNIX_S_FIELD_NUMBER: _builtins.int
     CLOSED_BEFORE_UNIX_S_FIELD_NUMBER: _builtins.int
+    TASK_IDS_FIELD_NUMBER: _builtins.int
     domain: _builtins.str
     """An open trajectory has no domain yet."""
     state: _common_pb2.TrajectoryState.ValueType
@@ -1040,6 +1041,12 @@ class TrajectoryFilter(_message.Message):
     closed_from_unix_s: _builtins.float
     """Range of the time at which it was closed, without its end. Unix time, seconds."""
     closed_before_unix_s: _builtins.float
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only trajectories of these tasks; at most 1000. Costs the records of these tasks alone. The result
+        is ordered by trajectory id.
+        """
+
     def __init__(
         self,
         *,
@@ -1052,10 +1059,11 @@ class TrajectoryFilter(_message.Message):
         max_weight_version: _builtins.int | None = ...,
         closed_from_unix_s: _builtins.float | None = ...,
         closed_before_unix_s: _builtins.float | None = ...,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "domain", b"domain", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version", "reward_name", b"reward_name", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "domain", b"domain", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version", "reward_name", b"reward_name", "state", b"state", "task_ids", b"task_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closed_before_unix_s: _TypeAlias = _typing.Literal["closed_before_unix_s"]  # noqa: Y015
     _WhichOneofArgType__closed_before_unix_s: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s"]  # noqa: Y015
@@ -1123,7 +1131,7 @@ class QueryTrajectoriesResponse(_message.Message):
     """"" on the last page."""
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]:
-        """In the order of closing with `closed_from_unix_s`, else by trajectory id."""
+        """In the order of closing with `closed_from_unix_s` and without `task_ids`, else by trajectory id."""
 
     @_builtins.property
     def damaged_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

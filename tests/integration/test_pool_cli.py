@@ -209,3 +209,35 @@ async def test_export_continues_past_damage(pool, client, tmp_path):
     assert done.stdout.startswith(f"{file}: 2 trajectories, ") and "freed" not in done.stdout
     rows = [json.loads(line) for line in file.open()]
     assert [row["trajectory_id"] for row in rows] == [names[0], names[2]]
+
+
+async def test_export_formats_of_one_group(pool, client, tmp_path):
+    """Conversations, pairs and tokens of the trajectories that match; reasons for what is left
+    out."""
+    for number, answer in enumerate(("bad", "good")):
+        name = f"chat:{number}:0"
+        said = {
+            "shared": 0,
+            "tools": [],
+            "messages": [{"role": "user", "content": "Which?"}],
+            "answer": {"role": "assistant", "content": answer},
+        }
+        await client.append(
+            [make_turn(name, messages_json=json.dumps(said)), make_turn(name, 1, prefix=5)]
+        )
+        await client.seal(name, 2, [make_reward(value=float(number))], domain="chat")
+    formats = ("sft", "preference", "tokens")
+    words = ("--domain", "chat", "--since", "1h", "--format")
+    done = await asyncio.gather(
+        *(forge(pool, "export", str(tmp_path / f"{name}.jsonl"), *words, name) for name in formats)
+    )
+    assert [one.code for one in done] == [0, 0, 0], done
+    rows = [[json.loads(line) for line in (tmp_path / f"{n}.jsonl").open()] for n in formats]
+    sft, (pair,), tokens = rows
+    assert [row["messages"][-1]["content"] for row in sft] == ["bad", "good"]
+    assert "left out: 2 turns without messages on record" in done[0].stdout
+    assert (pair["chosen_id"], pair["rejected_id"], pair["margin"]) == ("chat:1:0", "chat:0:0", 1.0)
+    assert pair["prompt"] == [{"role": "user", "content": "Which?"}]
+    assert pair["chosen"] == [{"role": "assistant", "content": "good"}]
+    assert [row["advantages"][3:5] for row in tokens] == [[-0.5, -0.5], [0.5, 0.5]]
+    assert [row["loss_mask"] for row in tokens] == [[0, 0, 0, 1, 1, 0, 0, 0, 1, 1]] * 2

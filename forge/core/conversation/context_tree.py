@@ -12,10 +12,12 @@ are further paths of the same tree.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Any
 
 from forge.core.conversation.messages import Message, MessageKey, agree, same
 from forge.core.trajectory import NO_PARENT
@@ -97,6 +99,9 @@ class Root(Node):
     decide about the beginning of every prompt."""
 
     tools_json: str = ""
+    """One spelling for equal tools."""
+    sent_tools_json: str = ""
+    """The tools of the first request, with its order of keys: templates render in that order."""
     template_kwargs: str = ""
     """Variables of the chat template as a JSON object; "" for none."""
 
@@ -111,8 +116,19 @@ class ContextTree:
         self.twins = False
         """Whether a request may agree with several paths."""
 
-    def root(self, tools_json: str, template_kwargs: str = "") -> Root:
-        """Return the root of conversations with these tools and template variables."""
+    def root_of_tools(self, tools: Sequence[Mapping[str, Any]], template_kwargs: str = "") -> Root:
+        """Return the root of conversations with these tools, as the agent sent them."""
+        return self.root(_canonical(tools), template_kwargs, sent=tools)
+
+    def root(
+        self,
+        tools_json: str,
+        template_kwargs: str = "",
+        *,
+        sent: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Root:
+        """Return the root of conversations with these tools and template variables; `sent` are the
+        tools as the agent sent them."""
         for known in self._roots:
             if known.tools_json == tools_json and known.template_kwargs == template_kwargs:
                 return known
@@ -122,6 +138,9 @@ class ContextTree:
             depth=0,
             message=None,
             tools_json=sys.intern(tools_json),
+            sent_tools_json=sys.intern(
+                tools_json if sent is None else json.dumps(list(sent), ensure_ascii=False)
+            ),
             template_kwargs=sys.intern(template_kwargs),
         )
         self._roots.append(root)
@@ -202,3 +221,8 @@ def _said(node: Node) -> Message:
 def _speaks_for(message: Message, node: Node) -> bool:
     said = _said(node)
     return message is said or (bool(message.tool_calls) and said.call_ids == message.call_ids)
+
+
+def _canonical(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return one spelling for equal tool definitions."""
+    return json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)

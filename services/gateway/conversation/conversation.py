@@ -174,7 +174,7 @@ class Conversation:
         """
         _require_few(tools, most)
         try:
-            root = self.tree.root(canonical_tools(tools), template_kwargs)
+            root = self.tree.root_of_tools(tools, template_kwargs)
         except RecursionError:
             raise InvalidArgument("the tools are nested too deeply") from None
         # With twins, a request may agree with several paths and must be matched from the root.
@@ -287,7 +287,7 @@ class Conversation:
         return Recalled(
             turn=turn,
             node=node,
-            tools=json.loads(root_of(node).tools_json),
+            tools=json.loads(root_of(node).sent_tools_json),
             prompt_tokens=self.prefixes.whole_prompt(turn.turn_index).tokens,
             sampled_ids=self.prefixes.sampled(turn.turn_index),
         )
@@ -311,7 +311,8 @@ class Conversation:
 
     def _adopt(self, place: Place) -> Place:
         """Returns the same place in this conversation's tree."""
-        root = self.tree.root(place.root.tools_json, place.root.template_kwargs)
+        tools = json.loads(place.root.sent_tools_json)
+        root = self.tree.root_of_tools(tools, place.root.template_kwargs)
         return Place(root=root, node=root, beyond=(*place.node.messages(), *place.beyond))
 
     def _store_mark(self, place: Place, after: Node) -> None:
@@ -362,7 +363,7 @@ class Conversation:
         depth = common_depth(parent, node) if parent else 0
         context: dict[str, Any] = {"shared": depth}
         if parent is None or (not depth and root_of(parent) is not root_of(node)):
-            context["tools"] = json.loads(root_of(node).tools_json)
+            context["tools"] = json.loads(root_of(node).sent_tools_json)
             if root_of(node).template_kwargs:
                 context["template_kwargs"] = json.loads(root_of(node).template_kwargs)
         new = list(islice(node.ancestors(), 1, node.depth - depth))
@@ -378,8 +379,8 @@ class Conversation:
         """Returns the node before the new messages of a recorded turn."""
         parent = self.nodes[shared.turn] if shared.turn != NO_PARENT else None
         if "tools" in context or parent is None:
-            tools = canonical_tools(context.get("tools", []))
-            return self.tree.root(tools, kwargs_json(context.get("template_kwargs")))
+            kwargs = kwargs_json(context.get("template_kwargs"))
+            return self.tree.root_of_tools(context.get("tools", []), kwargs)
         depth = context["shared"]
         return next((node for node in parent.ancestors() if node.depth == depth), root_of(parent))
 
@@ -393,8 +394,3 @@ def _require_few(parts: Sequence[object], most: int) -> None:
 def given(ids: bytes) -> Draft:
     """Returns the draft of a prompt that the agent rendered."""
     return Draft(how="given", ids=ids)
-
-
-def canonical_tools(tools: Tools) -> str:
-    """Returns one spelling for equal tool definitions."""
-    return json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -21,7 +21,6 @@ from services.gateway.conversation.conversation import (
     Conversation,
     Prompt,
     SampledAnswer,
-    canonical_tools,
 )
 from services.gateway.conversation.handles import Handle, NamedTurn, Recalled
 from services.gateway.conversation.turn_record import record_sampling
@@ -46,7 +45,7 @@ def _store_names(conversation: Conversation, turn: common_pb2.Turn) -> None:
         return
     # A tree of its own: no prompt of the policy may match these messages.
     tree = ContextTree()
-    root = tree.root(canonical_tools(context.get("tools", [])))
+    root = tree.root_of_tools(context.get("tools", []))
     after = tree.extend(root, [from_openai(plain) for plain in context["messages"]])
     node = tree.answer(after, from_openai(context["answer"]), turn=turn.turn_index)
     conversation.size_bytes += len(turn.messages_json)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.core.trajectory import check_task_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.summaries import count_turns, summary_of, turns_of
 from services.pool.storage.change_log import (
@@ -25,7 +26,7 @@ from services.pool.storage.change_log import (
     number_before,
     number_of_change_key,
 )
-from services.pool.storage.keys import name_of_trajectory_key
+from services.pool.storage.keys import name_of_trajectory_key, task_prefix
 from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
@@ -40,6 +41,8 @@ from services.pool.storage.tables import Table
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096
 """Records looked at for one page, about; a turn of an open trajectory is one as well."""
+MAX_TASKS = 1000
+"""Most tasks of a filter."""
 PAGE_BYTES = 2 << 20
 """Most bytes of summaries on one page, about."""
 
@@ -70,6 +73,10 @@ def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter
     """Returns `wanted`; raises `InvalidArgument` if nothing can fit it."""
     if wanted.state not in common_pb2.TrajectoryState.values():
         raise InvalidArgument(f"filter.state {wanted.state} is unknown")
+    if len(wanted.task_ids) > MAX_TASKS:
+        raise InvalidArgument(f"filter.task_ids has {len(wanted.task_ids)}, at most {MAX_TASKS}")
+    for task_id in wanted.task_ids:
+        check_task_id(task_id)
     for low, high in (
         ("min_reward", "max_reward"),
         ("min_weight_version", "max_weight_version"),
@@ -151,10 +158,11 @@ def _fitting(
 def _candidates(
     records: Records, wanted: pool_pb2.TrajectoryFilter, after: bytes
 ) -> Iterator[_Candidate]:
-    """Every trajectory, or those closed since the requested time."""
-    if not wanted.HasField("closed_from_unix_s"):
-        for key, value in records.scan_sealed(Table.TRAJECTORIES, after=after):
-            yield _Candidate(position=key, trajectory=key, value=value)
+    """Every trajectory, those of the requested tasks, or those closed since the requested time."""
+    if not _along_log(wanted):
+        for prefix in sorted(map(task_prefix, set(wanted.task_ids))) or [b""]:
+            for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix, after=after):
+                yield _Candidate(position=key, trajectory=key, value=value)
         return
     start = (
         number_of_change_key(after) if after else number_before(records, wanted.closed_from_unix_s)
@@ -166,6 +174,11 @@ def _candidates(
         yield _Candidate(position=change_key(number), trajectory=change.trajectory, value=header)
 
 
+def _along_log(wanted: pool_pb2.TrajectoryFilter) -> bool:
+    """Whether a query goes along the change log, not by trajectory id."""
+    return wanted.HasField("closed_from_unix_s") and not wanted.task_ids
+
+
 def summary_if_fits(
     records: Records,
     wanted: pool_pb2.TrajectoryFilter,
@@ -175,6 +188,8 @@ def summary_if_fits(
     """None if it does not fit, and if its group moved to another shard; the turns of an open one
     are counted in `header`."""
     name = name_of_trajectory_key(trajectory)
+    if wanted.task_ids and name.task_id not in wanted.task_ids:
+        return None
     if not fits_header(wanted, header) or is_moved(records, name.task_id):
         return None
     summary = summary_of(records, name, header)
@@ -236,9 +251,8 @@ def _position(request: pool_pb2.QueryTrajectoriesRequest, shard: str) -> bytes:
         raise InvalidArgument(f"page_token is of pool shard {token.shard!r}, not of {shard!r}")
     if token.filter_hash != _hash(request.filter):
         raise InvalidArgument("page_token is of a query with another filter")
-    along_log = request.filter.HasField("closed_from_unix_s")
     if not 0 < len(token.position) <= MAX_KEY_BYTES or (
-        along_log and len(token.position) != len(change_key(0))
+        _along_log(request.filter) and len(token.position) != len(change_key(0))
     ):
         raise InvalidArgument(f"page_token holds no position: {token.position!r:.80}")
     return token.position

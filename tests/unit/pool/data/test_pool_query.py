@@ -67,6 +67,17 @@ def filled(store: PoolStore) -> PoolStore:
     return store
 
 
+def test_tasks_are_read_alone_and_page_by_page(store):
+    """In the order of keys, although another task's id begins with theirs; a page ends at a
+    trajectory and the next one continues behind it."""
+    for task in ("a", "a.b", "a-b", "aa", "b"):
+        for rollout in range(3):
+            seal(store, f"{task}:{rollout}:0", turns=0)
+    tasks = ["aa", "a", "a-b", "a"]
+    ids = [f"{task}:{rollout}:0" for task in ("a-b", "a", "aa") for rollout in range(3)]
+    assert found(store, size=2, task_ids=tasks) == found(store, task_ids=tasks) == ids
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -88,6 +99,8 @@ def filled(store: PoolStore) -> PoolStore:
         ({"closed_before_unix_s": 30}, "ab"),
         ({"closed_from_unix_s": 10, "closed_before_unix_s": 40, "domain": "code"}, "ac"),
         ({"closed_from_unix_s": 41}, ""),
+        ({"task_ids": ["e", "a", "nowhere"]}, "ae"),
+        ({"task_ids": ["a", "b", "c"], "closed_from_unix_s": 20}, "bc"),
     ],
 )
 def test_filter_returns_all_matching_trajectories(filled, wanted, expected):
