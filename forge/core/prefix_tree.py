@@ -65,6 +65,8 @@ class Sample:
     """float32: return-to-go of the turn, for a critic; empty without one. With a critic,
     `advantages` are weights on the critic's estimates."""
     domain: str = ""
+    trajectory: int = -1
+    """Number of its trajectory in the batch; -1: this sample is a trajectory of its own."""
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,14 @@ from typing import Any, Literal
 from forge.core.credit.advantages import Baseline, Spread
 from forge.core.errors import InvalidArgument
 
-Normalization = Literal["token", "sequence", "global"]
+Normalization = Literal["token", "sequence", "trajectory", "global", "trajectory_global"]
+OF_TRAJECTORIES: Mapping[Normalization, Normalization] = {
+    "sequence": "trajectory",
+    "global": "trajectory_global",
+}
+"""Normalizations by samples, each with the same one by trajectories."""
+SEQUENCE_RATIOS = ("gspo", "rloo")
+"""Algorithms with one ratio for a whole sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

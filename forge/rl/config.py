@@ -18,7 +18,14 @@ except ModuleNotFoundError:
     Meta = dict  # type: ignore[assignment, misc]
 
 from forge.core.errors import InvalidArgument
-from forge.rl.algorithms import PRESETS, Normalization, load_custom, preset
+from forge.rl.algorithms import (
+    OF_TRAJECTORIES,
+    PRESETS,
+    SEQUENCE_RATIOS,
+    Normalization,
+    load_custom,
+    preset,
+)
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
@@ -106,10 +113,14 @@ class ObjectiveConfig:
     dual_clip: NotNegative = 0.0
     """Largest ratio that a negative advantage is multiplied with; 0: no limit."""
     normalization: Literal["auto", Normalization] = "auto"
-    """token: mean over trained tokens; sequence: mean over samples of their token means; global:
-    sum over samples times normalization_tokens; auto: the algorithm's own."""
+    """token: mean over trained tokens; sequence, trajectory: mean over turns or over trajectories
+    of their token means; global, trajectory_global: sum over the number of turns or trajectories
+    times normalization_tokens; auto: the algorithm's own, by trajectories if ratio_level is."""
     normalization_tokens: Count = 0
-    """Constant length of the global normalization; 0: the algorithm's own."""
+    """Constant length of a global normalization; 0: the algorithm's own."""
+    ratio_level: Literal["turn", "trajectory"] = "turn"
+    """Tokens of one ratio of gspo and rloo: those of a turn, or all trained tokens of a
+    trajectory."""
     old_logprobs: OldLogprobs = "behavior"
     """Denominator of the ratios: the log-probs of the engine (behavior), or the trainer's own,
     recomputed as the batch begins."""
@@ -117,12 +128,17 @@ class ObjectiveConfig:
     """Weight of the KL penalty against the reference policy; 0: no penalty, no reference."""
     kl_estimator: KlEstimator = "k2"
     """k1: subtracted from the advantages; k2, k3: added to the loss."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus: the mean entropy of the policy at trained tokens, nats, is
+    subtracted from the loss; 0: no bonus."""
 
     @property
     def normalized_by(self) -> Normalization:
         """The normalization in force."""
+        if self.normalization != "auto":
+            return self.normalization
         own = preset(self.algorithm).normalization
-        return own if self.normalization == "auto" else self.normalization
+        return OF_TRAJECTORIES.get(own, own) if self.ratio_level == "trajectory" else own
 
     def check(self, correction: Correction) -> None:
         """Raises `InvalidArgument` for settings that are invalid or without effect."""
@@ -147,8 +163,14 @@ class ObjectiveConfig:
         )  # fmt: skip
         _require(
             "objective.normalization_tokens", self.normalization_tokens,
-            not self.normalization_tokens or self.normalized_by == "global",
-            "0 unless normalization is global",
+            not self.normalization_tokens or "global" in self.normalized_by,
+            "0 unless normalization is global or trajectory_global",
+        )  # fmt: skip
+        _require(
+            "objective.ratio_level", self.ratio_level,
+            self.ratio_level == "turn" or name in SEQUENCE_RATIOS,
+            f"turn, since the ratios of algorithm {name} are of tokens "
+            f"(trajectory: {', '.join(SEQUENCE_RATIOS)})",
         )  # fmt: skip
         _require(
             "correction.weight_cap", correction.weight_cap,

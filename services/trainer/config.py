@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from forge.core.credit.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
+from forge.core.credit.overlong import OverlongRules
 from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import InvalidArgument
 from forge.rl.algorithms import Preset, preset
@@ -28,8 +29,8 @@ from services.trainer.data.samples import CreditRules
 
 _AGREED = (
     *("max_steps", "batch_groups", "passes_per_batch", "seed", "balance_coef"),
-    *("nominal_tokens_per_s", "rewards", "advantages", "objective", "correction", "optimizer"),
-    *("critic", "mtp", "lora"),
+    *("nominal_tokens_per_s", "rewards", "overlong", "advantages", "objective", "correction"),
+    *("optimizer", "critic", "mtp", "lora"),
 )
 
 
@@ -196,6 +197,7 @@ class TrainerConfig(ServiceConfig):
     nominal_tokens_per_s: Annotated[float, Meta(ge=1e-3)] = 50.0
     """Rate of sampling in completion times, at any speed of the engine."""
     rewards: RewardWeights = field(default_factory=RewardWeights)
+    overlong: OverlongRules = field(default_factory=OverlongRules)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     correction: Correction = field(default_factory=Correction)
@@ -220,6 +222,7 @@ class TrainerConfig(ServiceConfig):
                 f"evaluation.{name} = {getattr(self.evaluation, name)} is not allowed without "
                 "evaluation.tasks, the file of tasks to evaluate on"
             )
+        self.overlong.check()
         self.objective.check(self.correction)
         self._check_advantages()
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
@@ -277,6 +280,7 @@ class TrainerConfig(ServiceConfig):
             weights=self.rewards,
             tokens_per_s=self.nominal_tokens_per_s,
             advantages=self.advantages.rules(own),
+            overlong=self.overlong,
             critic=own.critic,
             train_side_calls=frozenset(self.advantages.train_side_calls),
             drop_flat_groups=self.advantages.drop_flat_groups,

@@ -42,14 +42,19 @@ _LEFT_OUT = counter(
     "forge_trainer_truncated_turns_left_out_total",
     "Turns sampled with top_p or top_k and left out: the share of allowed tokens is unknown.",
 )
+_OVERLONG = counter(
+    "forge_trainer_overlong_turns_left_out_total",
+    "Turns left out by overlong.mask: a token limit cut off their answer, or another one of their "
+    "trajectory.",
+)
 _UNKNOWN = counter(
     "forge_trainer_sampling_unknown_turns_total",
     "Trained turns of earlier releases, which did not record top_p and top_k.",
 )
 _NOT_TRAINED = counter(
     "forge_trainer_left_out_turns_total",
-    "Turns that were not trained: empty, aborted, greedy (temperature 0), share_missing, "
-    "side_call, excluded (by the agent).",
+    "Turns that were not trained: empty, aborted, greedy (temperature 0), overlong (cut off by a "
+    "token limit), share_missing, side_call, excluded (by the agent).",
     ["domain", "reason"],
 )
 _BARREN = counter(
@@ -94,6 +99,7 @@ _GAUGES = {
         ("rank_imbalance", "Waiting of data groups for each other, over their computing."),
         ("balance_loss", "Load-balance loss of the experts."),
         ("mtp_loss", "Mean loss of the draft heads."),
+        ("overlong_penalty", "Mean penalty on long answers per trajectory; at most 0."),
         ("yield_j", "Effective agent training yield so far."),
     )
 }
@@ -156,6 +162,7 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _EMPTY.inc(metrics.empty_passes)
     _TRUNCATED.inc(metrics.truncated_turns)
     _LEFT_OUT.inc(metrics.truncated_turns_left_out)
+    _OVERLONG.inc(metrics.overlong_turns_left_out)
     _UNKNOWN.inc(metrics.sampling_unknown_turns)
     _STEP_S.observe(metrics.step_s)
     _THROUGHPUT.set(metrics.trained_tokens_per_s)

@@ -10,11 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from forge.core.prefix_tree import Sample, TreePlan, plan_trees
 from forge.rl.losses.objective import BatchSize
 from forge.rl.model.capabilities import pair_cost
 from forge.rl.parallel.rounds import TreeCost, divide
-from forge.rl.tree.batch import TreeBatch, build_tree_batch
+from forge.rl.tree.batch import TreeBatch, build_tree_batch, trajectories_of
 
 TRIED_ROUNDS = 4
 """Numbers of trees per data group that a plan is tried with."""
@@ -44,8 +46,18 @@ class BatchPlan:
     def size(self) -> BatchSize:
         """Denominators of the loss."""
         return BatchSize(
-            tokens=self.trained_tokens, samples=sum(len(tree.lengths_S) for tree in self.trees)
+            tokens=self.trained_tokens,
+            samples=sum(len(tree.lengths_S) for tree in self.trees),
+            trajectories=1 + max(int(tree.trajectories_S.max()) for tree in self.trees)
+            if self.trees
+            else 0,
         )
+
+    @property
+    def divides_trajectories(self) -> bool:
+        """Whether samples of one trajectory are in several trees."""
+        apart = sum(len(torch.unique(tree.trajectories_S)) for tree in self.trees)
+        return apart > self.size.trajectories
 
     @property
     def tree_tokens(self) -> int:
@@ -80,8 +92,15 @@ def plan_batch(
     plans = plan_trees(trainable, token_budget=token_budget, pair_cost=cost, relay=relay)
     if data_groups > 1:
         plans = _for_groups(plans, trainable, token_budget, data_groups, pair_cost=cost)
+    trajectories = trajectories_of(trainable)
     trees = tuple(
-        build_tree_batch(plan, trainable, channels=channels, token_budget=token_budget)
+        build_tree_batch(
+            plan,
+            trainable,
+            channels=channels,
+            token_budget=token_budget,
+            trajectories=trajectories,
+        )
         for plan in plans
     )
     return BatchPlan(

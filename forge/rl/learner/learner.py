@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.critic import Critic, critic_stats
 from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_of, token_stats
+from forge.rl.learner.tree_tokens import Reference, TreeTokens
 from forge.rl.learner.types import StepResult
 from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
@@ -34,7 +35,6 @@ from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.out_of_memory import memory_shortage, smaller_budgets
 from forge.rl.parallel.sharding import clip_gradients
-from forge.rl.tree.batch import TreeBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,14 +51,6 @@ class _Gradient:
     shortage: str = ""
     failed: str = ""
     """Why there is no gradient; "" if there is one."""
-
-
-class Reference(Protocol):
-    """The frozen reference policy of a KL penalty."""
-
-    def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [T], as `TreePolicy.logprobs` returns them."""
-        ...
 
 
 class Learner:
@@ -80,7 +72,6 @@ class Learner:
         self.policy = policy
         self.config = config
         self.objective = Objective(config.objective, config.correction)
-        self._reference = reference
         self._served = served
         if self.objective.needs_reference and reference is None:
             raise InvalidArgument(
@@ -99,6 +90,10 @@ class Learner:
                 size, config.critic, device=policy.device, dtype=policy.model.dtype
             )
             policy.value_head = self._critic.head
+        policy.entropy_gradient = config.objective.entropy_coef > 0
+        self._trees = TreeTokens(
+            policy=policy, objective=self.objective, critic=self._critic, reference=reference
+        )
         self.mtp = MtpTraining(policy, config.mtp, config.optimizer) if config.mtp.heads else None
         """Training of the draft heads; None without heads."""
         self._optimizer = Optimizers(
@@ -260,10 +255,13 @@ class Learner:
         if self.mtp is not None:
             self.mtp.begin()
         self._share = share_of([policy.arranged(tree) for tree in plan.trees], policy)
+        gaps_J = self._trees.trajectory_gaps(plan, self._share.trees, frozen)
         policy.begin(self._share.trees)
         for index, (tree, passes) in enumerate(self._share.trees):
             tree = tree.to(policy.device)
-            tokens, values_T = self._tokens(tree, passes, frozen, index, weight_version)
+            tokens, values_T = self._trees.compute(
+                tree, passes, frozen, index, weight_version=weight_version, gaps_J=gaps_J
+            )
             if tree.trained_tokens:
                 share = self.objective.evaluate(tokens, size)
                 total = share.loss + self._value_loss(values_T, frozen[index], tokens, size)
@@ -282,27 +280,6 @@ class Learner:
             self.mtp.reduce_gradients()
         return policy.world.summed(loss, policy.device), of_all(stats, policy.world)
 
-    def _tokens(
-        self, tree: TreeBatch, passes: int, frozen: list[Frozen], index: int, weight_version: int
-    ) -> tuple[TrainedTokens, Tensor | None]:
-        """The tokens of a tree under the present weights, and their values if there is a critic."""
-        logprobs_T, values_T, entropy_T = self._evaluate(tree, passes)
-        if index == len(frozen):
-            frozen.append(self._freeze(tree, passes, logprobs_T.detach(), values_T))
-        credit = frozen[index].credit
-        tokens = TrainedTokens(
-            logprobs=logprobs_T,
-            old=frozen[index].old,
-            behavior=tree.behavior_T,
-            advantages=tree.advantages_T if credit is None else credit.advantages,
-            lengths=tree.lengths_S,
-            versions=tree.versions_T,
-            weight_version=weight_version,
-            entropy=entropy_T,
-            reference=frozen[index].reference,
-        )
-        return tokens, values_T
-
     def _value_loss(
         self, values_T: Tensor | None, frozen: Frozen, tokens: TrainedTokens, size: BatchSize
     ) -> Tensor | float:
@@ -311,33 +288,6 @@ class Learner:
             return 0.0
         value_loss_T = self._critic.loss(values_T, frozen.credit)
         return self.config.critic.value_coef * self.objective.normalized(value_loss_T, tokens, size)
-
-    def _evaluate(self, tree: TreeBatch, passes: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Log-probs, values if there is a critic, entropies."""
-        if self._critic is None:
-            logprobs_T, entropy_T = self.policy.logprobs(tree, passes=passes)
-            return logprobs_T, None, entropy_T
-        return self.policy.logprobs_and_values(tree, passes=passes)
-
-    def _freeze(
-        self, tree: TreeBatch, passes: int, logprobs_T: Tensor, values_T: Tensor | None
-    ) -> Frozen:
-        """Log-probs of the first epoch, before any update: `recomputed` needs no extra forward."""
-        recomputed = self.config.objective.old_logprobs == "recomputed"
-        reference_T = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_T, _ = self._reference.logprobs(tree, passes=passes)
-        credit = None
-        if self._critic is not None and values_T is not None and tree.trained_tokens:
-            credit = self._critic.credit(
-                values_T, tree.returns_T, tree.advantages_T, tree.lengths_S
-            )
-        return Frozen(
-            old=logprobs_T if recomputed else tree.behavior_T,
-            reference=reference_T,
-            credit=credit,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on, except the policy's weights."""

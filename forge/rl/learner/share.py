@@ -111,7 +111,7 @@ def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> Toke
     return TokenStats(
         logprobs=tokens.logprobs.detach(),
         behavior=tree.behavior_T,
-        entropy=tokens.entropy,
+        entropy=tokens.entropy.detach(),
         versions=tree.versions_T,
         clipped=share.clipped,
         masked=share.masked,

@@ -37,6 +37,8 @@ class BatchSize:
     """Trained tokens."""
     samples: int
     """Samples with at least one trained token."""
+    trajectories: int = 0
+    """Trajectories with at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class Objective:
         self.normalization_tokens = config.normalization_tokens or own.normalization_tokens
         self.critic = own.critic
         """Whether a critic computes the advantages."""
+        self.over_trajectories = config.ratio_level == "trajectory"
+        """Whether one ratio is that of all trained tokens of a trajectory."""
         self._loss = self._objective()
 
     @property
@@ -96,6 +100,8 @@ class Objective:
             distance_T = kl_mean(tokens)
             if self.config.kl_coef and self.config.kl_estimator != "k1":
                 loss_T = loss_T + self.config.kl_coef * kl_loss(tokens, self.config.kl_estimator)
+        if self.config.entropy_coef:
+            loss_T = loss_T - self.config.entropy_coef * tokens.entropy
         return PassLoss(
             loss=self.normalized(loss_T, tokens, size),
             clipped=self._clipped(penalized),
@@ -117,8 +123,13 @@ class Objective:
                 return loss_T.sum() / size.tokens
             case "sequence":
                 return (tokens.sums(loss_T) / tokens.lengths).sum() / size.samples
+            case "trajectory":
+                means_S = tokens.sums(loss_T) / tokens.trajectory_lengths
+                return means_S.sum() / size.trajectories
             case "global":
                 return loss_T.sum() / (size.samples * self.normalization_tokens)
+            case "trajectory_global":
+                return loss_T.sum() / (size.trajectories * self.normalization_tokens)
 
     def _clipped(self, tokens: TrainedTokens) -> Tensor:
         name = self.config.algorithm
@@ -128,19 +139,25 @@ class Objective:
             return gaps_T.exp() > self.config.ratio_cap
         if not self.clip_high:
             return _zeros(tokens, torch.bool)
-        return clipped_tokens(tokens, name, clip_low=self.clip_low, clip_high=self.clip_high)
+        return clipped_tokens(
+            tokens,
+            name,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            trajectory=self.over_trajectories,
+        )
 
     def _objective(self) -> LossFunction:
-        low, high = self.clip_low, self.clip_high
+        low, high, trajectory = self.clip_low, self.clip_high, self.over_trajectories
         match self.config.algorithm:
             case "cispo":
                 return self._cispo
             case "reinforce":
                 return reinforce_loss
             case "gspo":
-                return partial(gspo_loss, clip_low=low, clip_high=high)
+                return partial(gspo_loss, clip_low=low, clip_high=high, trajectory=trajectory)
             case "rloo":
-                return partial(rloo_loss, clip_low=low, clip_high=high)
+                return partial(rloo_loss, clip_low=low, clip_high=high, trajectory=trajectory)
             case name if name in PRESETS:
                 dual = self.config.dual_clip
                 return partial(clipped_loss, clip_low=low, clip_high=high, dual_clip=dual)

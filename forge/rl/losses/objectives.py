@@ -2,7 +2,8 @@
 
 Owns the formulas, each with its source. Log-probs come from `forge.rl.model.policy`, advantages
 from `forge.core.credit.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes.
-The papers' "sequence" is a sample here: one turn's answer.
+The papers' "sequence" is a sample here, one turn's answer, or with `trajectory` all trained tokens
+of a trajectory.
 
 Shapes: T trained tokens, S samples.
 """
@@ -49,7 +50,9 @@ def clipped_loss(
     return -torch.min(free_T * tokens.advantages, bounded_T * tokens.advantages)
 
 
-def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
+def gspo_loss(
+    tokens: TrainedTokens, *, clip_low: float, clip_high: float, trajectory: bool = False
+) -> Tensor:
     """GSPO (arXiv 2507.18071): the length-normalized ratio of the sequence.
 
         s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|),   s_it = sg(s_i) * pi(o_it) / sg(pi(o_it))
@@ -58,13 +61,15 @@ def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
     This is the paper's token form: it equals the sequence form if all advantages of a sequence are
     equal, and is also defined if they are not.
     """
-    ratio_T = tokens.spread(sequence_ratio(tokens))
+    ratio_T = tokens.spread(sequence_ratio(tokens, trajectory=trajectory))
     ratio_T = ratio_T * (tokens.logprobs - tokens.logprobs.detach()).exp()
     bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     return -torch.min(ratio_T * tokens.advantages, bounded_T * tokens.advantages)
 
 
-def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
+def rloo_loss(
+    tokens: TrainedTokens, *, clip_low: float, clip_high: float, trajectory: bool = False
+) -> Tensor:
     """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as in TRL.
 
         R_i = pi(o_i) / pi_old(o_i),   -min(R_i * A_i, clip(R_i, 1 - clip_low, 1 + clip_high) * A_i)
@@ -73,8 +78,9 @@ def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
     sequence's loss, with gradient R_i * sum_t A_it * grad log pi(o_it). The advantages contain the
     leave-one-out baseline.
     """
-    ratio_T = tokens.spread(_whole_ratio(tokens))
-    shares_T = tokens.spread(1.0 / tokens.lengths.to(ratio_T.dtype))
+    ratio_T = tokens.spread(_whole_ratio(tokens, trajectory=trajectory))
+    lengths_S = tokens.trajectory_lengths if trajectory else tokens.lengths
+    shares_T = tokens.spread(1.0 / lengths_S.to(ratio_T.dtype))
     free_T = ratio_T * (shares_T + tokens.logprobs - tokens.logprobs.detach())
     bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * shares_T
     # The minimum is per sequence, so it is chosen by value.
@@ -91,10 +97,11 @@ def reinforce_loss(tokens: TrainedTokens) -> Tensor:
     return -(tokens.advantages * tokens.logprobs)
 
 
-def sequence_ratio(tokens: TrainedTokens) -> Tensor:
-    """[S] GSPO's ratio: geometric mean over a sample's tokens, without gradient."""
-    means_S = tokens.sums(tokens.logprobs.detach() - tokens.old) / tokens.lengths
-    return means_S.exp()
+def sequence_ratio(tokens: TrainedTokens, *, trajectory: bool = False) -> Tensor:
+    """[S] GSPO's ratio: geometric mean over the tokens of a sample or its trajectory, without
+    gradient."""
+    lengths_S = tokens.trajectory_lengths if trajectory else tokens.lengths
+    return (tokens.gaps(trajectory=trajectory) / lengths_S).exp()
 
 
 def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
@@ -106,18 +113,18 @@ def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high
 
 
 def clipped_tokens(
-    tokens: TrainedTokens, name: str, *, clip_low: float, clip_high: float
+    tokens: TrainedTokens, name: str, *, clip_low: float, clip_high: float, trajectory: bool = False
 ) -> Tensor:
     """[T] `outside` with the ratio of the named algorithm."""
     if name == "gspo":
-        ratio_T = tokens.spread(sequence_ratio(tokens))
+        ratio_T = tokens.spread(sequence_ratio(tokens, trajectory=trajectory))
     elif name == "rloo":
-        ratio_T = tokens.spread(_whole_ratio(tokens))
+        ratio_T = tokens.spread(_whole_ratio(tokens, trajectory=trajectory))
     else:
         ratio_T = tokens.ratio.detach()
     return outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
-def _whole_ratio(tokens: TrainedTokens) -> Tensor:
+def _whole_ratio(tokens: TrainedTokens, *, trajectory: bool) -> Tensor:
     """[S] RLOO's ratio, at most e^20: a product over many stale tokens would overflow."""
-    return tokens.sums(tokens.logprobs.detach() - tokens.old).clamp(max=MAX_LOG_RATIO).exp()
+    return tokens.gaps(trajectory=trajectory).clamp(max=MAX_LOG_RATIO).exp()

@@ -37,6 +37,13 @@ class TrainedTokens:
     """Entropy of the token's distribution in nats, at its temperature, under the trained policy."""
     reference: Tensor | None = None
     """Log-probs under a frozen reference policy, if there is one."""
+    trajectories: Tensor | None = None
+    """[S] number of each sample's trajectory in the batch; None: each is its own trajectory."""
+    trajectory_tokens: Tensor | None = None
+    """[S] trained tokens of the sample's trajectory, in this pass and in others; None: its own."""
+    trajectory_gaps: Tensor | None = None
+    """[S] sum of log pi - log pi_old over these tokens, without gradient; None: they are all in
+    this pass."""
 
     @property
     def staleness(self) -> Tensor:
@@ -52,6 +59,23 @@ class TrainedTokens:
         """[S] sums of the values over each sample, differentiable."""
         owners_T = torch.repeat_interleave(self.lengths)
         return values_T.new_zeros(len(self.lengths)).index_add(0, owners_T, values_T)
+
+    @property
+    def trajectory_lengths(self) -> Tensor:
+        """[S] trained tokens of the sample's trajectory."""
+        return self.lengths if self.trajectory_tokens is None else self.trajectory_tokens
+
+    def gaps(self, *, trajectory: bool = False) -> Tensor:
+        """[S] sums of log pi - log pi_old over the sample, or over its trajectory, without
+        gradient."""
+        gaps_S = self.sums(self.logprobs.detach() - self.old)
+        if not trajectory or self.trajectories is None:
+            return gaps_S
+        if self.trajectory_gaps is not None:
+            return self.trajectory_gaps
+        numbers, places_S = torch.unique(self.trajectories, return_inverse=True)
+        sums = gaps_S.new_zeros(len(numbers)).index_add(0, places_S, gaps_S)
+        return sums[places_S]
 
     def spread(self, values_S: Tensor) -> Tensor:
         """[T] each sample's value at each of its tokens, differentiable."""

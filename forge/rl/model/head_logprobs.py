@@ -10,13 +10,14 @@ Shapes: L tokens of a pass, R rows, r those of a chunk, E edges, C hidden channe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from forge.rl.model.backbone import BackboneOutput
 from forge.rl.tree.parts import HeadRows
 
 CHUNK_ELEMENTS = 1 << 26
@@ -41,6 +42,7 @@ class _Rows:
     chunks: Sequence[tuple[slice, slice]]
     """Ranges of rows, each with the range of edges that leave from it."""
     kept_elements: int
+    entropy_gradient: bool
 
     def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
         """Normed states over temperature: the input of the head's matrix product."""
@@ -72,16 +74,20 @@ class _EdgeLogprobs(torch.autograd.Function):
             if left >= 0:
                 ctx.kept[chunk.start] = probs_rV
             del logits_rV, probs_rV  # ahead of the next ones, not after
-        ctx.save_for_backward(states_RC, weight_VC, *norm)
         ctx.rows = rows
-        ctx.mark_non_differentiable(entropy_R)
+        if rows.entropy_gradient:
+            ctx.save_for_backward(states_RC, weight_VC, entropy_R, *norm)
+        else:
+            ctx.save_for_backward(states_RC, weight_VC, *norm)
+            ctx.mark_non_differentiable(entropy_R)
         return logprobs_E, entropy_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_E: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_E: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
         states_RC, weight_VC, *norm = ctx.saved_tensors
         rows: _Rows = ctx.rows
+        entropy_R = norm.pop(0) if rows.entropy_gradient else None
         head = rows.head
         grad_states_RC = torch.empty_like(states_RC)
         grad_weight_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
@@ -99,7 +105,13 @@ class _EdgeLogprobs(torch.autograd.Function):
             total_r = grad_rV.new_zeros(grad_rV.shape[0]).index_add_(0, rows_E, grad_E[edges])
             # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
             # a table of logits is the largest thing there is.
-            grad_rV.mul_(-total_r[:, None])
+            if entropy_R is None:
+                grad_rV.mul_(-total_r[:, None])
+            else:  # d entropy = -p (log p + entropy)
+                surprise_rV = torch.special.entr(grad_rV).mul_(grad_R[chunk, None])
+                total_r += grad_R[chunk] * entropy_R[chunk]
+                grad_rV.mul_(-total_r[:, None]).add_(surprise_rV)
+                del surprise_rV
             grad_rV.index_put_((rows_E, head.targets_E[edges]), grad_E[edges], accumulate=True)
             if grad_weight_VC is not None:
                 grad_weight_VC.addmm_(grad_rV.T, scaled_rC)
@@ -121,8 +133,10 @@ def edge_logprobs(
     *,
     norm: nn.Module | None = None,
     chunk_rows: int = 0,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [E] of a tree's edges, differentiable, and entropies [R] of its rows, not.
+    """Log-probs [E] of a tree's edges, differentiable, and entropies [R] of its rows, which are
+    differentiable with `entropy_gradient` alone.
 
     `norm` is applied between states and head, if there is one. `chunk_rows` = 0 chooses the size.
     Computed in fp32, or fp64 if the states are, also under autocast: the precision of the head
@@ -138,6 +152,7 @@ def edge_logprobs(
             wide=wide,
             chunks=list(_chunks(head, len(states_RC), size)),
             kept_elements=kept_elements(states_LC.numel()),
+            entropy_gradient=entropy_gradient,
         )
         parameters = () if norm is None else tuple(norm.parameters())
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -172,6 +187,42 @@ def edge_values(
     return values_R[head.rows_E]
 
 
+def edge_columns(
+    backbone: BackboneOutput,
+    logits_RV: Tensor | None,
+    weight_VC: Tensor,
+    head: HeadRows,
+    *,
+    logit_scale: float = 1.0,
+    value_head: nn.Linear | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """All that a loss takes from a pass: differentiable columns, and entropies [E] without
+    gradient. The columns are log-probs [E], or [E, k]: log-probs, then values with `value_head`,
+    then entropies with `entropy_gradient`. `logits_RV` are the model's own, if it computed them."""
+    if logits_RV is not None:
+        logprobs_E, entropy_R = logits_logprobs(logits_RV, head, entropy_gradient=entropy_gradient)
+    else:
+        scaled = head
+        if logit_scale != 1.0:
+            scaled = replace(head, temperatures_R=head.temperatures_R / logit_scale)
+        logprobs_E, entropy_R = edge_logprobs(
+            backbone.states_LC,
+            weight_VC,
+            scaled,
+            norm=backbone.norm,
+            entropy_gradient=entropy_gradient,
+        )
+    columns = [logprobs_E]
+    if value_head is not None:
+        columns.append(edge_values(backbone.states_LC, value_head, head, norm=backbone.norm))
+    entropy_E = entropy_R[head.rows_E]
+    if entropy_gradient:
+        columns.append(entropy_E)
+    columns_E = torch.stack(columns, dim=1) if len(columns) > 1 else logprobs_E
+    return columns_E, entropy_E.detach()
+
+
 def kept_elements(states: int) -> int:
     """Most probabilities kept for the backward, by the elements of a pass's states."""
     return min(KEPT_STATES * states, CHUNK_ELEMENTS)
@@ -186,12 +237,14 @@ def table_rows(states: int, weight_shape: tuple[int, ...]) -> int:
     return min(max(spared, wanted // 4), wanted, max(1, CHUNK_ELEMENTS // vocabulary))
 
 
-def logits_logprobs(logits_RV: Tensor, head: HeadRows) -> tuple[Tensor, Tensor]:
+def logits_logprobs(
+    logits_RV: Tensor, head: HeadRows, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Like `edge_logprobs`, from logits that the model itself computed for the rows."""
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     all_RV = (logits_RV.to(wide) / head.temperatures_R[:, None]).log_softmax(-1)
-    entropy_R = -(all_RV.detach().exp() * all_RV.detach()).sum(-1)
-    return all_RV[head.rows_E, head.targets_E], entropy_R
+    values_RV = all_RV if entropy_gradient else all_RV.detach()
+    return all_RV[head.rows_E, head.targets_E], -(values_RV.exp() * values_RV).sum(-1)
 
 
 def _chunks(head: HeadRows, rows: int, chunk_rows: int) -> Iterator[tuple[slice, slice]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -39,12 +38,7 @@ from forge.rl.model.capabilities import (
     weight_of,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
-from forge.rl.model.head_logprobs import (
-    distributions,
-    edge_logprobs,
-    edge_values,
-    logits_logprobs,
-)
+from forge.rl.model.head_logprobs import distributions, edge_columns
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
     gather_edges,
@@ -96,6 +90,8 @@ class TreePolicy:
         self.balance = RouterBalance(config, coef=balance_coef) if balance_coef else None
         self.value_head: torch.nn.Linear | None = None
         """Set by a critic: each edge then has a value besides its log-prob."""
+        self.entropy_gradient = False
+        """Set for an entropy bonus: entropies are then differentiable."""
         self.states: TreeStates | None = None
         """Set to keep the backbone's last states of each tree, without gradient."""
         self.group = group
@@ -186,7 +182,7 @@ class TreePolicy:
         """Log-prob (differentiable) and entropy of the trained tokens, both [T]. `passes`: at least
         that many, the first of them empty."""
         columns_T, entropy_T = self._tokens(batch, passes)
-        return columns_T if self.value_head is None else columns_T[:, 0], entropy_T
+        return columns_T if columns_T.ndim == 1 else columns_T[:, 0], entropy_T
 
     def logprobs_and_values(
         self, batch: TreeBatch, *, passes: int = 0
@@ -201,7 +197,8 @@ class TreePolicy:
         batch = self.arranged(batch)
         columns_E, entropy_E = self._edges(batch, passes)
         edges_T = batch.edges_T.to(columns_E.device)
-        return columns_E[edges_T], entropy_E[edges_T]
+        columns_T = columns_E[edges_T]
+        return columns_T, columns_T[:, -1] if self.entropy_gradient else entropy_E[edges_T]
 
     def distributions(self, states_RC: Tensor, temperatures_R: Tensor) -> Tensor:
         """[R, V] log-probs over the next token from states as in `states`, fp32 or wider;
@@ -215,6 +212,7 @@ class TreePolicy:
         """The same model for log-probs alone: without values, states and load balance."""
         bare = copy(self)
         bare.value_head = bare.states = bare.balance = None
+        bare.entropy_gradient = False
         return bare
 
     def pass_tokens(self, batch: TreeBatch) -> int:
@@ -323,8 +321,8 @@ class TreePolicy:
     def _computed(
         self, part: TreePart, prefix: Prefix | None, count: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs and entropies [E], probability mass of experts [X]."""
-        head = part.head.to(self.device)
+        """Columns and entropies [E], probability mass of experts [X]."""
+        head, logits_RV = part.head.to(self.device), None
         inputs: dict[str, Any] = {"input_ids": part.ids_L.to(self.device)[None], "use_cache": False}
         if self.balance is not None:
             inputs["output_router_logits"] = True
@@ -338,18 +336,15 @@ class TreePolicy:
                 inputs["position_ids"] = part.positions_L.to(self.device)[None]
                 inputs["tree"] = TreeInput(schedule=part.schedule, prefix=prefix)
                 backbone = self._backbone(inputs, normed=self.states is not None)
-        if self.unmerged:
-            logprobs_E, entropy_R = logits_logprobs(logits_RV, head)
-        else:
-            scaled = head
-            if self._logit_scale != 1.0:
-                scaled = replace(head, temperatures_R=head.temperatures_R / self._logit_scale)
-            logprobs_E, entropy_R = edge_logprobs(
-                backbone.states_LC, weight_of(self.model), scaled, norm=backbone.norm
-            )
-        if self.value_head is not None:
-            values_E = edge_values(backbone.states_LC, self.value_head, head, norm=backbone.norm)
-            logprobs_E = torch.stack([logprobs_E, values_E], dim=1)
+        columns_E, entropy_E = edge_columns(
+            backbone,
+            logits_RV,
+            weight_of(self.model),
+            head,
+            logit_scale=self._logit_scale,
+            value_head=self.value_head,
+            entropy_gradient=self.entropy_gradient,
+        )
         if self.states is not None and backbone.normed_LC is not None and count:
             self.states.keep(part, backbone.normed_LC)
         mass_X, weights_L = None, part.weights_L.to(self.device)
@@ -357,7 +352,7 @@ class TreePolicy:
             mass_X = self.balance.mass(backbone.router_logits, weights_L)
             if count:
                 self.balance.count(backbone.router_logits, weights_L)
-        return logprobs_E, entropy_R[head.rows_E], mass_X
+        return columns_E, entropy_E, mass_X
 
     def over(self, model: Any, way: Way) -> TreePolicy:
         """A policy with another model's weights and the given way."""

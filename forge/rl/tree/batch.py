@@ -42,6 +42,10 @@ class TreeBatch:
     """Tokens of all samples without merging."""
     lasts_S: Tensor
     """Layout index of each sample's last token."""
+    trajectories_S: Tensor
+    """Trajectory of each sample, from 0 on over the whole batch."""
+    trajectory_tokens_S: Tensor
+    """Trained tokens of the sample's trajectory, over the whole batch."""
     token_budget: int = 0
     """Most tokens of a pass in the plan; 0: no bound."""
     separate: bool = False
@@ -70,7 +74,10 @@ class TreeBatch:
         """A batch with its columns on `device`; passes move their own inputs."""
         if self.edges_T.device == device:
             return self
-        columns = ("edges_T", "behavior_T", "advantages_T", "versions_T", "lengths_S")
+        columns = (
+            *("edges_T", "behavior_T", "advantages_T", "versions_T", "lengths_S"),
+            *("trajectories_S", "trajectory_tokens_S"),
+        )
         moved = {name: getattr(self, name).to(device) for name in columns}
         returns_T = None if self.returns_T is None else self.returns_T.to(device)
         return replace(self, **moved, returns_T=returns_T)
@@ -100,18 +107,50 @@ def idle_tree(channels: int) -> TreeBatch:
         domains_S=(),
         sample_tokens=0,
         lasts_S=none,
+        trajectories_S=none,
+        trajectory_tokens_S=none,
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectories:
+    """The trajectories of a batch's samples; both columns have one entry per sample."""
+
+    numbers: np.ndarray
+    """From 0 on, without gaps."""
+    tokens: np.ndarray
+    """Trained tokens of the sample's trajectory."""
+
+
+def trajectories_of(samples: Sequence[Sample]) -> Trajectories:
+    """The trajectories of samples that make a whole batch."""
+    given = [
+        -1 - index if one.trajectory < 0 else one.trajectory for index, one in enumerate(samples)
+    ]
+    trained = np.asarray([one.trained_tokens for one in samples], np.int64)
+    _, numbers = np.unique(np.asarray(given, np.int64), return_inverse=True)
+    totals = np.zeros(len(samples), np.int64)
+    np.add.at(totals, numbers, trained)
+    return Trajectories(numbers=numbers, tokens=totals[numbers])
+
+
 def build_tree_batch(
-    plan: TreePlan, samples: Sequence[Sample], *, channels: int, token_budget: int = 0
+    plan: TreePlan,
+    samples: Sequence[Sample],
+    *,
+    channels: int,
+    token_budget: int = 0,
+    trajectories: Trajectories | None = None,
 ) -> TreeBatch:
     """Tensors of one plan over `samples` (the list the plan was made from).
 
-    `channels` is query heads times head size of the model.
+    `channels` is query heads times head size of the model; `trajectories` are those of `samples`,
+    computed once for all plans.
     """
     ids_L = np.frombuffer(plan.ids, np.int32)
     chosen = [samples[index] for index in plan.samples]
+    places = list(plan.samples)
+    whole = trajectories or trajectories_of(samples)
     temperatures, kinds = np.unique([one.temperature for one in chosen], return_inverse=True)
     places_T = _ranges([span for spans in plan.trained for span in spans])
     kinds_T = np.repeat(kinds, [one.trained_tokens for one in chosen])
@@ -140,6 +179,8 @@ def build_tree_batch(
         sample_tokens=sum(one.tokens for one in chosen),
         lasts_S=torch.tensor(plan.lasts, dtype=torch.long),
         token_budget=token_budget,
+        trajectories_S=torch.from_numpy(whole.numbers[places]),
+        trajectory_tokens_S=torch.from_numpy(whole.tokens[places]),
     )
 
 

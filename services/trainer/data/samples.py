@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import fmean
 from typing import Literal
 
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
+from forge.core.credit.overlong import OverlongRules, masked_turns, overlong_penalties
 from forge.core.credit.rewards import (
     RewardComponent,
     RewardKind,
@@ -45,10 +47,13 @@ _KINDS: Mapping[int, RewardKind] = {
 }
 
 
-LeftOut = Literal["empty", "aborted", "greedy", "share_missing", "other_model"] | SideCall
+LeftOut = (
+    Literal["empty", "aborted", "greedy", "overlong", "share_missing", "other_model"] | SideCall
+)
 """Why a turn is not trained: it has no sampled token or no prompt; its agent left before the end;
-it was sampled at temperature 0, so it has no distribution; the share of allowed tokens is missing;
-another model than the policy answered; it is a side call."""
+it was sampled at temperature 0, so it has no distribution; a token limit cut it off, or another
+turn of its trajectory; the share of allowed tokens is missing; another model than the policy
+answered; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,7 @@ class CreditRules:
     tokens_per_s: float = 50.0
     """Nominal rate of sampling in completion times."""
     advantages: AdvantageRules = field(default_factory=AdvantageRules)
+    overlong: OverlongRules = field(default_factory=OverlongRules)
     critic: bool = False
     """Samples carry returns, from which a critic computes advantages."""
     train_side_calls: frozenset[str] = frozenset()
@@ -95,6 +101,8 @@ class BatchSamples:
     """Turns without a sample, by domain and reason."""
     barren_domains: tuple[str, ...] = ()
     """Domains whose turns were all left out."""
+    overlong_penalty: float = 0.0
+    """Mean over trajectories of the penalty on the length of their answers, at most 0."""
 
     @property
     def mean_outcome(self) -> float:
@@ -105,6 +113,8 @@ class BatchSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rollout:
+    number: int
+    """In the batch."""
     trajectory: pb.Trajectory
     tree: TokenTree
     returns: list[float]
@@ -115,6 +125,8 @@ class _Rollout:
     """Speed that the task reported; None without one."""
     other_turns: int
     """Turns of other models, which `trajectory` lacks."""
+    penalty: float
+    """Sum of the penalties on the length of answers, which `returns` contain."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -132,7 +144,10 @@ def build_samples(
     `baselines_s` are the usual completion times by domain; without one a domain has no speed.
     """
     baselines_s = baselines_s or {}
-    kept = [[one for each in group if (one := _rollout(each, rules))] for group in groups]
+    numbers = count()
+    kept = [
+        [one for each in group if (one := _rollout(each, rules, next(numbers)))] for group in groups
+    ]
     returns = [_returns(rollouts, rules.weights, baselines_s) for rollouts in kept]
     credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
@@ -180,6 +195,7 @@ def build_samples(
         cuts=turns.cuts,
         left_out=turns.left_out,
         barren_domains=turns.barren_domains(),
+        overlong_penalty=fmean([one.penalty for one in everyone]) if everyone else 0.0,
     )
 
 
@@ -209,7 +225,7 @@ def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
     return returns_to_go([0.0] * (turns - 1) + [credit] if turns else [], gamma=gamma)
 
 
-def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
+def _rollout(trajectory: pb.Trajectory, rules: CreditRules, number: int) -> _Rollout | None:
     """None for an inconsistent trajectory, which must not stop the batch."""
     completion_s = completion_of(trajectory, tokens_per_s=rules.tokens_per_s)
     speed = reported_speed(trajectory)
@@ -224,13 +240,17 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
     except InvalidArgument as error:
         log.error("trajectory_excluded", trajectory_id=trajectory.trajectory_id, error=str(error))
         return None
+    penalties_T = overlong_penalties([turn.sampled_tokens for turn in tree.turns], rules.overlong)
+    rewards_T = [earned + penalty for earned, penalty in zip(rewards_T, penalties_T, strict=True)]
     return _Rollout(
+        number=number,
         trajectory=trajectory,
         tree=tree,
         returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
         completion_s=completion_s,
         reported_speed=speed,
         other_turns=other_turns,
+        penalty=sum(penalties_T),
     )
 
 
@@ -288,11 +308,13 @@ def _turn_samples(
     aside = side_calls(rollout.trajectory.turns, contexts)
     if domain in rules.train_side_calls:
         aside = {index: why for index, why in aside.items() if why == "excluded"}
+    cut_off = [one.finish_reason == pb.FINISH_REASON_LENGTH for one in rollout.trajectory.turns]
+    masked = masked_turns(cut_off, rules.overlong)
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
         start, length = contexts[index], lengths[index]
-        why = aside.get(index)
+        why = aside.get(index) or ("overlong" if masked[index] else None)
         if not counts.count_turn(domain, record, why, start=start, length=length):
             continue
         samples.append(
@@ -307,6 +329,7 @@ def _turn_samples(
                 if targets_T
                 else b"",
                 domain=domain,
+                trajectory=rollout.number,
             )
         )
     return samples

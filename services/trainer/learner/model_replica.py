@@ -19,7 +19,8 @@ from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.learner.batch_plan import BatchPlan
-from forge.rl.learner.learner import Learner, Reference
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.tree_tokens import Reference
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, check_policy, own_logprobs

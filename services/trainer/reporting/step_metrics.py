@@ -89,6 +89,10 @@ def step_metrics(
         domains=_domains(batch, result),
         balance_loss=result.balance_loss,
         mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
+        overlong_turns_left_out=sum(
+            turns for (_, reason), turns in batch.left_out.items() if reason == "overlong"
+        ),
+        overlong_penalty=batch.overlong_penalty,
         truncated_turns=batch.cuts.get("corrected", 0),
         truncated_turns_left_out=batch.cuts.get("share_missing", 0),
         sampling_unknown_turns=batch.cuts.get("unknown", 0),

@@ -153,6 +153,12 @@ STEPS = {
     ),
     "penalty": LearnerConfig(objective=ObjectiveConfig(kl_coef=0.3, kl_estimator="k3")),
     "critic": LearnerConfig(objective=ObjectiveConfig(algorithm="ppo")),
+    "ratios of trajectories": LearnerConfig(
+        epochs=2, objective=ObjectiveConfig(algorithm="gspo", ratio_level="trajectory")
+    ),
+    "entropy bonus": LearnerConfig(
+        objective=ObjectiveConfig(algorithm="ppo", normalization="trajectory", entropy_coef=0.3)
+    ),
     "draft heads": LearnerConfig(mtp=MtpConfig(heads=2)),
 }
 
@@ -187,10 +193,16 @@ def step_error(config: LearnerConfig, world: World, *, served: bool = False) -> 
 
 
 def credited() -> list[Sample]:
-    """Samples with returns."""
+    """Samples with returns, three to a trajectory."""
     rng = Random(4)
     return [
-        replace(one, returns=_returns(one, rng), domain=f"d{rng.randrange(2)}") for one in samples()
+        replace(
+            one,
+            returns=_returns(one, rng),
+            domain=f"d{rng.randrange(2)}",
+            trajectory=index // 3,
+        )
+        for index, one in enumerate(samples())
     ]
 
 

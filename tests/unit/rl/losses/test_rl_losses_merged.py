@@ -6,7 +6,6 @@ forward.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
@@ -29,6 +28,7 @@ from tests.support.rl.models import (
     tiny_model,
     wide_norms,
 )
+from tests.support.rl.per_sample import merged_gradient, nearby, summed_gradient
 
 LOW, HIGH, LENGTH = 0.2, 0.3, 7
 
@@ -86,58 +86,10 @@ def samples() -> list[Sample]:
     return made
 
 
-def own_logprobs(model: Any, sample: Sample) -> Tensor:
-    """Of a sample's trained tokens, through the model's stock attention."""
-    model.set_attn_implementation("sdpa")
-    ids_L = torch.tensor(array("i", sample.ids))
-    logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
-    ((start, end),) = sample.trained
-    found: Tensor = logits_LV.log_softmax(-1)[torch.arange(start - 1, end - 1), ids_L[start:end]]
-    return found
-
-
-def column(data: bytes) -> Tensor:
-    return torch.tensor(array("f", data))
-
-
-def nearby(model: Any, batch: list[Sample]) -> list[Sample]:
-    """Behavior log-probs around the model's own, so that some ratios are clipped and some not."""
-    rng = Random(5)
-    with torch.no_grad():
-        return [
-            replace(
-                one,
-                behavior_logprobs=float32_bytes(
-                    [value + rng.uniform(-0.5, 0.5) for value in own_logprobs(model, one).tolist()]
-                ),
-            )
-            for one in batch
-        ]
-
-
-def reference_gradient(model: Any, batch: list[Sample], loss: Reference, over: float) -> Gradient:
-    """One sample at a time; `over` is what the sum of the samples' losses is divided by."""
-    total, loss_scale = 0.0, 0.0
-    of: dict[str, Tensor] = {}
-    scale: dict[str, float] = {}
-    for sample in batch:
-        model.zero_grad()
-        logprobs = own_logprobs(model, sample)
-        one = loss(logprobs, column(sample.behavior_logprobs), column(sample.advantages)) / over
-        one.backward()
-        total += float(one.detach())
-        loss_scale += abs(float(one.detach()))
-        for name, found in gradients(model).items():
-            of[name] = of.get(name, torch.zeros_like(found)) + found
-            scale[name] = scale.get(name, 0.0) + float(found.norm())
-    return Gradient(loss=total, of=of, loss_scale=loss_scale, scale=scale)
-
-
 def merged(model: Any, batch: list[Sample], objective: ObjectiveConfig, budget: int) -> Gradient:
     config = LearnerConfig(objective=objective, token_budget=budget)
     learner = Learner(TreePolicy(model), config)
-    loss, _ = learner.accumulate(learner.plan(batch))
-    return Gradient(loss=loss, of=gradients(model))
+    return merged_gradient(learner, learner.plan(batch))
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 10])
@@ -150,7 +102,11 @@ def test_merged_gradient_equals_the_per_sample_gradient(name: str, budget: int) 
         batch = nearby(model, samples())
         tokens = sum(one.trained_tokens for one in batch)
         over = {"tokens": tokens, "samples": len(batch), "constant": len(batch) * LENGTH}[divisor]
-        expected = reference_gradient(model, batch, loss, over)
+        expected = summed_gradient(
+            model,
+            [[one] for one in batch],
+            lambda one: loss(one.logprobs, one.behavior, one.advantages) / over,
+        )
         objective = ObjectiveConfig(
             algorithm=name, **({"clip_low": LOW, "clip_high": HIGH} | settings)
         )

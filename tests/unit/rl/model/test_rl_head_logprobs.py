@@ -57,6 +57,43 @@ def test_chunks_change_neither_values_nor_gradients(
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 3])
+@pytest.mark.parametrize("kept_rows", [0, 100])
+def test_entropy_gradient_equals_finite_differences(
+    chunk_rows: int, kept_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp64, with respect to states, head and norm, together with that of the log-probs."""
+    monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(CHANNELS, dtype=torch.float64)
+    hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
+
+    def both(hidden: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        return edge_logprobs(
+            hidden, weight, head_rows(), norm=norm, chunk_rows=chunk_rows, entropy_gradient=True
+        )
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, *norm.parameters()))
+
+
+def test_entropy_of_a_certain_token_has_no_gradient() -> None:
+    """A probability that rounds to 0 adds 0, not nan."""
+    hidden = torch.eye(CHANNELS)[:1].repeat(TOKENS, 1).requires_grad_()
+    weight = torch.zeros(VOCABULARY, CHANNELS)
+    weight[3, 0] = 500.0
+    _, entropy = edge_logprobs(hidden, weight, head_rows(), entropy_gradient=True)
+    entropy.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+def test_entropy_without_a_bonus_has_no_gradient() -> None:
+    """It is a statistic then, at no cost in the backward."""
+    hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
+    _, entropy = edge_logprobs(hidden, torch.randn(VOCABULARY, CHANNELS), head_rows())
+    assert not entropy.requires_grad
+
+
 def test_retained_graph_gives_the_same_gradient_again() -> None:
     """The second backward recomputes what the first one freed."""
     torch.manual_seed(0)

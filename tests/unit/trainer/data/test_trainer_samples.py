@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 from forge.core.credit.advantages import AdvantageRules
+from forge.core.credit.overlong import OverlongRules
 from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
@@ -160,6 +162,43 @@ def test_aborted_and_greedy_turns_are_not_trained() -> None:
     greedy.temperature = 0.0
     batch = build_samples([[trajectory([aborted, greedy], [outcome(1)])]], RULES)
     assert batch.samples == () and batch.trajectories == 1
+
+
+def cut_off(value: float) -> pb.Trajectory:
+    """Two answers; a token limit ended the first one, of three tokens."""
+    turns = [turn(0, [1], [2, 3, 4]), turn(1, [1, 9], [5])]
+    turns[0].finish_reason = pb.FINISH_REASON_LENGTH
+    return trajectory(turns, [outcome(value)])
+
+
+@pytest.mark.parametrize(("mask", "trained"), [("none", 3), ("turn", 2), ("trajectory", 1)])
+def test_answer_that_a_token_limit_cut_off_is_masked(
+    mask: Literal["none", "turn", "trajectory"], trained: int
+) -> None:
+    """The turn, or all turns of its trajectory; counted, and still part of the baseline."""
+    rules = replace(RULES, overlong=OverlongRules(mask=mask))
+    batch = build_samples([[cut_off(0), one_turn(1)]], rules)
+    assert len(batch.samples) == trained
+    assert float32_array(batch.samples[-1].advantages)[0] == 0.5
+    assert sum(batch.left_out.values()) == 3 - trained
+    assert {reason for _, reason in batch.left_out} <= {"overlong"}
+
+
+def test_long_answer_costs_reward_where_credit_is_computed() -> None:
+    """Three tokens of at most three, the last two the cache: the first turn's reward falls by 1,
+    and the baseline with it. The outcome stays as the task gave it."""
+    rules = replace(RULES, overlong=OverlongRules(max_tokens=3, cache_tokens=2))
+    batch = build_samples([[cut_off(1), one_turn(1)]], rules)
+    advantages = [float32_array(one.advantages)[0] for one in batch.samples]
+    # G = (1 - 1, 1) and (1); their totals' mean is 1/2.
+    assert advantages == [-0.5, 0.5, 0.5]
+    assert (batch.overlong_penalty, batch.mean_outcome, batch.flat_groups) == (-0.5, 1.0, 0)
+
+
+def test_samples_of_a_trajectory_have_its_number() -> None:
+    """Numbers are unique over the groups of a batch."""
+    batch = build_samples([[cut_off(0), one_turn(1)], [one_turn(1)]], RULES)
+    assert [one.trajectory for one in batch.samples] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ BATCH = BatchSamples(
     flat_groups=1,
     excluded=0,
     cuts={"none": 1, "corrected": 2, "share_missing": 3, "unknown": 4},
+    left_out={("code", "overlong"): 2, ("qa", "greedy"): 3, ("qa", "overlong"): 4},
+    overlong_penalty=-0.25,
 )
 ELSEWHERE = {
     "step_s": "step_seconds_sum",
@@ -48,6 +50,7 @@ ELSEWHERE = {
     "truncated_turns": "truncated_turns_total",
     "truncated_turns_left_out": "truncated_turns_left_out_total",
     "sampling_unknown_turns": "sampling_unknown_turns_total",
+    "overlong_turns_left_out": "overlong_turns_left_out_total",
 }
 """Of the record's numbers, those with another name or kind on /metrics."""
 COUNTED = (
@@ -58,6 +61,7 @@ COUNTED = (
     "truncated_turns_total",
     "truncated_turns_left_out_total",
     "sampling_unknown_turns_total",
+    "overlong_turns_left_out_total",
     "lost_seconds_total",
 )
 """Of those, the ones that add up over steps."""
