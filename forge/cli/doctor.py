@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
-from rich.markup import escape
 
 from forge.agents.control_groups import delegated_group
 from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.sandbox import REMEDY as SANDBOX_REMEDY
 from forge.agents.sandbox import SANDBOX
-from forge.cli.clocks import compare_clocks
-from forge.cli.command_exit import say
+from forge.cli.cluster_doctor import cluster_findings
 from forge.cli.connection import Connection
+from forge.cli.finding import Finding, findings_of
+from forge.cli.service_settings import print_settings, programs_in
+from forge.cli.settings_doctor import GIB, disk, settings_findings
 from forge.cli.stack import etcd_binary
-from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
 from forge.core.extras import DISTRIBUTION, missing_packages, requirements
-from forge.runtime.coordination import Coordinator
-from forge.runtime.process.clock_watch import REMEDY
-from forge.runtime.process.host_check import nearest_existing
-from forge.runtime.rpc import Channels
-from forge.runtime.security.tls import is_loopback_etcd
 
-GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
 """Extras that a run on one machine needs, besides the core and an etcd."""
+INSTALL = 'Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".'
+_GATEWAY = "services.gateway"
+_DRIVER = Path("/proc/driver/nvidia/version")
 _TORCH = """
 import torch
 devices = (torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
@@ -44,30 +40,24 @@ print(torch.__version__, *devices, sep=", ")
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The result of one check."""
-
-    ok: bool
-    text: str
-    remedy: str = ""
-    was_run: bool = True
-    """False: the text says why the check was not run."""
-
-
-def examine(root: Path, *, cluster: Connection | None = None) -> int:
-    """Prints all findings, with the clocks of `cluster` if given.
-
-    Returns the exit code: 0 without problems, otherwise 1.
-    """
+def examine(
+    root: Path,
+    *,
+    cluster: Connection | None = None,
+    settings: Path | None = None,
+    model: Path | None = None,
+) -> Iterator[Finding]:
+    """Yields all findings about this machine; with `settings` also about its services, with `model`
+    about a chat template, with `cluster` about etcd and clocks. Raises `InvalidArgument` for a
+    directory without settings."""
+    programs = programs_in(settings) if settings else []
+    yield from (_python(), _packages(), _import_names())
+    torch = _torch()
+    yield torch.finding
     checks: list[Callable[[], Finding]] = [
-        _python,
-        _packages,
-        _import_names,
-        _torch,
         _etcd,
         _loopback,
-        lambda: disk(root),
+        lambda: disk(root, remedy="name another directory with --root"),
         _memory,
         _files,
         _sandbox,
@@ -75,55 +65,23 @@ def examine(root: Path, *, cluster: Connection | None = None) -> int:
         control_groups,
         containers,
     ]
-    findings = [check() for check in checks]
+    for check in checks:
+        yield check()
+    printed = print_settings(programs, check=True)
+    yield from settings_findings(printed, torch.gpus)
+    models = {str(model)} if model else set()
+    models |= {str(one.value("model_path")) for one in printed if one.program.module == _GATEWAY}
+    for path in sorted(models - {""}):
+        yield from template_findings(path)
     if cluster is not None:
-        findings += asyncio.run(_cluster(cluster))
-    for finding in findings:
-        report(finding)
-    return 0 if all(finding.ok for finding in findings) else 1
+        yield from asyncio.run(cluster_findings(cluster))
 
 
-def report(finding: Finding) -> None:
-    """Prints one finding, and its remedy if it is a problem."""
-    mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
-    if not finding.was_run:
-        mark = "[dim]-- [/dim]"
-    say(f"{mark} {escape(finding.text)}")
-    if finding.remedy and not finding.ok:
-        say(f"    {escape(finding.remedy)}")
-
-
-async def _cluster(cluster: Connection) -> list[Finding]:
-    try:
-        async with cluster.open() as (coordinator, channels):
-            etcd = _etcd_access(cluster.etcd, demands_login=await coordinator.demands_login())
-            return [etcd, *await _clocks(coordinator, channels)]
-    except ForgeError as error:
-        return [Finding(ok=False, text=f"cluster {cluster.cluster}: {error}")]
-
-
-def _etcd_access(endpoints: str, *, demands_login: bool) -> Finding:
-    """A writer of etcd names the addresses that get tokens, so beyond loopback it is protected."""
-    encrypted = "https://" in endpoints
-    text = (
-        f"etcd at {endpoints}: {'TLS' if encrypted else 'plaintext'}, "
-        f"{'' if demands_login else 'no '}authentication"
-    )
-    return Finding(
-        ok=is_loopback_etcd(endpoints) or (encrypted and demands_login),
-        text=text,
-        remedy="Enable both: certificates by `forge certs`, users and roles by `forge etcd apply`.",
-    )
-
-
-async def _clocks(coordinator: Coordinator, channels: Channels) -> list[Finding]:
-    """Returns one finding for each wrong clock, or one for all clocks."""
-    services, clocks = await compare_clocks(coordinator, channels)
-    if not clocks.off:
-        agree = f"clocks of this machine and {services} services agree within {AGREE_S:g} s"
-        return [Finding(ok=True, text=agree)]
-    remedy = f"On the host of that address, {REMEDY}."
-    return [Finding(ok=False, text=line, remedy=remedy) for line in clocks.lines()]
+def template_findings(model: str) -> Iterator[Finding]:
+    """Yields the findings about a model's chat template, from a program of its own: the gateway
+    alone imports transformers."""
+    command = [sys.executable, "-m", "services.gateway.model.doctor", model]
+    return findings_of(command, remedy=INSTALL)
 
 
 def _python() -> Finding:
@@ -143,7 +101,7 @@ def _packages() -> Finding:
     return Finding(
         ok=not wrong,
         text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",
-        remedy='Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".',
+        remedy=INSTALL,
     )
 
 
@@ -163,16 +121,35 @@ def _import_names() -> Finding:
     )
 
 
-def _torch() -> Finding:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Torch:
+    finding: Finding
+    gpus: int = 0
+    """GPUs that it sees."""
+
+
+def _torch() -> _Torch:
     # In a separate process: the import takes seconds, and a broken torch may crash its process.
     tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
-    if tried.returncode == 0:
-        return Finding(ok=True, text=f"torch {tried.stdout.strip()}")
-    reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
-    return Finding(
-        ok=False,
-        text=f"torch cannot be imported: {reason}",
-        remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
+    if tried.returncode:
+        reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
+        return _Torch(
+            finding=Finding(
+                ok=False,
+                text=f"torch cannot be imported: {reason}",
+                remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
+            )
+        )
+    version, *gpus = tried.stdout.strip().split(", ")
+    driver = _DRIVER.exists()
+    return _Torch(
+        finding=Finding(
+            ok=bool(gpus) or not driver,
+            text=f"torch {version}, {', '.join(gpus) or 'no GPU'}"
+            + ("" if gpus or not driver else f", although {_DRIVER} exists"),
+            remedy="Install a torch built for this driver, and check CUDA_VISIBLE_DEVICES.",
+        ),
+        gpus=len(gpus),
     )
 
 
@@ -190,23 +167,6 @@ def _loopback() -> Finding:
         return Finding(ok=True, text="127.0.0.1 accepts connections")
     except OSError as error:
         return Finding(ok=False, text=f"127.0.0.1: {error}", remedy="Bring the lo interface up.")
-
-
-def disk(root: Path) -> Finding:
-    """Checks the disk space for a run under `root`."""
-    existing = nearest_existing(root.resolve())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        return Finding(
-            ok=False,
-            text=f"{existing} is not a writable directory",
-            remedy="Name another directory with --root.",
-        )
-    free = shutil.disk_usage(existing).free
-    return Finding(
-        ok=free > 4 * GIB,
-        text=f"{free / GIB:.1f} GiB free under {existing}",
-        remedy="A run needs about 4 GiB: free some, or name another directory with --root.",
-    )
 
 
 def _memory() -> Finding:

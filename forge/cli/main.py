@@ -187,23 +187,39 @@ def doctor(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="With --engine: a model directory for the checks that need a GPU."),
+        typer.Option(
+            help="A model directory: check its chat template; with --engine the checks that need "
+            "a GPU."
+        ),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the services' files, e.g. /etc/forge: check settings, ports, "
+            "certificates, disks, devices and the gateway's model."
+        ),
     ] = None,
 ) -> None:
-    """Check this machine: Python, packages, torch, etcd, disk, memory, open files, sandbox.
+    """Check this machine: Python, packages, torch, GPUs, etcd, disk, memory, open files, sandbox.
 
-    With --etcd or --run-dir also compare the clocks of that system's hosts. Each line has one check
-    and, for a problem, its remedy.
+    With --settings also the services of this host, with --etcd or --run-dir also etcd and the
+    clocks of that system's hosts. Each line has one check and, for a problem, its remedy; the exit
+    code is then 1.
     """
-    from forge.cli.doctor import examine
-
     if engine:
         from forge.cli.engine_doctor import examine_engine
 
         raise typer.Exit(examine_engine(engine, python=engine_python, model=model))
 
+    from forge.cli.doctor import examine
+    from forge.cli.finding import report
+
     named = system.resolved() if system.named else None
-    raise typer.Exit(examine(system.root, cluster=named))
+    ok = True
+    for finding in examine(system.root, cluster=named, settings=settings, model=model):
+        report(finding)
+        ok &= finding.ok
+    raise typer.Exit(0 if ok else 1)
 
 
 @app.command()

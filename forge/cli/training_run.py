@@ -22,7 +22,6 @@ from forge.cli.display import (
     result_notes,
     result_table,
 )
-from forge.cli.doctor import disk
 from forge.cli.kept import MeasuredModel, measured_model
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw, read_evaluations
@@ -31,6 +30,7 @@ from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.served_models import ensured, known
+from forge.cli.settings_doctor import disk
 from forge.cli.stack import Stack, StackPlan, default_gateways
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
@@ -268,7 +268,7 @@ async def running(
 ) -> AsyncIterator[tuple[Stack, Coordinator, Channels]]:
     """Starts a stack and connects to it; stops it at the end of the block."""
     stack = Stack(plan, on_event=display.process_event)
-    room = disk(plan.directory.path)
+    room = disk(plan.directory.path, remedy="name another directory with --root")
     if not room.ok:
         display.say(f"{room.text}. {room.remedy}")
     try:

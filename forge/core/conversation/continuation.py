@@ -19,7 +19,7 @@ since the model was trained so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from forge.core.conversation.messages import Message, ToolCall
 
@@ -137,3 +137,22 @@ _FOLLOWING: tuple[tuple[Message, ...], ...] = (
     (_RESULT, _user("And?")),
     (_RESULT, _CALL, _RESULT),
 )
+
+QUESTION, TOOL_RESULT = "a question after an answer", "a tool's result"
+Sample = tuple[tuple[Message, ...], Message, tuple[Message, ...]]
+"""History, answer, and the messages behind it."""
+
+SAMPLES: Mapping[str, tuple[Sample, ...]] = {
+    QUESTION: (
+        ((_SYSTEM, _user("One?")), Message(role="assistant", content="Fine."), _FOLLOWING[0]),
+        ((_user("One?"),), Message(role="assistant", content="Fine."), _FOLLOWING[0]),
+        ((_user("One?"),), _THOUGHT, _FOLLOWING[0]),
+    ),
+    TOOL_RESULT: tuple(
+        (history, call, (_RESULT,))
+        for history in ((_SYSTEM, _user("One?")), (_user("One?"),))
+        for call in (_CALL, _THOUGHT_CALL)
+    ),
+}
+"""Conversations by the kind of their last messages, for a test of a template; those of one kind
+differ in what templates may refuse or drop: system messages and reasoning."""

@@ -16,7 +16,7 @@ a second one is refused. From the wire up:
 """
 
 from forge.runtime.coordination.claims import Fields, Owner
-from forge.runtime.coordination.coordinator import Coordinator
+from forge.runtime.coordination.coordinator import Coordinator, EtcdStatus
 from forge.runtime.coordination.directory import Instance
 from forge.runtime.coordination.discovery import Discovery
 from forge.runtime.coordination.etcd import Login, Versioned
@@ -26,6 +26,7 @@ from forge.runtime.coordination.leases import Registration
 __all__ = [
     "Coordinator",
     "Discovery",
+    "EtcdStatus",
     "Fields",
     "Instance",
     "Leadership",

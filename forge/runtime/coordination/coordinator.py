@@ -7,6 +7,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import grpc
@@ -23,6 +24,17 @@ from forge.runtime.coordination.leases import Lease, OnConflict, Registration
 
 _PULSE_S = 0.5
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdStatus:
+    """The state of one member of etcd."""
+
+    version: str
+    size_bytes: int
+    """Size of its data file."""
+    problems: tuple[str, ...]
+    """Alarms, such as NOSPACE, and a missing leader."""
 
 
 class Coordinator:
@@ -178,6 +190,13 @@ class Coordinator:
     async def demands_login(self) -> bool:
         """Return whether etcd has authentication enabled. Raises Unavailable."""
         return await self._etcd.demands_login()
+
+    async def etcd_status(self) -> EtcdStatus:
+        """Return the state of the etcd member that this process calls. Raises Unavailable."""
+        status = await self._etcd.status()
+        return EtcdStatus(
+            version=status.version, size_bytes=status.dbSize, problems=tuple(status.errors)
+        )
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
         """Wait until elected leader of `name`; an outage of etcd prolongs the wait."""

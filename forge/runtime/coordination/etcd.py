@@ -27,6 +27,7 @@ from etcd3aio.errors import (
 )
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
+from etcd3aio.maintenance import MaintenanceService
 from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
 
 from forge.core.errors import ConfigError, Unauthenticated, Unavailable
@@ -120,6 +121,7 @@ class Etcd:
         self._users = AuthService(channel, max_attempts=1)
         # Without a token: etcd 3.4 refuses to authenticate a call that has a stale one.
         self._authentication = AuthService(channel, max_attempts=1)
+        self._maintenance = MaintenanceService(channel, max_attempts=1)
         self._watches = WatchStub(channel)
 
     async def close(self) -> None:
@@ -144,7 +146,7 @@ class Etcd:
                     f"etcd at {self._endpoints} refuses user {user}: {_reason(error)}"
                 ) from None
         self._token = granted.token
-        for service in (self._kv, self._leases, self._users):
+        for service in (self._kv, self._leases, self._users, self._maintenance):
             service.set_token(self._token)
 
     async def administer(self, call: Callable[[AuthService], Awaitable[T]]) -> T:
@@ -159,6 +161,10 @@ class Etcd:
             except grpc.aio.AioRpcError as error:
                 return error.code() is not grpc.StatusCode.FAILED_PRECONDITION
         return True
+
+    async def status(self) -> Any:
+        """Return the StatusResponse of the member that this process calls. Raises Unavailable."""
+        return await self._call(lambda: self._maintenance.status(timeout=TIMEOUT_S))
 
     async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> Versioned | None:
         """Return the value of a key, None if absent. Raises Unavailable."""

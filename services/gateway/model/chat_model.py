@@ -75,7 +75,8 @@ class ChatModel:
         self._longest_token_bytes = longest_token_bytes(self._backend)
         self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
-        template = str(tokenizer.chat_template)
+        self.chat_template = template = str(tokenizer.chat_template)
+        """The template's own text."""
         self.template_variables = variables_of(template)
         objects, texts = (
             ChatTemplate(tokenizer, {}, text_arguments=as_text) for as_text in (False, True)
