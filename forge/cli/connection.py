@@ -119,9 +119,14 @@ def of_run(path: Path) -> Connection:
 
 def newest_run(root: Path) -> Connection:
     """Returns the connection to the newest run under `root`. Raises `InvalidArgument` for none."""
+    return of_run(newest_run_directory(root))
+
+
+def newest_run_directory(root: Path) -> Path:
+    """Returns the newest run under `root`, running or not. Raises `InvalidArgument` for none."""
     started = [(file.stat().st_mtime, file.parent) for file in root.glob("runs/*/etcd.endpoints")]
     if not started:
         raise InvalidArgument(
             f"{root} has no run: name a system by --run-dir, or by --etcd and --key-file"
         )
-    return of_run(max(started)[1])
+    return max(started)[1]

@@ -222,6 +222,29 @@ def doctor(
     raise typer.Exit(0 if ok else 1)
 
 
+@app.command("support-bundle")
+@with_options
+def support_bundle(
+    system: SystemOptions,
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the services' files on this host, e.g. /etc/forge."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New archive. Default: forge-support-<time>.tar.gz here.")
+    ] = None,
+) -> None:
+    """Collect what a report of a fault needs into one archive, without secrets and texts of agents.
+
+    Versions, settings, status, counts of queue and pool, metrics, the findings of
+    [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the
+    systemd journal. Services may be down; MANIFEST.txt says what is missing.
+    """
+    from forge.cli.bundle_command import make_bundle
+
+    finish(lambda: make_bundle(system, settings=settings, out=out), "Interrupted.")
+
+
 @app.command()
 def key(
     path: Annotated[Path, typer.Argument(help="File of the key; an existing key is kept.")],

@@ -6,6 +6,7 @@ variables of one instance, as the systemd units read them. The units have variab
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.core.errors import InvalidArgument
+from forge.cli.rundir import RunDirectory
+from forge.core.errors import InvalidArgument, NotFound
 
 MODULES = {
     "agents": "forge.agents",
@@ -94,6 +96,22 @@ def programs_in(directory: Path) -> list[Program]:
         names = ", ".join(f"{name}.toml" for name in MODULES)
         raise InvalidArgument(f"{directory} has no settings of a service: none of {names}")
     return found
+
+
+def programs_of_run(directory: Path) -> list[Program]:
+    """Returns the services of a run, as it started them last, named `run/NAME`. Raises
+    `NotFound`."""
+    file = RunDirectory(directory).processes
+    try:
+        started = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise NotFound(f"{file} is missing: the run was started by an earlier release") from None
+    return [
+        Program(
+            name=f"run/{name}", module=one["module"], flags=tuple(one["flags"]), source=str(file)
+        )
+        for name, one in started.items()
+    ]
 
 
 def _of_units() -> dict[str, dict[str, str]]:

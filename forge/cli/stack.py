@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,7 @@ from forge.cli.web_console import address
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator
+from forge.runtime.files.private import replace_private_file
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
 from forge.runtime.security.tls import is_loopback_etcd
@@ -224,10 +226,23 @@ class Stack:
         (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
         # Check etcd first: otherwise seven processes would report the same error.
         await self.guard(reach_etcd(self.endpoints, cluster=self.plan.cluster))
-        for member in members(self.plan):
+        planned = members(self.plan)
+        self._save(planned)
+        for member in planned:
             await self.supervisor.start(self._spec(member))
             if member.name == "console" and (port := int(member.settings["http.port"])):
                 self.console = address(member.settings.get("host", "127.0.0.1"), port)
+
+    def _save(self, planned: Sequence[Member]) -> None:
+        """Keeps the flags for `forge support-bundle`; those of an agent may have secrets."""
+        started = {
+            member.name: {
+                "module": member.module,
+                "flags": _flags(_settings(self.plan, member, self.endpoints)),
+            }
+            for member in planned
+        }
+        replace_private_file(self.plan.directory.processes, json.dumps(started, indent=1) + "\n")
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
         """Awaits `work`. Raises `Unavailable` when a process crashed too often."""
