@@ -97,8 +97,9 @@ def _inference_lines(status: inference_pb2.GetInferenceStatusResponse) -> Iterat
     )
     yield f"load: {status.queued} queued, {status.sampled_tokens_per_s:.0f} sampled tokens/s"
     for worker in status.workers:
+        engine = f" ({worker.engine})" if worker.engine else ""
         yield (
-            f"{worker.role} {worker.instance_id}: weights v{worker.weight_version}, "
+            f"{worker.role} {worker.instance_id}{engine}: weights v{worker.weight_version}, "
             f"{worker.running} running, {worker.queued} queued"
         )
 

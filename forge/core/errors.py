@@ -4,6 +4,7 @@
       InvalidArgument      a field is wrong: the message names field and value
         ConfigError        a setting is wrong: names file, key, value and the allowed values
         ContextTooLong     the prompt leaves no room for an answer
+        UnsupportedByEngines  no engine that is present has an ability that the request needs
       Unauthenticated      no credential, a forged or an expired one
       PermissionDenied     a genuine credential without the required scope
       NotFound             an unknown task, trajectory, batch, session, model or version
@@ -74,6 +75,10 @@ class ContextTooLong(InvalidArgument):
             f"included{owner}. Your messages resulted in {tokens} tokens. Reduce the length of the "
             "messages."
         )
+
+
+class UnsupportedByEngines(InvalidArgument):
+    """No engine that is present has an ability that the request needs; the message names both."""
 
 
 class Unauthenticated(ForgeError):

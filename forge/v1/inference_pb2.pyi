@@ -64,10 +64,15 @@ class SampleResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last response."""
     cached_tokens: _builtins.int
     """Prompt tokens from the prefix cache. Set on the last response."""
+    engine: _builtins.str
+    """Name of the engine that sampled the answer; names in order, joined by "+", if it moved between
+    engines. Set on the last response. Empty from an earlier release.
+    """
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...
     @_builtins.property
@@ -81,10 +86,11 @@ class SampleResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         timings: _common_pb2.TurnTimings | None = ...,
         cached_tokens: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "engine", b"engine", "finish_reason", b"finish_reason", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,6 +278,7 @@ class WorkerStatus(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
@@ -281,6 +288,8 @@ class WorkerStatus(_message.Message):
     computed_tokens: _builtins.int
     """Prompt tokens since the start, computed and from the prefix cache."""
     cached_tokens: _builtins.int
+    engine: _builtins.str
+    """Name of its engine; "unknown" for a worker of an earlier release."""
     def __init__(
         self,
         *,
@@ -291,10 +300,11 @@ class WorkerStatus(_message.Message):
         queued: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "instance_id", b"instance_id", "queued", b"queued", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "engine", b"engine", "instance_id", b"instance_id", "queued", b"queued", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,8 +59,12 @@ class InferenceServiceServicer(object):
     def Sample(self, request, context):
         """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
         When a worker dies, another one continues after the tokens already sent, so the caller gets
-        UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is full.
-        INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+        UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
+        penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
+        numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
+        that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
+        before the workers change. While a worker that could has just left, the request waits for it.
+        Cancel to abort.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

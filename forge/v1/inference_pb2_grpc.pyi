@@ -38,8 +38,12 @@ class InferenceServiceStub:
     Sample: _grpc.UnaryStreamMultiCallable[_inference_pb2.SampleRequest, _inference_pb2.SampleResponse]
     """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
     When a worker dies, another one continues after the tokens already sent, so the caller gets
-    UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is full.
-    INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+    UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
+    penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
+    numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
+    that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
+    before the workers change. While a worker that could has just left, the request waits for it.
+    Cancel to abort.
     """
     SampleStream: _grpc.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]
     """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
@@ -61,8 +65,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Sample: _aio.UnaryStreamMultiCallable[_inference_pb2.SampleRequest, _inference_pb2.SampleResponse]  # type: ignore[assignment]
     """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
     When a worker dies, another one continues after the tokens already sent, so the caller gets
-    UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is full.
-    INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+    UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
+    penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
+    numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
+    that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
+    before the workers change. While a worker that could has just left, the request waits for it.
+    Cancel to abort.
     """
     SampleStream: _aio.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]  # type: ignore[assignment]
     """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
@@ -87,8 +95,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.SampleResponse], _abc.AsyncIterator[_inference_pb2.SampleResponse]]:
         """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
         When a worker dies, another one continues after the tokens already sent, so the caller gets
-        UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is full.
-        INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+        UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
+        penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
+        numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
+        that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
+        before the workers change. While a worker that could has just left, the request waits for it.
+        Cancel to abort.
         """
 
     @_abc_1.abstractmethod

@@ -145,5 +145,5 @@ class InferenceConfig(ServiceConfig):
         if self.role == "router":
             return model
         scope = kind_in(group, "inference")
-        workers = agreed_settings(scope, self, "context_tokens", "dtype", "engine", "weights")
+        workers = agreed_settings(scope, self, "context_tokens", "dtype", "weights")
         return model | workers | {f"{group}/policy": self.policy}

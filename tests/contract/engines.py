@@ -113,6 +113,22 @@ def draftable(config: LlamaConfig | None = None, *, seed: int = 0) -> PreTrained
     return model.eval().requires_grad_(False)
 
 
+def last_token_model(*, seed: int = 0) -> PreTrainedModel:
+    """A qwen3 whose layers add nothing: its next token depends on the last one alone, so its
+    distribution is a table, and keys and values of other weights change nothing."""
+    model = reference("qwen3", seed=seed)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.zero_()
+    return model
+
+
+def logprob_table(model: PreTrainedModel) -> torch.Tensor:
+    """The log-prob of each token behind each, of a `last_token_model`; [V, V]."""
+    found: torch.Tensor = model(torch.arange(VOCABULARY)[:, None]).logits[:, 0].log_softmax(-1)
+    return found
+
+
 def with_heads(
     tensors: Mapping[str, NamedTensor], *, count: int = 3, channels: int = 64
 ) -> dict[str, NamedTensor]:

@@ -1,16 +1,28 @@
-"""Real workers of the role both: alone, killed in mid-answer, and beside a prefill worker."""
+"""Real workers of the role both: alone, killed in mid-answer, beside a prefill worker and beside
+another engine."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from tests.contract import engines
-from tests.contract.engines import BLOCK_TOKENS, is_greedy, prompt_ids, published, reference
+from tests.contract.engines import (
+    BLOCK_TOKENS,
+    is_greedy,
+    last_token_model,
+    logprob_table,
+    prompt_ids,
+    published,
+    reference,
+)
 from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.inference.table_engine import install_engines
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
@@ -90,3 +102,51 @@ async def test_long_prompts_are_handed_over_by_prefill(inference: InferenceClust
     assert is_greedy(reference("qwen3"), turn, follow_up.ids)
     assert follow_up.cached_tokens >= 300 + 15 - BLOCK_TOKENS
     assert (await reads(inference))["prefill"] == after["prefill"]
+
+
+async def test_unlike_engines_share_load_swaps_and_deaths(
+    inference: InferenceCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load the weights change twice, and a worker of each engine is killed. Every answer is
+    whole, each token has the log-prob of the version that it names, and versions do not fall. Only
+    the engine that has cuts gets requests for them."""
+    install_engines(tmp_path, monkeypatch, table="tests.support.inference.table_engine")
+    embedded = [*inference.alive("both"), inference.start("both")]
+    tables = [inference.start("both", "--engine", "table")]
+    versions = {}
+
+    async def publish(seed: int) -> None:
+        model = last_token_model(seed=seed)
+        version = await inference.publisher.publish(published(model))
+        versions[version] = logprob_table(model)
+        for name in (*tables, *embedded):
+            await inference.registered("decode", name, weight_version=str(version))
+
+    await publish(1)
+    await inference.known_to_router(*tables, *embedded)
+    plain = [prompt_ids(20 + n, seed=n) for n in range(8)]
+    cut = [prompt_ids(30 + n, seed=n) for n in range(3)]
+    calls = [
+        *(inference.sample(ids, max_tokens=100, temperature=1.0, seed=7) for ids in plain),
+        *(inference.sample(ids, max_tokens=100, temperature=1.0, top_k=5) for ids in cut),
+    ]
+    running = [asyncio.create_task(call) for call in calls]
+    for killed in (tables, embedded):
+        await inference.sampling_on(*killed)
+        await publish(len(versions) + 1)
+        await inference.sampling_on(*killed)
+        inference.kill(killed.pop())
+    samples = await asyncio.gather(*running)
+    for ids, sample in zip([*plain, *cut], samples, strict=True):
+        assert len(sample.ids) == 100
+        assert sample.versions == sorted(sample.versions)
+        before = [ids[-1], *sample.ids[:-1]]
+        for last, token, version, logprob in zip(
+            before, sample.ids, sample.versions, sample.logprobs, strict=True
+        ):
+            expected_V = versions[version][last]
+            if ids in plain:
+                assert logprob == pytest.approx(float(expected_V[token]), abs=1e-4)
+            else:
+                assert token in expected_V.topk(5).indices
+    assert {version for sample in samples for version in sample.versions} >= {*list(versions)[:2]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -19,6 +18,7 @@ from services.inference.engines import registry
 from tests.contract import engines
 from tests.contract.engines import published, reference
 from tests.support.inference.cluster import InferenceCluster
+from tests.support.inference.table_engine import install_engines
 from tests.support.runtime.etcd import EtcdServer
 
 ROOT = Path(__file__).parents[2]
@@ -27,17 +27,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package on the path of new processes and of this one, with two entry points."""
-    info = tmp_path / "site" / "counting-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[forge.engines]\n"
-        "counting = tests.support.inference.counting_engine\n"
-        "broken = no_such_module\n"
+    install_engines(
+        tmp_path,
+        monkeypatch,
+        counting="tests.support.inference.counting_engine",
+        broken="no_such_module",
     )
-    path = [str(info.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.syspath_prepend(str(info.parent))
 
 
 @pytest.mark.usefixtures("installed")
@@ -57,9 +52,11 @@ async def test_workers_serve_with_an_installed_engine(
         sample = await inference.sample([5, 7], max_tokens=4)
         assert sample.ids == [8, 9, 10, 11]
         assert sample.versions == [1] * 4
-        with pytest.raises(grpc.aio.AioRpcError, match="the engine counting cannot serve") as lacks:
+        refusal = "no worker can serve this request: the engine counting cannot serve"
+        with pytest.raises(grpc.aio.AioRpcError, match=refusal) as lacks:
             await inference.sample([5, 7], max_tokens=4, top_k=3)
         assert lacks.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert {worker.engine for worker in (await inference.status()).workers} == {"counting"}
     finally:
         await inference.stop()
 

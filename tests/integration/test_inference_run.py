@@ -31,9 +31,11 @@ from forge.v1.common_pb2 import (
 from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
+from services.inference.engines.capabilities import Capabilities
 from services.inference.router import request as request_module
 from services.inference.router.actor import MIN_ADMITTED, RouterActor
 from services.inference.router.messages import FleetChanged, Report
+from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request import Run
 
 CONFIG = InferenceConfig(
@@ -136,11 +138,11 @@ class Routed:
         discovery.instances = [replace(lost, instance_id=f"new-{kind}")]
         self.router.tell(FleetChanged())
 
-    def run(self, *, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
+    def run(self, *, most: int, stream: bool = False, **sampling: Any) -> Run:
         request = pb.SampleRequest(
             request_id="r",
             prompt_ids=array("i", [1, 2, 3]).tobytes(),
-            sampling=SamplingParams(max_tokens=most, top_logprobs=top_logprobs),
+            sampling=SamplingParams(max_tokens=most, **sampling),
             stream=stream,
         )
         sampling = codec.read_sampling(request.sampling, seed=0)
@@ -160,8 +162,8 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(worker: Worker) -> AsyncIterator[Routed]:
-    """The worker does both prefill and decode."""
+async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
+    """The worker does both prefill and decode; `metadata`: of its directory entries."""
     server = grpc.aio.server()
     rpc.add_PrefillServiceServicer_to_server(worker, server)
     rpc.add_DecodeServiceServicer_to_server(worker, server)
@@ -176,7 +178,7 @@ async def routed(worker: Worker) -> AsyncIterator[Routed]:
                     kind=kind,
                     instance_id=kind,
                     address=worker.address,
-                    metadata={"capacity": "4"},
+                    metadata={"capacity": "4", **metadata},
                     revision=1,
                 )
             ],
@@ -285,6 +287,40 @@ async def test_lost_worker_ends_its_calls_at_once(rpc_name: str, lost: str) -> N
             # A moved answer begins anew at 0 in this worker.
             assert len(await running) == 200
         assert await one.running() == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> None:
+    """A worker is lost in the middle of an answer with penalties, and those that are left count
+    them only from the first token. Unsent tokens are dropped, and the answer is whole; a caller
+    that has tokens gets an error at once, which a retry cures."""
+    able = Capabilities(
+        engine="begins",
+        roles=frozenset({"prefill", "decode"}),
+        hand_offs=frozenset({"any"}),
+        update="in_flight",
+        draws="stream",
+        penalties=True,
+    )
+    worker, anew = Worker(), STARTED_OVER.labels("penalties")
+    before = anew._value.get()
+    async with routed(worker, capabilities=able.encode()) as one:
+        worker.freezes = "Decode"
+        run = one.run(most=200, stream=stream, presence_penalty=0.5)
+        running = asyncio.create_task(_ids_of(run))
+        await worker.frozen.wait()
+        one.silent.add(worker.address)
+        one.lose("decode")
+        async with asyncio.timeout(30):
+            if stream:
+                with pytest.raises(
+                    Unavailable, match=r"begins cannot serve .*answered_tokens = 65"
+                ):
+                    await running
+            else:
+                assert await running == list(range(200))
+        assert await one.running() == [0, 0]
+    assert anew._value.get() == before + (not stream)
 
 
 async def test_drained_worker_keeps_its_calls() -> None:

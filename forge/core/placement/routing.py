@@ -27,6 +27,10 @@ class Candidate:
     cached_tokens: int
     """Tokens of this prompt in the worker's cache."""
     prefill_s_per_token: float
+    engine: str = ""
+    """Workers of one engine alone share a store."""
+    stored_tokens: int = 0
+    """Tokens of this prompt in the store that it shares with others."""
     migration_s_per_token: float = math.inf
     """Transfer of one token's keys and values from elsewhere; infinite if impossible."""
     sampling_s: float = 0.0
@@ -67,24 +71,28 @@ def choose(
     candidates: Iterable[Candidate],
     *,
     prompt_tokens: int,
-    stored_tokens: int = 0,
     guard: LoadGuard | None = None,
 ) -> Candidate | None:
     """Return the cheapest worker within the load guard; of equals the idlest, then the first name.
-
-    `stored_tokens` of the prompt are in a store that workers share. None without a candidate.
-    """
+    None without a candidate."""
     workers = list(candidates)
     if not workers:
         return None
-    anywhere = max(stored_tokens, *(worker.cached_tokens for worker in workers))
+    anywhere: dict[str, int] = {}
+    for one in workers:
+        known = max(one.cached_tokens, one.stored_tokens)
+        anywhere[one.engine] = max(anywhere.get(one.engine, 0), known)
     if guard is not None:
         idlest_s = min(worker.queue_delay_s for worker in workers)
         workers = [w for w in workers if guard.admits(w.queue_delay_s, idlest_s=idlest_s)]
     return min(
         workers,
         key=lambda worker: (
-            cost_s(worker, prompt_tokens=prompt_tokens, cached_anywhere_tokens=anywhere),
+            cost_s(
+                worker,
+                prompt_tokens=prompt_tokens,
+                cached_anywhere_tokens=anywhere[worker.engine],
+            ),
             worker.queue_delay_s,
             worker.worker,
         ),

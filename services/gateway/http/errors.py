@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from forge.core.errors import ContextTooLong, ForgeError, Unauthenticated
+from forge.core.errors import ContextTooLong, ForgeError, Unauthenticated, UnsupportedByEngines
 from forge.runtime.telemetry import log
 from services.gateway.errors import (
     UnknownModel,
@@ -57,6 +57,7 @@ _GOOGLE_STATUSES = {
 }
 _CODES: dict[type[ForgeError], str] = {
     ContextTooLong: "context_length_exceeded",
+    UnsupportedByEngines: "unsupported_parameter",
     UnknownModel: "model_not_found",
     UnknownPreviousResponse: "previous_response_not_found",
     UnknownResponse: "response_not_found",

@@ -25,8 +25,10 @@ from services.inference.engines.base import (
     Prefilled,
     Probe,
     Prompt,
+    RefusedHandOff,
     Tokens,
 )
+from services.inference.engines.refusals import lacking, refusal
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +132,7 @@ class Aggregated:
         if held is not None:
             held.expiry.cancel()
         began_s = time.monotonic()
-        pieces = self._counted(continued(prompt, first)) if held is None else held.pieces
+        pieces = self._read_anew(prompt, first) if held is None else held.pieces
         unsent = Tokens() if held is None else held.rest.tokens
         finish = None if held is None else held.rest.finish
         async with aclosing(pieces):
@@ -141,6 +143,17 @@ class Aggregated:
                 piece = await anext(pieces)
                 finish, unsent = piece.finish, _joined(unsent, piece.tokens)
             yield Piece(tokens=unsent, finish=finish, decode_s=time.monotonic() - began_s)
+
+    def _read_anew(self, prompt: Prompt, first: Tokens) -> AsyncGenerator[Piece, None]:
+        """Sample behind `first` in a new stream. Raises RefusedHandOff where the engine cannot
+        continue such an answer."""
+        rest = continued(prompt, first)
+        if lacking(rest.sampling, self.capabilities):
+            raise RefusedHandOff(
+                f"request {prompt.request_id} is no longer held here: "
+                f"{refusal(rest.sampling, self.capabilities)}"
+            )
+        return self._counted(rest)
 
     async def _counted(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         """Yield the engine's pieces; count the request until they end."""

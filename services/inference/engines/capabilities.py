@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import msgspec
+
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -47,6 +49,19 @@ class Capabilities:
     """Records the experts of each token."""
     cache_events: bool = False
     """Reports its prefix cache, see `CacheReports`."""
+
+    def encode(self) -> str:
+        """Return them as JSON, for the directory entry of a worker."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Capabilities:
+        """Read `encode`; fields that this release does not know are ignored. Raises ValueError for
+        another form, and for values that this release does not know."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"capabilities {text[:200]!r}: {error}") from None
 
     def described(self) -> str:
         """Return the abilities in one line, for the log."""

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import UnsupportedByEngines
 from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
 
 
 def check_request(prompt: Prompt, able: Capabilities) -> None:
-    """Raises InvalidArgument, which names the engine and all that it lacks for this request."""
-    lacking = list(_lacking(prompt.sampling, able))
-    if lacking:
-        raise InvalidArgument(f"the engine {able.engine} cannot serve {'; '.join(lacking)}")
+    """Raises UnsupportedByEngines, which names the engine and all that it lacks for this
+    request."""
+    if lacking(prompt.sampling, able):
+        raise UnsupportedByEngines(refusal(prompt.sampling, able))
+
+
+def refusal(sampling: Sampling, able: Capabilities) -> str:
+    """Return what the engine lacks for these parameters, with its name."""
+    return f"the engine {able.engine} cannot serve {'; '.join(lacking(sampling, able))}"
+
+
+def lacking(sampling: Sampling, able: Capabilities) -> list[str]:
+    """Return the parameters that the engine cannot serve, in words."""
+    return list(_lacking(sampling, able))
 
 
 def _lacking(sampling: Sampling, able: Capabilities) -> Iterator[str]:

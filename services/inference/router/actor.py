@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,7 +29,7 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
-from services.inference.router.fleet import EXPECTED_S, Fleet, Worker
+from services.inference.router.fleet import EXPECTED_S, Fleet
 from services.inference.router.messages import (
     Abandoned,
     Admission,
@@ -48,6 +49,7 @@ from services.inference.router.messages import (
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 from services.inference.router.open_calls import Ping, is_silent, pause
 from services.inference.router.versions import Versions
+from services.inference.router.workers import Worker
 
 OVERCOMMIT = 1.25
 """Requests admitted per decode slot, since some are in prefill or between workers."""
@@ -88,6 +90,7 @@ class RouterActor(Actor):
         queue_limit: int,
         ping: Ping,
         version_wait_s: float = 0.0,
+        patience_s: float = 0.0,
         local_prefill_tokens: int = 0,
         on_workers: Callable[[Iterable[Worker]], None] = lambda workers: None,
         clock: Callable[[], float] = time.monotonic,
@@ -101,7 +104,9 @@ class RouterActor(Actor):
         """One of each worker that left discovery with requests."""
         self._clock = clock
         self._fleet = Fleet(
-            versions=Versions(wait_s=version_wait_s), local_prefill_tokens=local_prefill_tokens
+            versions=Versions(wait_s=version_wait_s),
+            local_prefill_tokens=local_prefill_tokens,
+            patience_s=patience_s,
         )
         self._waiting: deque[Admission] = deque()
         self._admitted: set[Admission] = set()
@@ -122,7 +127,10 @@ class RouterActor(Actor):
     async def receive(self, message: Any) -> Any:  # noqa: C901
         """Handle one message; see the module for their order."""
         match message:
-            case Admit(admission=admission):
+            case Admit(admission=admission, needs=needs):
+                # Now, not at the end of the queue.
+                with suppress(Unavailable):
+                    self._fleet.check(needs, now_s=self._clock())
                 return self._admit(admission)
             case PlacePrefill():
                 # Without a worker that decodes a prefill would only hold memory.
@@ -183,7 +191,7 @@ class RouterActor(Actor):
     def _place_prefill(self, wanted: PlacePrefill) -> Placement:
         prompt, now_s = PromptChains(wanted.ids), self._clock()
         worker = self._fleet.place_prefill(
-            prompt, session=wanted.session, now_s=now_s, floor=wanted.floor
+            prompt, session=wanted.session, now_s=now_s, floor=wanted.floor, needs=wanted.needs
         )
         tokens = len(wanted.ids) // TOKEN_BYTES
         placement = wanted.placement
@@ -201,6 +209,7 @@ class RouterActor(Actor):
             now_s=self._clock(),
             floor=wanted.floor,
             read_by=wanted.read_by,
+            needs=wanted.needs,
         )
         return self._occupy(worker, wanted.placement, wanted.session)
 
@@ -214,8 +223,9 @@ class RouterActor(Actor):
         worker = self._release(done.placement)
         computed = len(done.ids) // TOKEN_BYTES - done.cached_tokens
         computed_s = done.prefill_s - done.stored_s
-        self._fleet.observe_prefill(worker, seconds=computed_s, tokens=computed)
-        self._fleet.store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
+        costs, engine = self._fleet.costs, worker.engine.name
+        costs.observe_prefill(engine, worker.times, seconds=computed_s, tokens=computed)
+        costs.of(engine).store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
 
@@ -223,13 +233,14 @@ class RouterActor(Actor):
         placement, now_s = done.placement, self._clock()
         beside = (placement.beside + placement.worker.running) / 2
         worker = self._release(placement)
-        self._fleet.observe_decode(
-            worker, seconds=done.decode_s, tokens=done.tokens, running=beside
+        costs, engine = self._fleet.costs, worker.engine.name
+        costs.observe_decode(
+            engine, worker.times, seconds=done.decode_s, tokens=done.tokens, running=beside
         )
-        self._fleet.transfer.observe(seconds=done.fetch_s, units=done.fetched_tokens)
+        costs.of(engine).transfer.observe(seconds=done.fetch_s, units=done.fetched_tokens)
         worker.cached.expect(PromptChains(done.ids), until_s=now_s + EXPECTED_S)
         self._fleet.homes.rest(placement.session, now_s=now_s)
-        self._fleet.store.observe(done.ids)
+        costs.of(engine).store.observe(done.ids)
 
     def _failed(self, placement: Placement, *, dead: bool) -> None:
         self._release(placement)
@@ -291,4 +302,5 @@ def _status(worker: Worker) -> pb.WorkerStatus:
         queued=waiting,
         computed_tokens=worker.computed_tokens,
         cached_tokens=worker.cached_tokens,
+        engine=worker.engine.name,
     )

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from services.inference.engines.base import CacheChange
-from services.inference.router.fleet import Worker
+from services.inference.router.needs import NO_NEEDS, Needs
+from services.inference.router.workers import Worker
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -20,10 +21,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Ask: queue the request. ResourceExhausted when too many wait. Leave must follow in any
-    case."""
+    """Ask: queue the request. ResourceExhausted when too many wait, UnsupportedByEngines when no
+    engine in discovery can serve it. Leave must follow in any case."""
 
     admission: Admission = field(default_factory=Admission)
+    needs: Needs = NO_NEEDS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,12 +51,13 @@ class Placement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePrefill:
     """Ask: place a prefill. Unavailable without an available worker, TooOld while all have older
-    weights than `floor`."""
+    weights than `floor`, and the errors of `require_able`."""
 
     ids: bytes
     session: str = ""
     floor: int = 0
     """Newest version of the weights of the answer's tokens."""
+    needs: Needs = NO_NEEDS
     placement: Placement = field(default_factory=Placement)
 
 
@@ -79,6 +82,7 @@ class PlaceDecode:
     floor: int = 0
     read_by: Worker | None = None
     """The worker that has read the prompt."""
+    needs: Needs = NO_NEEDS
     placement: Placement = field(default_factory=Placement)
 
 

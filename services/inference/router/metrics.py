@@ -8,6 +8,12 @@ SAMPLED_TOKENS = counter("forge_inference_sampled_tokens_total", "Tokens sampled
 MOVED_REQUESTS = counter(
     "forge_inference_requests_moved_total", "Attempts that failed on a worker; the request moved."
 )
+STARTED_OVER = counter(
+    "forge_inference_requests_started_over_total",
+    "Answers that no available engine could continue as they began, by what changed: draws, shares "
+    "or model (the tokens so far became the prompt), grammar or penalties (sampled anew).",
+    ["reason"],
+)
 OLDER_WEIGHTS = counter(
     "forge_inference_older_weights_total",
     "Placements of answers on workers with older weights than those of an earlier token, after "

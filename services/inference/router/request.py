@@ -1,8 +1,8 @@
 """One request, from admission to its last token, with its retries.
 
 Keeps the sampled tokens: when a worker dies, evicts the request or loses the keys and values,
-another worker prefills prompt and tokens so far and continues. Seed and position alone determine a
-draw, so the answer is the same as without the failure.
+another worker prefills prompt and tokens so far and continues. On an engine with positional draws
+the answer is the same as without the failure; `needs` has the rules for unlike engines.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
-from forge.runtime.rpc.tokens import joined, split
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
-from services.inference.engines.base import Finish, Prompt
-from services.inference.router.fleet import Worker
+from services.inference.engines.base import Prompt
+from services.inference.router.answer import Answer
 from services.inference.router.messages import (
     Abandoned,
     Admission,
@@ -49,8 +48,11 @@ from services.inference.router.messages import (
     Prefilled,
     Sampled,
 )
+from services.inference.router.metrics import STARTED_OVER
+from services.inference.router.needs import CannotContinue, Needs
 from services.inference.router.open_calls import WorkerLost
 from services.inference.router.versions import TooOld
+from services.inference.router.workers import Worker
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
@@ -74,41 +76,35 @@ class Run:
     ) -> None:
         """`prompt`: what the request was read to."""
         self._session_id = request.session_id
-        self._sampling = request.sampling
+        self._request_id = prompt.request_id
         self._stream = request.stream
-        self._prompt = prompt
-        self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)
+        self._answer = Answer(request, prompt, context_tokens=context_tokens)
         self._router = router
         self._channels = channels
         self._config = config
         self._deadline_s = time.monotonic() + config.request_timeout_s
-        self._sampled = b""
-        """All tokens so far, sent to the caller or not."""
-        self._version = 0
-        """Newest version of the weights of these tokens."""
-        self._unsent: list[SampledTokens] = []
-        self._finish: Finish | None = None
         self._timings = TurnTimings()
         self._cached_tokens: int | None = None
 
     async def responses(self) -> AsyncGenerator[pb.SampleResponse, None]:
         """Yield the responses; the last one has a finish reason. Raises Unavailable when no worker
-        can continue, ResourceExhausted when too many requests wait."""
-        admit = Admit()
+        can continue, UnsupportedByEngines when no engine can serve it, ResourceExhausted when too
+        many requests wait."""
+        admit = Admit(needs=self._answer.needs)
         try:
             await self._ask(admit)
             await self._granted(admit.admission)
             async with aclosing(self._progress()) as progress:
                 async for _ in progress:
-                    if self._stream and self._finish is None:
-                        for tokens in self._flush():
+                    if self._stream and self._answer.finish is None:
+                        for tokens in self._answer.flush():
                             yield pb.SampleResponse(tokens=tokens)
-            *first, last = self._flush() or [SampledTokens()]
+            *first, last = self._answer.flush() or [SampledTokens()]
             for tokens in first:
                 yield pb.SampleResponse(tokens=tokens)
             yield pb.SampleResponse(
                 tokens=last,
-                finish_reason=codec.write_finish(self._finish),
+                finish_reason=codec.write_finish(self._answer.finish),
                 timings=self._timings,
                 cached_tokens=self._cached_tokens or 0,
             )
@@ -129,7 +125,7 @@ class Run:
     async def _progress(self) -> AsyncGenerator[None, None]:
         """Make attempts until the finish; yield after new tokens."""
         failing_s: float | None = None
-        while self._finish is None:
+        while self._answer.finish is None:
             began_s = time.monotonic()
             try:
                 async with aclosing(self._attempt()) as attempt:
@@ -137,6 +133,12 @@ class Run:
                         failing_s = None
                         yield
             except _MOVES as error:
+                if isinstance(error, CannotContinue):
+                    if not self._answer.is_sent:
+                        self._begin_anew(error)
+                        continue
+                    if not error.may_return:
+                        raise
                 now_s = time.monotonic()
                 # From the first failure on, since the lost attempt may have run for long.
                 failing_s = now_s if failing_s is None else failing_s
@@ -144,13 +146,24 @@ class Run:
                     raise self._gave_up(error) from error
                 log.debug(
                     "request_moves",
-                    request_id=self._prompt.request_id,
-                    sampled_tokens=len(self._sampled) // TOKEN_BYTES,
+                    request_id=self._request_id,
+                    sampled_tokens=self._answer.tokens,
                     error=str(error),
                 )
                 # A lost attempt counts as waiting.
                 self._timings.queue_s += now_s - began_s
                 await asyncio.sleep(error.retry_after_s or _RETRY_PAUSE_S)
+
+    def _begin_anew(self, error: CannotContinue) -> None:
+        """Sample the answer again from its first token: no engine that is left can resume it."""
+        STARTED_OVER.labels(self._answer.needs.unresumed).inc()
+        log.info(
+            "answer_begins_anew",
+            request_id=self._request_id,
+            dropped_tokens=self._answer.tokens,
+            error=str(error),
+        )
+        self._answer.begin_anew()
 
     def _gave_up(self, error: ForgeError) -> ForgeError:
         kind = ResourceExhausted if isinstance(error, ResourceExhausted) else Unavailable
@@ -165,22 +178,18 @@ class Run:
         request = pb.PrefillRequest(
             # A new id: the leftovers of an earlier attempt must not be taken for this one's.
             request_id=secrets.token_hex(8),
-            prompt_ids=self._prompt.ids + self._sampled,
-            sampling=codec.sampling_of_rest(
-                self._sampling,
-                seed=self._prompt.sampling.seed,
-                max_tokens=self._most_tokens - self._tokens,
-                sampled_tokens=self._tokens,
-            ),
+            prompt_ids=self._answer.ids,
+            sampling=self._answer.rest(),
             hold_s=self._config.router.hold_s,
             session_id=self._session_id,
         )
-        source, read = await self._prefill(request)
+        needs = self._answer.needs
+        source, read = await self._prefill(request, needs)
         address = source.address
-        self._take(read.first)
-        self._finish = self._finish_of(read.first)
+        self._take(read.first, source)
+        self._answer.end_with(read.first)
         yield
-        if self._finish is not None:
+        if self._answer.finish is not None:
             await self._release_kv(address, request.request_id)
             return
         decode = self._decode(
@@ -194,6 +203,7 @@ class Run:
                 session_id=self._session_id,
             ),
             source,
+            needs,
         )
         fetched = False
         try:
@@ -213,7 +223,9 @@ class Run:
         with suppress(grpc.aio.AioRpcError):
             await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
 
-    async def _prefill(self, request: pb.PrefillRequest) -> tuple[Worker, pb.PrefillResponse]:
+    async def _prefill(
+        self, request: pb.PrefillRequest, needs: Needs
+    ) -> tuple[Worker, pb.PrefillResponse]:
         """Prefill on the cheapest worker; return it and its response."""
         placement = Placement()
         with self._settling(placement) as settle:
@@ -221,7 +233,8 @@ class Run:
                 PlacePrefill(
                     ids=request.prompt_ids,
                     session=self._session_id,
-                    floor=self._version,
+                    floor=self._answer.version,
+                    needs=needs,
                     placement=placement,
                 )
             )
@@ -246,7 +259,7 @@ class Run:
         return worker, read
 
     async def _decode(
-        self, request: pb.DecodeRequest, source: Worker
+        self, request: pb.DecodeRequest, source: Worker, needs: Needs
     ) -> AsyncGenerator[None, None]:
         """Decode on the cheapest worker; `source` has the keys and values."""
         placement = Placement()
@@ -256,13 +269,14 @@ class Run:
                 PlaceDecode(
                     ids=request.prompt_ids,
                     session=self._session_id,
-                    floor=self._version,
+                    floor=self._answer.version,
                     read_by=source,
+                    needs=needs,
                     placement=placement,
                 )
             )
             worker = placement.worker
-            before = self._tokens
+            before = self._answer.tokens
             stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
             call = stub.Decode(request, timeout=self._left_s())
             try:
@@ -271,15 +285,14 @@ class Run:
                         fetch.enter_context(source.calls.during(call))
                     async for response in call:
                         fetch.close()
-                        self._take(response.tokens)
+                        self._take(response.tokens, worker)
                         if response.finish_reason:
                             self._end(response)
-                            ids = self._prompt.ids + self._sampled
                             decoded = Decoded(
                                 placement=placement,
-                                ids=ids,
+                                ids=self._answer.ids,
                                 decode_s=response.decode_s,
-                                tokens=self._tokens - before,
+                                tokens=self._answer.tokens - before,
                                 fetched_tokens=response.fetched_tokens,
                                 fetch_s=response.fetch_s,
                             )
@@ -288,12 +301,12 @@ class Run:
             finally:
                 # When the caller leaves, decoding stops within a step.
                 call.cancel()
-            if self._finish is None:
+            if self._answer.finish is None:
                 settle(Failed(placement=placement, dead=False))
                 raise Unavailable(f"{worker.instance_id} ended its stream without a finish reason")
 
     def _end(self, response: pb.DecodeResponse) -> None:
-        self._finish = codec.read_finish(response.finish_reason)
+        self._answer.finish = codec.read_finish(response.finish_reason)
         self._timings.queue_s += response.queue_s
         self._timings.decode_s += response.decode_s
 
@@ -325,26 +338,9 @@ class Run:
             if not settled:
                 self._tell(Abandoned(placement=placement))
 
-    @property
-    def _tokens(self) -> int:
-        return len(self._sampled) // TOKEN_BYTES
-
-    def _take(self, tokens: SampledTokens) -> None:
-        self._sampled += tokens.ids
-        self._version = max(self._version, *int32_array(tokens.weight_versions), 0)
-        self._unsent.append(tokens)
+    def _take(self, tokens: SampledTokens, worker: Worker) -> None:
+        self._answer.take(tokens, worker.engine)
         self._tell(Sampled(tokens=len(tokens.ids) // TOKEN_BYTES))
-
-    def _finish_of(self, first: SampledTokens) -> Finish | None:
-        """Return the finish if the answer ends with the token of prefill."""
-        if codec.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
-            return Finish.STOP
-        return Finish.LENGTH if self._tokens >= self._most_tokens else None
-
-    def _flush(self) -> list[SampledTokens]:
-        """Return the unsent tokens, split into messages."""
-        unsent, self._unsent = self._unsent, []
-        return list(split(joined(unsent)))
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())

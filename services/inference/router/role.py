@@ -45,6 +45,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
             discoveries,
             queue_limit=config.router.queue_limit,
             version_wait_s=config.router.version_wait_s,
+            patience_s=config.router.worker_wait_s,
             local_prefill_tokens=config.router.local_prefill_tokens,
             ping=ping,
             on_workers=caches.follow,

@@ -56,8 +56,3 @@ class Versions:
         if now_s - self._since_s.get(floor, 0.0) < self.wait_s:
             raise TooOld(f"no worker with weights {floor} or newer is available yet")
         return workers, True
-
-
-def at_most(workers: Sequence[Worker], version: int) -> Sequence[Worker]:
-    """Return the workers with `version` or older; all, if none is."""
-    return [worker for worker in workers if worker.version <= version] or workers

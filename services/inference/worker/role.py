@@ -31,6 +31,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     wait for the last request."""
     watch_gpus(context, device=context.config.device)
     engine = await _start_engine(context)
+    context.metadata["capabilities"] = engine.capabilities.encode()
     _report_cache(context, engine)
     if context.config.weights == "frozen":
         await load_frozen(context, engine)

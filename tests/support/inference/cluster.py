@@ -181,7 +181,7 @@ class InferenceCluster:
     async def workers(self, role: str, count: int) -> list[str]:
         """Names of exactly `count` registered workers of a role; starts and kills as needed. Those
         that were killed before are found no longer."""
-        names = [name for name in self._processes if name.startswith(role)]
+        names = self.alive(role)
         for name in names[count:]:
             self.kill(name)
         await self._forget_killed()
@@ -189,6 +189,10 @@ class InferenceCluster:
         for name in names:
             await self.registered(role, name)
         return names
+
+    def alive(self, role: str) -> list[str]:
+        """Names of the processes of a role that were started and not killed."""
+        return [name for name in self._processes if name.startswith(role)]
 
     async def registered(self, role: str, name: str, /, **metadata: str) -> Instance:
         """The instance once it has registered, with this metadata."""
@@ -299,6 +303,24 @@ class InferenceCluster:
 
         await until(found)
         return busy
+
+    async def known_to_router(self, *names: str) -> None:
+        """Returns once the router has these workers."""
+
+        async def known() -> bool:
+            workers = {worker.instance_id for worker in (await self.status()).workers}
+            return workers.issuperset(names)
+
+        await until(known)
+
+    async def sampling_on(self, *names: str) -> None:
+        """Returns once one of these workers is sampling."""
+
+        async def found() -> bool:
+            workers = (await self.status()).workers
+            return any(worker.running for worker in workers if worker.instance_id in names)
+
+        await until(found)
 
     async def idle(self) -> None:
         """Returns once no worker has anything to do."""

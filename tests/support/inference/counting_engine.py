@@ -31,6 +31,7 @@ class CountingEngine:
         self.capabilities = Capabilities(
             engine="counting",
             roles=frozenset({"prefill", "decode"}),
+            hand_offs=frozenset({"counting"}),
             update="in_flight",
             draws="positional",
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 from forge.runtime.coordination import Instance
 from services.inference.router.actor import RouterActor
-from services.inference.router.fleet import Worker
 from services.inference.router.messages import FleetChanged, PlacePrefill, Prefilled
+from services.inference.router.workers import Worker
 
 
 def ids(*tokens: int) -> bytes:
@@ -57,7 +57,11 @@ class Harness:
     """A RouterActor over a discovery that the test writes."""
 
     def __init__(
-        self, *workers: Instance, queue_limit: int = 4, local_prefill_tokens: int = 0
+        self,
+        *workers: Instance,
+        queue_limit: int = 4,
+        local_prefill_tokens: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
         self.clock = Clock()
         self._prefill = SimpleNamespace(kind="prefill", instances=())
@@ -70,6 +74,7 @@ class Harness:
             clock=self.clock,
             version_wait_s=10,
             local_prefill_tokens=local_prefill_tokens,
+            patience_s=patience_s,
             on_workers=self._keep,
         )
         self._show(workers)

@@ -20,6 +20,7 @@ from services.inference.engines.base import (
     Piece,
     Probe,
     Prompt,
+    RefusedHandOff,
     Reweighting,
     Sampling,
     Tokens,
@@ -95,8 +96,16 @@ async def test_two_calls_give_the_whole_stream(step: int, stream: bool) -> None:
 
 
 async def test_decode_without_a_held_stream_reads_anew() -> None:
-    """Behind the first token, with what is left of the request."""
+    """Behind the first token, with what is left of the request; an engine that cannot resume it
+    refuses, so that the router moves it."""
     engine = Counting()
+    engine.capabilities = replace(
+        engine.capabilities,
+        min_tokens=True,
+        penalties=True,
+        grammars=frozenset({"regex"}),
+        resumes=frozenset({"grammar", "penalties"}),
+    )
     both = Aggregated(engine)
     asked = replace(
         SAMPLING,
@@ -113,6 +122,12 @@ async def test_decode_without_a_held_stream_reads_anew() -> None:
     assert read.sampling.grammar is not None and read.sampling.grammar.matched_tokens == 2
     assert read.sampling.reweighting is not None
     assert read.sampling.reweighting.answered_tokens == 1
+    for resumed, word in (("grammar", "answered_tokens = 1"), ("penalties", "matched_tokens = 2")):
+        able = replace(engine.capabilities, resumes=frozenset({resumed}))
+        both.capabilities = able
+        with pytest.raises(RefusedHandOff, match=f"no longer held here: .*{word}"):
+            await anext(both.decode(prompt("b", asked), first, no_kv, stream=True))
+    assert len(engine.prompts) == 1
 
 
 async def test_abandoned_request_is_aborted() -> None:

@@ -18,7 +18,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import CacheChange
 from services.inference.router import cache_watch
 from services.inference.router.cache_watch import CacheWatch
-from services.inference.router.fleet import Worker
+from services.inference.router.workers import Engine, Worker
 from tests.support.inference.weight_sources import SECURITY
 
 CHAIN = bytes(8)
@@ -43,7 +43,7 @@ class Scripted(rpc.CacheServiceServicer):
 
 def worker_at(address: str) -> Worker:
     return Worker(
-        instance_id="w", role="both", address=address, capacity=1, version=1,
+        instance_id="w", engine=Engine(role="both"), address=address, capacity=1, version=1,
         cached=CacheView(block_tokens=8, capacity_tokens=80), reports_cache=True,
     )  # fmt: skip
 

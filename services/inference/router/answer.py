@@ -1,0 +1,87 @@
+"""The answer of one request so far: its tokens, and what the next worker needs to continue it."""
+
+from __future__ import annotations
+
+from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.runtime.rpc.tokens import joined, split
+from forge.v1 import inference_pb2 as pb
+from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from services.inference import codec
+from services.inference.engines.base import Finish, Prompt
+from services.inference.router.needs import Needs
+from services.inference.router.workers import Engine
+
+
+class Answer:
+    """Tokens of one request, in order, from all workers that sampled some."""
+
+    def __init__(self, request: pb.SampleRequest, prompt: Prompt, *, context_tokens: int) -> None:
+        """`prompt`: what the request was read to."""
+        self._params = request.sampling
+        self._prompt = prompt
+        self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)
+        self._sampled = b""
+        """All tokens, sent to the caller or not."""
+        self._unsent: list[SampledTokens] = []
+        self._engine: Engine | None = None
+        """The engine of the last token."""
+        self.is_sent = False
+        """Whether the caller has a token."""
+        self.version = 0
+        """Newest version of the weights of the tokens."""
+        self.finish: Finish | None = None
+
+    @property
+    def ids(self) -> bytes:
+        """Prompt and tokens."""
+        return self._prompt.ids + self._sampled
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self._sampled) // TOKEN_BYTES
+
+    @property
+    def needs(self) -> Needs:
+        """What the engine of the next worker must be able to do."""
+        sampling = self._prompt.sampling
+        return Needs(
+            sampling=sampling,
+            seeded=self._params.HasField("seed") and sampling.temperature > 0,
+            sampled_tokens=self.tokens,
+            begun_on=self._engine,
+        )
+
+    def rest(self) -> SamplingParams:
+        """Return the parameters with which a worker continues behind the tokens so far."""
+        return codec.sampling_of_rest(
+            self._params,
+            seed=self._prompt.sampling.seed,
+            max_tokens=self._most_tokens - self.tokens,
+            sampled_tokens=self.tokens,
+        )
+
+    def take(self, tokens: SampledTokens, engine: Engine) -> None:
+        """Add tokens that a worker with this engine sampled."""
+        self._sampled += tokens.ids
+        self.version = max(self.version, *int32_array(tokens.weight_versions), 0)
+        self._unsent.append(tokens)
+        self._engine = engine
+
+    def end_with(self, first: SampledTokens) -> None:
+        """Set the finish if the token of prefill, just taken, ends the answer."""
+        if codec.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
+            self.finish = Finish.STOP
+        elif self.tokens >= self._most_tokens:
+            self.finish = Finish.LENGTH
+
+    def flush(self) -> list[SampledTokens]:
+        """Return the tokens that the caller does not have yet, split into messages."""
+        unsent, self._unsent = self._unsent, []
+        self.is_sent = self.is_sent or bool(unsent)
+        return list(split(joined(unsent)))
+
+    def begin_anew(self) -> None:
+        """Drop all tokens; only while the caller has none."""
+        assert not self.is_sent, "the caller has tokens"
+        self._sampled, self._unsent, self._engine, self.version = b"", [], None, 0
