@@ -145,10 +145,10 @@ class Routed:
             sampling=SamplingParams(max_tokens=most, **sampling),
             stream=stream,
         )
-        sampling = codec.read_sampling(request.sampling, seed=0)
+        read = codec.read_sampling(request.sampling, seed=0)
         return Run(
             request,
-            Prompt(request_id="r", ids=request.prompt_ids, sampling=sampling),
+            Prompt(request_id="r", ids=request.prompt_ids, sampling=read),
             context_tokens=1 << 20,
             router=self.router,
             channels=cast(Any, self.channels),

@@ -122,8 +122,9 @@ async def test_decode_without_a_held_stream_reads_anew() -> None:
     assert read.sampling.grammar is not None and read.sampling.grammar.matched_tokens == 2
     assert read.sampling.reweighting is not None
     assert read.sampling.reweighting.answered_tokens == 1
-    for resumed, word in (("grammar", "answered_tokens = 1"), ("penalties", "matched_tokens = 2")):
-        able = replace(engine.capabilities, resumes=frozenset({resumed}))
+    grammar = replace(engine.capabilities, resumes=frozenset({"grammar"}))
+    penalties = replace(engine.capabilities, resumes=frozenset({"penalties"}))
+    for able, word in ((grammar, "answered_tokens = 1"), (penalties, "matched_tokens = 2")):
         both.capabilities = able
         with pytest.raises(RefusedHandOff, match=f"no longer held here: .*{word}"):
             await anext(both.decode(prompt("b", asked), first, no_kv, stream=True))
