@@ -67,6 +67,8 @@ class Sample:
     domain: str = ""
     trajectory: int = -1
     """Number of its trajectory in the batch; -1: this sample is a trajectory of its own."""
+    group: int = -1
+    """Number of its group in the batch; -1: this sample is a group of its own."""
 
     @property
     def tokens(self) -> int:

@@ -277,7 +277,9 @@ class LearnerConfig:
     """Used by algorithms with a critic."""
     mtp: MtpConfig = field(default_factory=MtpConfig)
     epochs: int = 1
-    """Updates per batch, each on the whole batch."""
+    """Passes over each batch."""
+    mini_batches: int = 1
+    """Updates per pass, each on other groups of the batch."""
     token_budget: int = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: int = 256

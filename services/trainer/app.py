@@ -251,6 +251,7 @@ class TrainerApp:
                 channels=channels,
                 relay=config.mesh_shape.cp == 1,
                 data_groups=config.mesh_shape.data_groups,
+                mini_batches=config.mini_batches,
             ),
             rules=config.credit_rules(),
             baselines_s=lambda: speed_baselines(self._record.steps),

@@ -28,9 +28,9 @@ from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.trainer.data.samples import CreditRules
 
 _AGREED = (
-    *("max_steps", "batch_groups", "passes_per_batch", "seed", "balance_coef"),
-    *("nominal_tokens_per_s", "rewards", "overlong", "advantages", "objective", "correction"),
-    *("optimizer", "critic", "mtp", "lora"),
+    *("max_steps", "batch_groups", "passes_per_batch", "mini_batches", "seed"),
+    *("balance_coef", "nominal_tokens_per_s", "rewards", "overlong", "advantages", "objective"),
+    *("correction", "optimizer", "critic", "mtp", "lora"),
 )
 
 
@@ -154,7 +154,10 @@ class TrainerConfig(ServiceConfig):
     batch_groups: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Groups in a batch; 0: the scheduler's setting."""
     passes_per_batch: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Optimizer updates on each batch."""
+    """Passes over each batch, each of mini_batches optimizer updates."""
+    mini_batches: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Parts of a batch with an optimizer update each: whole groups, of nearly equal tokens; fewer
+    if the batch has fewer groups. Weights are published once per batch."""
     max_skipped_batches: Annotated[int, Meta(ge=0)] = 10
     """Batches in a row without a usable gradient that end the run; 0: no limit."""
     patience_s: Annotated[float, Meta(ge=1)] = 600.0
@@ -263,12 +266,13 @@ class TrainerConfig(ServiceConfig):
         """The settings of the optimizer step."""
         return LearnerConfig(
             optimizer=self.optimizer,
-            total_updates=self.max_steps * self.passes_per_batch,
+            total_updates=self.max_steps * self.passes_per_batch * self.mini_batches,
             objective=self.objective,
             correction=self.correction,
             critic=self.critic,
             mtp=self.mtp,
             epochs=self.passes_per_batch,
+            mini_batches=self.mini_batches,
             token_budget=self.token_budget,
             token_budget_floor=self.token_budget_floor,
         )

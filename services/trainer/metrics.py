@@ -99,6 +99,7 @@ _GAUGES = {
         ("rank_imbalance", "Waiting of data groups for each other, over their computing."),
         ("balance_loss", "Load-balance loss of the experts."),
         ("mtp_loss", "Mean loss of the draft heads."),
+        ("updates", "Updates of the weights by the newest step."),
         ("overlong_penalty", "Mean penalty on long answers per trajectory; at most 0."),
         ("yield_j", "Effective agent training yield so far."),
     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from forge.core.prefix_tree import Sample, TreePlan, plan_trees
+from forge.rl.learner.mini_batches import mini_batches as divide_samples
 from forge.rl.losses.objective import BatchSize
 from forge.rl.model.capabilities import pair_cost
 from forge.rl.parallel.rounds import TreeCost, divide
@@ -31,6 +33,14 @@ class BatchPlan:
     samples: tuple[Sample, ...] = ()
     """The merged samples, for another plan with another budget."""
     token_budget: int = 0
+    mini_batches: tuple[BatchPlan, ...] = ()
+    """A plan for each update of a pass over the batch; empty: one update on the whole batch. Their
+    trees are those of this plan."""
+
+    @property
+    def updates(self) -> tuple[BatchPlan, ...]:
+        """The plan of each update of a pass over the batch."""
+        return self.mini_batches or (self,)
 
     @property
     def largest_tree(self) -> int:
@@ -44,7 +54,7 @@ class BatchPlan:
 
     @property
     def size(self) -> BatchSize:
-        """Denominators of the loss."""
+        """Denominators of the loss of one update on the whole plan."""
         return BatchSize(
             tokens=self.trained_tokens,
             samples=sum(len(tree.lengths_S) for tree in self.trees),
@@ -77,23 +87,69 @@ def plan_batch(
     channels: int,
     relay: bool = True,
     data_groups: int = 1,
+    mini_batches: int = 1,
 ) -> BatchPlan:
     """Merge a batch's samples into trees, on any thread; needs no weights.
 
     `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. With
-    several data groups the trees are those that the groups finish earliest. Raises
-    `InvalidArgument` for a malformed sample.
+    several data groups the trees are those that the groups finish earliest. Trees never contain
+    samples of two of the `mini_batches`. Raises `InvalidArgument` for a malformed sample.
     """
     began = time.perf_counter()
     for sample in samples:
         sample.validate()
     trainable = [sample for sample in samples if sample.trained]
+    plan = partial(
+        _plan_update,
+        token_budget=token_budget,
+        channels=channels,
+        relay=relay,
+        data_groups=data_groups,
+    )
+    parts = divide_samples(trainable, mini_batches) if mini_batches > 1 else []
+    planned: tuple[BatchPlan, ...] = ()
+    if len(parts) > 1:
+        planned = tuple(
+            BatchPlan(trees=plan(part), plan_s=0.0, samples=tuple(part), token_budget=token_budget)
+            for part in parts
+        )
+    return BatchPlan(
+        trees=tuple(tree for each in planned for tree in each.trees) or plan(trainable),
+        plan_s=time.perf_counter() - began,
+        samples=tuple(trainable),
+        token_budget=token_budget,
+        mini_batches=planned,
+    )
+
+
+def whole_plan(given: BatchPlan, computed: Sequence[BatchPlan]) -> BatchPlan:
+    """The plan of a batch from those of its computed updates."""
+    if not given.mini_batches:
+        return computed[0]
+    return BatchPlan(
+        trees=tuple(tree for plan in computed for tree in plan.trees),
+        plan_s=given.plan_s,
+        samples=given.samples,
+        token_budget=min(plan.token_budget for plan in computed),
+        mini_batches=tuple(computed),
+    )
+
+
+def _plan_update(
+    trainable: Sequence[Sample],
+    *,
+    token_budget: int,
+    channels: int,
+    relay: bool,
+    data_groups: int,
+) -> tuple[TreeBatch, ...]:
+    """The trees of one update."""
     cost = pair_cost(channels)
     plans = plan_trees(trainable, token_budget=token_budget, pair_cost=cost, relay=relay)
     if data_groups > 1:
         plans = _for_groups(plans, trainable, token_budget, data_groups, pair_cost=cost)
     trajectories = trajectories_of(trainable)
-    trees = tuple(
+    return tuple(
         build_tree_batch(
             plan,
             trainable,
@@ -102,12 +158,6 @@ def plan_batch(
             trajectories=trajectories,
         )
         for plan in plans
-    )
-    return BatchPlan(
-        trees=trees,
-        plan_s=time.perf_counter() - began,
-        samples=tuple(trainable),
-        token_budget=token_budget,
     )
 
 

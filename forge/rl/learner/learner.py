@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.rl.collectives import RankShortage, meet
 from forge.rl.config import LearnerConfig
-from forge.rl.learner.batch_plan import BatchPlan, plan_batch
+from forge.rl.learner.batch_plan import BatchPlan, plan_batch, whole_plan
 from forge.rl.learner.critic import Critic, critic_stats
 from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_of, token_stats
 from forge.rl.learner.tree_tokens import Reference, TreeTokens
-from forge.rl.learner.types import StepResult
+from forge.rl.learner.types import StepResult, Update
 from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
 from forge.rl.losses.tokens import TrainedTokens
@@ -36,21 +37,7 @@ from forge.rl.optimizers import Optimizers
 from forge.rl.out_of_memory import memory_shortage, smaller_budgets
 from forge.rl.parallel.sharding import clip_gradients
 
-
-@dataclass(slots=True, kw_only=True)
-class _Gradient:
-    """Result of a batch's gradient, which is on the parameters unless `failed`."""
-
-    plan: BatchPlan
-    loss: float = 0.0
-    stats: list[TokenStats] = field(default_factory=list)
-    balance_loss: float = 0.0
-    mtp: MtpStats = MtpStats()  # noqa: RUF009
-    frozen: list[Frozen] = field(default_factory=list)
-    retries: int = 0
-    shortage: str = ""
-    failed: str = ""
-    """Why there is no gradient; "" if there is one."""
+T = TypeVar("T")
 
 
 class Learner:
@@ -105,8 +92,14 @@ class Learner:
 
     def plan(self, samples: Sequence[Sample], *, token_budget: int = 0) -> BatchPlan:
         """`plan_batch` for this policy; 0 is the current budget."""
+        return self._plan(samples, mini_batches=self.config.mini_batches, token_budget=token_budget)
+
+    def _plan(
+        self, samples: Sequence[Sample], *, mini_batches: int, token_budget: int = 0
+    ) -> BatchPlan:
         return plan_batch(
             samples,
+            mini_batches=mini_batches,
             token_budget=token_budget or self.token_budget,
             channels=self.policy.channels,
             relay=self.policy.group is None,
@@ -114,59 +107,78 @@ class Learner:
         )
 
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
-        """Update on a batch, unless its loss or gradient is not finite.
+        """Update on a batch, unless the loss or gradient of its first update is not finite.
 
-        If all advantages are zero, the step is by momentum alone; a batch without a trained token
+        If all advantages are zero, an update is by momentum alone; a batch without a trained token
         is skipped. `weight_version` is that of the weights before the step.
         """
-        began = time.perf_counter()
-        first = self._gradient(plan, weight_version)
-        plan, frozen = first.plan, first.frozen
-        grad_norm, skipped = 0.0, first.failed or ("" if plan.trees else "no trained tokens")
+        began, before = time.perf_counter(), self.steps
+        first, *rest = plan.updates
+        parts = [self._gradient(first, weight_version)]
+        skipped = parts[0].failed or ("" if plan.trees else "no trained tokens")
+        cut_short = ""
         if not skipped:
-            grad_norm, skipped = self._update(first.loss)
-        cut_short = "" if skipped else self._later_epochs(plan, frozen, weight_version)
+            # Columns that belong to the weights before the first update.
+            fixed, cut_short = self._freeze(rest)
+            parts[0].grad_norm, skipped = self._update(parts[0].loss)
+        if not skipped and not cut_short:
+            cut_short = self._later_updates(parts, fixed, weight_version)
         self._optimizer.zero_grad()
+        frozen = [one for part in parts for one in part.frozen]
+        stats = [one for part in parts for one in part.stats]
         return StepResult(
-            loss=first.loss,
-            grad_norm=grad_norm,
+            loss=fmean([part.loss for part in parts]),
+            grad_norm=fmean([part.grad_norm for part in parts]),
             skipped=skipped,
-            stats=policy_stats(first.stats, weight_version=weight_version),
-            domains=domain_stats(first.stats, weight_version=weight_version),
+            stats=policy_stats(stats, weight_version=weight_version),
+            domains=domain_stats(stats, weight_version=weight_version),
             critic=critic_stats(credits_of_all(frozen, self.policy.world)),
-            balance_loss=first.balance_loss,
-            mtp=first.mtp,
+            balance_loss=fmean([part.balance_loss for part in parts]),
+            mtp=parts[0].mtp,
             compute_s=time.perf_counter() - began,
-            plan=plan,
+            plan=whole_plan(plan, [part.plan for part in parts]),
+            updates=self.steps - before,
             cut_short=cut_short,
-            memory_retries=first.retries,
-            empty_passes=self._share.empty_passes,
-            imbalance=self._share.imbalance,
-            shortage=first.shortage,
+            memory_retries=sum(part.retries for part in parts),
+            empty_passes=sum(part.share.empty_passes for part in parts),
+            imbalance=fmean([part.share.imbalance for part in parts]),
+            shortage=next((part.shortage for part in reversed(parts) if part.shortage), ""),
         )
 
-    def _gradient(self, plan: BatchPlan, weight_version: int) -> _Gradient:
-        """The gradient of a whole batch, with smaller trees after each shortage of memory.
+    def _gradient(
+        self, plan: BatchPlan, weight_version: int, fixed: Sequence[Frozen] = ()
+    ) -> Update:
+        """The gradient of one update, with smaller trees after each shortage of memory.
 
         Each attempt begins with zero gradients and the same random state, as if the batch had been
-        planned with its budget.
+        planned with its budget. With `fixed` columns, which belong to the trees of the plan, there
+        is one attempt.
         """
-        if plan.token_budget > self.token_budget:  # planned before a shortage
-            plan = self.plan(plan.samples)
+        plan = plan if fixed else self._fitted(plan)
         before, rng = self.token_budget, torch.get_rng_state()
-        tried = _Gradient(plan=plan)
+        tried = Update(plan=plan)
         while True:
-            tried.frozen.clear()
-            tried.loss, tried.stats, shortage = self._attempt(
-                tried.plan, weight_version, tried.frozen
+            tried.frozen = list(fixed)
+            found, shortage = self._attempt(
+                partial(
+                    self.accumulate,
+                    tried.plan,
+                    weight_version=weight_version,
+                    frozen=tried.frozen,
+                )
             )
-            if not shortage:
+            tried.share = self._share
+            if found is not None:
+                tried.loss, tried.stats = found
                 balance = self.policy.balance
                 tried.balance_loss = balance.value if balance is not None else 0.0
                 tried.mtp = self.mtp.stats() if self.mtp else MtpStats()
                 return tried
             tried.shortage = shortage
             smaller = self._smaller(tried.plan)
+            if fixed:
+                tried.failed = f"out of memory: {shortage}"
+                return tried
             if smaller is None:
                 tried.failed = (
                     f"out of memory in a tree of {tried.plan.largest_tree} tokens, which no "
@@ -179,20 +191,18 @@ class Learner:
             tried.retries += 1
             torch.set_rng_state(rng)
 
-    def _attempt(
-        self, plan: BatchPlan, weight_version: int, frozen: list[Frozen]
-    ) -> tuple[float, list[TokenStats], str]:
-        """`accumulate`, and the error of a rank that ran out of memory, or "".
+    def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, str]:
+        """The result, or None and the error of a rank that ran out of memory.
 
         A rank of a world that shards parameters raises that error: the others wait for its part of
         a layer, where no message can reach them.
         """
         world, device = self.policy.world, self.policy.device
         try:
-            loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
+            found = compute()
             if world.everyone is not None:
                 meet(world.everyone, device)
-            return loss, stats, ""
+            return found, ""
         except (RuntimeError, MemoryError) as error:
             shortage = memory_shortage(error)
             if not shortage or world.shape.sharded:
@@ -203,7 +213,13 @@ class Learner:
             meet(world.tree, device, shortage=True)
         if world.everyone is not None and world.everyone not in heard:
             meet(world.everyone, device, shortage=True)
-        return 0.0, [], shortage
+        return None, shortage
+
+    def _fitted(self, plan: BatchPlan) -> BatchPlan:
+        """The plan of one update within the present budget, which a shortage may have lowered."""
+        if plan.token_budget <= self.token_budget:
+            return plan
+        return self._plan(plan.samples, mini_batches=1)
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """The batch within the largest lower budget that makes passes smaller; None: none does."""
@@ -213,7 +229,7 @@ class Learner:
         largest, tokens = min(before, plan.largest_tree), self._pass_tokens(plan)
         for budget in smaller_budgets(largest, floor=self.config.token_budget_floor):
             self.token_budget = budget
-            smaller = self.plan(plan.samples)
+            smaller = self._plan(plan.samples, mini_batches=1)
             if self._pass_tokens(smaller) < tokens:
                 return smaller
         self.token_budget = before
@@ -222,17 +238,58 @@ class Learner:
     def _pass_tokens(self, plan: BatchPlan) -> int:
         return max((self.policy.pass_tokens(tree) for tree in plan.trees), default=0)
 
-    def _later_epochs(self, plan: BatchPlan, frozen: list[Frozen], weight_version: int) -> str:
-        """The updates after the first; why they were cut short, or ""."""
+    def _freeze(
+        self, plans: Sequence[BatchPlan]
+    ) -> tuple[list[tuple[BatchPlan, list[Frozen]]], str]:
+        """The later mini-batches, each with its columns under the weights of now, if there are any
+        such columns; and an error of the allocator, or ""."""
+        fitted: list[tuple[BatchPlan, list[Frozen]]] = [(self._fitted(one), []) for one in plans]
+        if not self._trees.fixed_by_weights:
+            return fitted, ""
+        for plan, fixed in fitted:
+            found, shortage = self._attempt(partial(self._frozen, plan))
+            if found is None:
+                return fitted, f"out of memory: {shortage}"
+            fixed.extend(found)
+        return fitted, ""
+
+    def _frozen(self, plan: BatchPlan) -> list[Frozen]:
+        trees = self._shared(plan).trees
+        with self._served.in_place() if self._served else nullcontext():
+            return self._trees.frozen(trees)
+
+    def _later_updates(
+        self,
+        parts: list[Update],
+        rest: Sequence[tuple[BatchPlan, list[Frozen]]],
+        weight_version: int,
+    ) -> str:
+        """The updates after the first; why they were cut short, or "". Adds to `parts` the later
+        mini-batches of the first pass."""
+        for plan, fixed in rest:
+            part = self._gradient(plan, weight_version, fixed)
+            if not part.failed:
+                part.grad_norm, part.failed = self._update(part.loss)
+            if part.failed:
+                return part.failed
+            parts.append(part)
         for _ in range(1, self.config.epochs):
-            loss, _, shortage = self._attempt(plan, weight_version, frozen)
-            if shortage:
-                # Lower the budget for the next batch; this one has had its first update.
-                self._smaller(plan)
-                return f"out of memory: {shortage}"
-            _, cut_short = self._update(loss)
-            if cut_short:
-                return cut_short
+            for part in parts:
+                found, shortage = self._attempt(
+                    partial(
+                        self.accumulate,
+                        part.plan,
+                        weight_version=weight_version,
+                        frozen=part.frozen,
+                    )
+                )
+                if found is None:
+                    # Lower the budget for the next batch; this one has had its first updates.
+                    self._smaller(part.plan)
+                    return f"out of memory: {shortage}"
+                _, cut_short = self._update(found[0])
+                if cut_short:
+                    return cut_short
         return ""
 
     def accumulate(
@@ -246,6 +303,9 @@ class Learner:
         with self._served.in_place() if self._served else nullcontext():
             return self._accumulate(plan, weight_version, [] if frozen is None else frozen)
 
+    def _shared(self, plan: BatchPlan) -> Share:
+        return share_of([self.policy.arranged(tree) for tree in plan.trees], self.policy)
+
     def _accumulate(
         self, plan: BatchPlan, weight_version: int, frozen: list[Frozen]
     ) -> tuple[float, list[TokenStats]]:
@@ -254,7 +314,7 @@ class Learner:
         stats = []
         if self.mtp is not None:
             self.mtp.begin()
-        self._share = share_of([policy.arranged(tree) for tree in plan.trees], policy)
+        self._share = self._shared(plan)
         gaps_J = self._trees.trajectory_gaps(plan, self._share.trees, frozen)
         policy.begin(self._share.trees)
         for index, (tree, passes) in enumerate(self._share.trees):

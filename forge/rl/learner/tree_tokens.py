@@ -55,7 +55,7 @@ class TreeTokens:
     ) -> tuple[TrainedTokens, Tensor | None]:
         """The tokens of a tree, and their values if there is a critic. `frozen[index]` is added
         before the first update; `gaps_J` are those of `trajectory_gaps`."""
-        logprobs_T, values_T, entropy_T = self._evaluate(tree, passes)
+        logprobs_T, values_T, entropy_T = self._evaluate(tree, passes, self.policy)
         if index == len(frozen):
             frozen.append(self._freeze(tree, passes, logprobs_T.detach(), values_T))
         fixed = frozen[index]
@@ -74,6 +74,23 @@ class TreeTokens:
             trajectory_gaps=None if gaps_J is None else gaps_J[tree.trajectories_S],
         )
         return tokens, values_T
+
+    @property
+    def fixed_by_weights(self) -> bool:
+        """Whether columns that stay fixed over a batch depend on the weights before it."""
+        return self.objective.config.old_logprobs == "recomputed" or self.critic is not None
+
+    @torch.no_grad()
+    def frozen(self, trees: Sequence[tuple[TreeBatch, int]]) -> list[Frozen]:
+        """What stays fixed over a batch, by one forward of each of this rank's trees."""
+        policy = self.policy.plain()
+        policy.value_head = self.policy.value_head
+        found = []
+        for tree, passes in trees:
+            tree = tree.to(policy.device)
+            logprobs_T, values_T, _ = self._evaluate(tree, passes, policy)
+            found.append(self._freeze(tree, passes, logprobs_T, values_T))
+        return found
 
     def trajectory_gaps(
         self, plan: BatchPlan, trees: Sequence[tuple[TreeBatch, int]], frozen: list[Frozen]
@@ -101,12 +118,14 @@ class TreeTokens:
             all_reduce(gaps_J, policy.world.data)
         return gaps_J
 
-    def _evaluate(self, tree: TreeBatch, passes: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _evaluate(
+        self, tree: TreeBatch, passes: int, policy: TreePolicy
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probs, values if there is a critic, entropies."""
         if self.critic is None:
-            logprobs_T, entropy_T = self.policy.logprobs(tree, passes=passes)
+            logprobs_T, entropy_T = policy.logprobs(tree, passes=passes)
             return logprobs_T, None, entropy_T
-        return self.policy.logprobs_and_values(tree, passes=passes)
+        return policy.logprobs_and_values(tree, passes=passes)
 
     def _freeze(
         self, tree: TreeBatch, passes: int, logprobs_T: Tensor, values_T: Tensor | None

@@ -1,4 +1,4 @@
-"""The result of an optimizer step of `forge.rl.learner.learner`."""
+"""The result of a step of `forge.rl.learner.learner`, and of each of its updates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import CriticStats
-from forge.rl.losses.stats import DomainStats, PolicyStats
+from forge.rl.learner.share import Frozen, Share
+from forge.rl.losses.stats import DomainStats, PolicyStats, TokenStats
 from forge.rl.mtp.training import MtpStats
 
 
@@ -21,20 +22,23 @@ class StepResult:
     skipped: str
     """Why the weights were not updated; "" when they were."""
     stats: PolicyStats
-    """Statistics of the first epoch, before any update, like loss and gradient norm."""
+    """Statistics of the first pass, of each mini-batch before its update; so are loss and gradient
+    norm, which are means over mini-batches."""
     compute_s: float
     plan: BatchPlan
     """The computed plan: another than the given one if that did not fit into memory."""
     domains: Mapping[str, DomainStats] = field(default_factory=dict)
-    """Statistics of the first epoch by domain."""
+    """Statistics of the first pass by domain."""
     critic: CriticStats = CriticStats()  # noqa: RUF009
-    """Statistics of the values before the update; zeros without a critic."""
+    """Statistics of the values before the first update; zeros without a critic."""
     balance_loss: float = 0.0
-    """Load-balance loss of the experts before the update, not part of `loss`; 0 without one."""
+    """Load-balance loss of the experts, not part of `loss`; 0 without one."""
     mtp: MtpStats = MtpStats()  # noqa: RUF009
-    """Statistics of the draft heads before the update."""
+    """Statistics of the draft heads before the first update."""
+    updates: int = 0
+    """Updates of the weights: mini-batches times passes, unless cut short."""
     cut_short: str = ""
-    """Why later epochs of the batch were left out; "" when none was."""
+    """Why later updates of the batch were left out; "" when none was."""
     memory_retries: int = 0
     """Retries of the batch in smaller trees after memory ran out."""
     shortage: str = ""
@@ -44,3 +48,21 @@ class StepResult:
     imbalance: float = 0.0
     """Time that data groups wait for each other, as a share of the time that they compute; by the
     work of their trees."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """One update of a batch: its gradient is on the parameters unless `failed`."""
+
+    plan: BatchPlan
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    share: Share = Share(trees=())  # noqa: RUF009
+    stats: list[TokenStats] = field(default_factory=list)
+    balance_loss: float = 0.0
+    mtp: MtpStats = MtpStats()  # noqa: RUF009
+    frozen: list[Frozen] = field(default_factory=list)
+    retries: int = 0
+    shortage: str = ""
+    failed: str = ""
+    """Why there is no gradient; "" if there is one."""

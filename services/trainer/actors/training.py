@@ -261,7 +261,7 @@ class Training(Actor):
                 reason=result.shortage,
             )
         if result.cut_short:
-            log.warning("epochs_cut_short", step=step, reason=result.cut_short)
+            log.warning("updates_cut_short", step=step, reason=result.cut_short)
 
     async def _publish(self, step: int, *, checkpoint: Path | None = None) -> None:
         """Publish the weights in memory, or the kept model of `checkpoint`.

@@ -114,7 +114,8 @@ class BatchSamples:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rollout:
     number: int
-    """In the batch."""
+    """In the batch, as `group`."""
+    group: int
     trajectory: pb.Trajectory
     tree: TokenTree
     returns: list[float]
@@ -146,7 +147,8 @@ def build_samples(
     baselines_s = baselines_s or {}
     numbers = count()
     kept = [
-        [one for each in group if (one := _rollout(each, rules, next(numbers)))] for group in groups
+        [one for each in group if (one := _rollout(each, rules, next(numbers), index))]
+        for index, group in enumerate(groups)
     ]
     returns = [_returns(rollouts, rules.weights, baselines_s) for rollouts in kept]
     credits = batch_advantages(returns, rules.advantages)
@@ -225,7 +227,9 @@ def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
     return returns_to_go([0.0] * (turns - 1) + [credit] if turns else [], gamma=gamma)
 
 
-def _rollout(trajectory: pb.Trajectory, rules: CreditRules, number: int) -> _Rollout | None:
+def _rollout(
+    trajectory: pb.Trajectory, rules: CreditRules, number: int, group: int
+) -> _Rollout | None:
     """None for an inconsistent trajectory, which must not stop the batch."""
     completion_s = completion_of(trajectory, tokens_per_s=rules.tokens_per_s)
     speed = reported_speed(trajectory)
@@ -244,6 +248,7 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules, number: int) -> _Rol
     rewards_T = [earned + penalty for earned, penalty in zip(rewards_T, penalties_T, strict=True)]
     return _Rollout(
         number=number,
+        group=group,
         trajectory=trajectory,
         tree=tree,
         returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
@@ -330,6 +335,7 @@ def _turn_samples(
                 else b"",
                 domain=domain,
                 trajectory=rollout.number,
+                group=rollout.group,
             )
         )
     return samples

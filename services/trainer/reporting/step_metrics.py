@@ -93,6 +93,7 @@ def step_metrics(
             turns for (_, reason), turns in batch.left_out.items() if reason == "overlong"
         ),
         overlong_penalty=batch.overlong_penalty,
+        updates=result.updates,
         truncated_turns=batch.cuts.get("corrected", 0),
         truncated_turns_left_out=batch.cuts.get("share_missing", 0),
         sampling_unknown_turns=batch.cuts.get("unknown", 0),

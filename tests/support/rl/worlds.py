@@ -159,6 +159,9 @@ STEPS = {
     "entropy bonus": LearnerConfig(
         objective=ObjectiveConfig(algorithm="ppo", normalization="trajectory", entropy_coef=0.3)
     ),
+    "mini-batches": LearnerConfig(
+        mini_batches=3, objective=ObjectiveConfig(algorithm="ppo", old_logprobs="recomputed")
+    ),
     "draft heads": LearnerConfig(mtp=MtpConfig(heads=2)),
 }
 
@@ -193,7 +196,7 @@ def step_error(config: LearnerConfig, world: World, *, served: bool = False) -> 
 
 
 def credited() -> list[Sample]:
-    """Samples with returns, three to a trajectory."""
+    """Samples with returns, three to a trajectory, four to a group."""
     rng = Random(4)
     return [
         replace(
@@ -201,6 +204,7 @@ def credited() -> list[Sample]:
             returns=_returns(one, rng),
             domain=f"d{rng.randrange(2)}",
             trajectory=index // 3,
+            group=index // 4,
         )
         for index, one in enumerate(samples())
     ]

@@ -88,6 +88,7 @@ PPO = "--objective.algorithm=ppo"
         ("--objective.entropy-coef=-1", "objective.entropy_coef = '-1' .*at least 0"),
         ("--objective.ratio-level=trajectory", "objective.ratio_level = 'trajectory' .*gspo, rloo"),
         ("--objective.normalization-tokens=9", "normalization_tokens = 9 .*trajectory_global"),
+        ("--mini-batches=0", "mini_batches = '0' .*from 1 to 1024"),
         ("--overlong.mask=tail", "overlong.mask = 'tail' .*one of none, turn, trajectory"),
         ("--overlong.cache-tokens=9", "overlong.cache_tokens = 9 .*overlong.max_tokens"),
         ("--advantages.baseline=none --advantages.drop-flat-groups", "drop_flat_groups = True"),

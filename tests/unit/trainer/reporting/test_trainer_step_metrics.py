@@ -99,6 +99,7 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
         stats=policy_stats(stats(), weight_version=VERSION),
         domains=domain_stats(stats(), weight_version=VERSION),
         compute_s=2.0,
+        updates=3,
         plan=replace(plan_batch(samples, token_budget=64, channels=16), token_budget=64),
     )
     return step_metrics.step_metrics(
