@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -38,7 +37,7 @@ from benchmarks.support.held_out_answers import (
     read_held_out,
 )
 from benchmarks.support.report import arguments, keep
-from services.trainer.checkpoint.files import MASTER_FILE, master_in
+from services.trainer.checkpoint.reading import master_weights
 
 QUICK_PROMPTS = 8
 KEPT = {
@@ -55,7 +54,7 @@ def ways(checkpoint: Path) -> Iterator[tuple[str, Any, torch.dtype | None]]:
     yield "kept_autocast", model, torch.bfloat16
     with torch.no_grad():
         state = model.state_dict()
-        for name, tensor in load_file(master_in(checkpoint, MASTER_FILE)).items():
+        for name, tensor in master_weights(checkpoint, adapters=False).read().items():
             state[name].copy_(tensor)
     yield "master", model, None
     yield "master_autocast", model, torch.bfloat16

@@ -25,6 +25,7 @@ from forge.runtime.weights import (
 )
 
 MODEL_FILES = ("model.safetensors", "mtp.safetensors")
+"""Of a model in one file; the second one, of draft heads, is optional."""
 PUBLISHED_FILE = "published.json"
 _DTYPES = {
     "F64": "float64",
@@ -49,7 +50,8 @@ class KeptModel:
 
     path: Path
     digest: str
-    """sha256 over the tensors' data in the order of publication, hexadecimal."""
+    """sha256 over the tensors' data in the order of publication, hexadecimal; of a model in several
+    files over the names and digests of these."""
     content: str
     """Digest of these tensors in an announcement of weights."""
     dtype: str
@@ -82,9 +84,16 @@ def read_kept(checkpoint: Path) -> KeptModel:
     """
     try:
         about = json.loads((checkpoint / PUBLISHED_FILE).read_text(encoding="utf-8"))
-        stored = dict(tensor for name in MODEL_FILES for tensor in _tensors(checkpoint / name))
-        digest = hashlib.sha256()
-        entries = [_entry(name, stored[name], digest.update) for name in about["tensor_names"]]
+        names = [_own_name(name) for name in about.get("files", ())]
+        stored = dict(
+            tensor for name in names or MODEL_FILES for tensor in _tensors(checkpoint / name)
+        )
+        digests = {name: hashlib.sha256() for name in names}
+        whole = hashlib.sha256()
+        entries = [
+            _entry(name, one, digests.get(one.file.name, whole).update)
+            for name, one in ((name, stored[name]) for name in about["tensor_names"])
+        ]
     except FileNotFoundError as error:
         raise NotFound(
             f"{error.filename} is missing: {checkpoint} keeps no model, as checkpoints of earlier "
@@ -92,8 +101,10 @@ def read_kept(checkpoint: Path) -> KeptModel:
         ) from None
     except (OSError, ValueError, KeyError) as error:
         raise DataLoss(f"{checkpoint}: {type(error).__name__}: {error}") from None
-    if digest.hexdigest() != about["digest"]:
-        raise DataLoss(f"{checkpoint}: sha256 {digest.hexdigest()}, not {about['digest']}")
+    for name in sorted(digests):
+        whole.update(f"{name} {digests[name].hexdigest()}\n".encode())
+    if whole.hexdigest() != about["digest"]:
+        raise DataLoss(f"{checkpoint}: sha256 {whole.hexdigest()}, not {about['digest']}")
     return KeptModel(
         path=checkpoint,
         digest=about["digest"],
@@ -101,6 +112,13 @@ def read_kept(checkpoint: Path) -> KeptModel:
         dtype=about["dtype"],
         tensor_names=tuple(about["tensor_names"]),
     )
+
+
+def _own_name(name: str) -> str:
+    """The name of a file in the checkpoint itself. Raises `ValueError`."""
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is no file of the checkpoint")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +147,7 @@ def _entry(name: str, stored: _Stored, observe: Callable[[bytes], None]) -> Tens
 
 def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:
     """Yields names and places of tensors; nothing if there are no heads."""
-    if file.name != MODEL_FILES[0] and not file.exists():
+    if file.name == MODEL_FILES[1] and not file.exists():
         return
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

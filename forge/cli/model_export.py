@@ -11,7 +11,9 @@ from forge.cli.kept import MODEL_FILES, PUBLISHED_FILE, KeptModel, read_kept
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted
 
-_STATE_OF_TRAINING = {"master.safetensors", "adapter", "learner.pt", "history.jsonl", "state.json"}
+_STATE_OF_TRAINING = {
+    *("master.safetensors", "adapter", "state", "learner.pt", "history.jsonl", "state.json")
+}
 
 
 def export_model(source: Path, out: Path) -> KeptModel:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import OptimizerConfig
 from forge.rl.out_of_memory import memory_shortage
+from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import as_sharded
 
 
@@ -112,6 +113,17 @@ class Optimizers:
             f"optimizer.name = {self.name!r} cannot continue from a checkpoint of {what}"
         )
 
+    def placed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state whose tensors without data (on the meta device) are empty ones on the devices of
+        this run, divided like their parameters. Raises `InvalidArgument` like `check_state`."""
+        self.check_state(state)
+        parts = []
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            parameters = _parameters(part)
+            moments = {at: placed(one, parameters[at]) for at, one in own["state"].items()}
+            parts.append({**own, "state": moments})
+        return {**state, "parts": parts}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `InvalidArgument` for the state of another optimizer."""
         self.check_state(state)
@@ -120,12 +132,13 @@ class Optimizers:
 
 
 def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load whole moments from a `state_dict()`; the constants stay those of this run."""
+    """Load moments, whole or divided, from a `state_dict()`; the constants stay those of this
+    run."""
     constants = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = _parameters(optimizer)
     moments = {
         index: {name: _divided(value, parameters[index]) for name, value in own.items()}
         for index, own in state["state"].items()
@@ -133,6 +146,10 @@ def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     optimizer.load_state_dict({**state, "state": moments})
     for group, own in zip(optimizer.param_groups, constants, strict=True):
         group.update(own)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _divided(value: Any, parameter: Tensor) -> Any:

@@ -35,7 +35,9 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.out_of_memory import memory_shortage, smaller_budgets
+from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import clip_gradients
+from forge.rl.random_state import random_state, set_random_state
 
 T = TypeVar("T")
 
@@ -155,7 +157,7 @@ class Learner:
         is one attempt.
         """
         plan = plan if fixed else self._fitted(plan)
-        before, rng = self.token_budget, torch.get_rng_state()
+        before, rng = self.token_budget, random_state(self.policy.device)
         tried = Update(plan=plan)
         while True:
             tried.frozen = list(fixed)
@@ -189,7 +191,7 @@ class Learner:
                 return tried
             tried.plan = smaller
             tried.retries += 1
-            torch.set_rng_state(rng)
+            set_random_state(rng, self.policy.device)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, str]:
         """The result, or None and the error of a rank that ran out of memory.
@@ -275,14 +277,8 @@ class Learner:
             parts.append(part)
         for _ in range(1, self.config.epochs):
             for part in parts:
-                found, shortage = self._attempt(
-                    partial(
-                        self.accumulate,
-                        part.plan,
-                        weight_version=weight_version,
-                        frozen=part.frozen,
-                    )
-                )
+                again = partial(self.accumulate, part.plan, frozen=part.frozen)
+                found, shortage = self._attempt(partial(again, weight_version=weight_version))
                 if found is None:
                     # Lower the budget for the next batch; this one has had its first updates.
                     self._smaller(part.plan)
@@ -354,7 +350,7 @@ class Learner:
         return {
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
-            "torch_rng": torch.get_rng_state(),
+            **random_state(self.policy.device),
             "critic": self._critic.head.state_dict() if self._critic else {},
             "mtp": self.mtp.state_dict() if self.mtp else {},
         }
@@ -371,6 +367,10 @@ class Learner:
         if self.mtp is not None and state.get("mtp"):
             self.mtp.heads.check(state["mtp"]["heads"])
 
+    def placed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`state` with empty tensors for those of the meta device: to be filled, then loaded."""
+        return dict(placed({**state, "optimizer": self._optimizer.placed(state["optimizer"])}))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; load the weights first. Raises like `check_state`."""
         self.check_state(state)
@@ -381,7 +381,7 @@ class Learner:
             self.mtp.load_state_dict(state["mtp"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
-        torch.set_rng_state(state["torch_rng"])
+        set_random_state(state, self.policy.device)
 
     def _update(self, loss: float) -> tuple[float, str]:
         """Update the weights; returns the gradient norm, and why there was no update, or ""."""

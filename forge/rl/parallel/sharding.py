@@ -104,15 +104,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def fill(tensor: Tensor, values: Tensor) -> None:
-    """Copy whole `values` into a tensor that may be sharded; no communication."""
-    local(tensor).copy_(local(as_sharded(values, tensor)))
-
-
 def as_sharded(values: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of whole `values`, divided like another tensor; no communication."""
-    if not isinstance(like, DTensor):
+    """This rank's part of `values`, divided like another tensor; no communication. Divided ones
+    are returned."""
+    if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
     values = values.to(like.device)
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

@@ -8,7 +8,7 @@ what to do when.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published, type_name
+from services.trainer.checkpoint.files import Contents, raw_bytes, type_name
+from services.trainer.checkpoint.reading import UNREADABLE, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import (
     Adopt,
     Capture,
+    Examine,
     ModelReplica,
     Order,
     Read,
@@ -91,7 +93,7 @@ class LearnerActor(ThreadActor):
                 kept = read_published(checkpoint) if checkpoint else self._kept
                 return self._snapshot(step, kept)
             case Capture():
-                return self._reading(message)
+                return self._capture()
             case Restore():
                 return self._restore()
         return super().receive(message)
@@ -129,18 +131,22 @@ class LearnerActor(ThreadActor):
             aliases=self._replica.tied_names(),
         )
 
+    def _capture(self) -> Contents:
+        """The contents of a checkpoint, which the ranks write together if each has a part."""
+        if self._ranks is None or not self._ranks.world.shape.sharded:
+            contents: Contents = self._replica.obey(Capture())
+            return contents
+        shared = self._ranks.new_save()
+        contents = self._order(Capture(number=shared.number))
+        return replace(contents, others=shared)
+
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():
-            try:
-                weights, state = read(checkpoint.path, self._replica.master_file)
-                kept = read_published(checkpoint.path)
-            except UNREADABLE as error:
-                log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
+            kept = self._intact(checkpoint)
+            if kept is None:
                 self._checkpoints.set_aside(checkpoint)
                 continue
-            if self._ranks is not None:
-                self._ranks.send(Adopt(directory=checkpoint.path))
-            self._replica.adopt(checkpoint.path, weights, state)
+            self._order(Adopt(directory=checkpoint.path))
             self._kept = kept
             log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
             return checkpoint
@@ -149,12 +155,28 @@ class LearnerActor(ThreadActor):
             self._order(StartOver())
         return None
 
+    def _intact(self, checkpoint: Checkpoint) -> dict[str, Tensor] | None:
+        """The published tensors of a checkpoint; None if one of its files is damaged.
+
+        Raises `ConfigError` for a checkpoint of another run.
+        """
+        try:
+            kept = read_published(checkpoint.path)
+            self._replica.state.fits(checkpoint.path)
+        except UNREADABLE as error:
+            log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
+            return None
+        if self._reading(Examine(directory=checkpoint.path)):
+            log.error("checkpoint_damaged", path=str(checkpoint.path), error="of its files")
+            return None
+        return kept
+
     def _check_checkpoint(self) -> None:
         """Raises `ConfigError` at the start when the newest readable checkpoint is of another run;
         the restore handles damaged ones."""
         for checkpoint in self._checkpoints.newest_first():
             try:
-                self._replica.fits(checkpoint.path)
+                self._replica.state.fits(checkpoint.path)
             except UNREADABLE:
                 continue
             return

@@ -1,96 +1,150 @@
 """The files of a checkpoint: the published model, and the state that training needs to continue.
 
-Owns the files and their formats; `services.trainer.checkpoint.store` decides whether they are
-complete.
+Owns the files and their formats, and writes them; `services.trainer.checkpoint.reading` reads them,
+`services.trainer.checkpoint.store` decides whether they are complete.
 
     model.safetensors, mtp.safetensors  the published tensors in their published type; with
                                         configuration and tokenizer, a model directory
-    published.json                      their order, type and digest, as in the manifest in etcd
-    master.safetensors                  float32 weights that the optimizer steps; absent where
-                                        model.safetensors is the same
-    adapter/                            with LoRA, instead of master.safetensors: PEFT's directory
-    learner.pt                          optimizer, critic, random state
+    model-<k>-of-<n>.safetensors        instead, from ranks that shard: each writes some tensors,
+                                        and model.safetensors.index.json names the file of each
+    published.json                      their order, type and digest
+    state/rank-<r>.safetensors          that rank's shards of optimizer, critic and draft heads, and
+                                        of the float32 weights that the optimizer steps, unless the
+                                        model's files have them
+    state/digests.json                  sha256 of each file of the state
+    adapter/                            with LoRA, the weights that the optimizer steps, in PEFT's
+                                        layout
+    learner.pt                          the other state, and an outline of the tensors in state/
 
-Earlier releases stored the master weights, or the adapters, in the place of the model.
+Earlier releases stored all state in learner.pt, and the master weights in master.safetensors or in
+the place of the model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import pickle
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forge.core.errors import ConfigError, DataLoss, InvalidArgument
 from forge.runtime.weights import digest_of
-from services.trainer.model.full_weights import OWN_DIRECTORY
-from services.trainer.model.lora import ADAPTER_DIRECTORY, ADAPTER_FILE
+from services.trainer.checkpoint.shards import Shard, save_tensors, write_shards
 
 MODEL_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 HEADS_FILE = "mtp.safetensors"
 PUBLISHED_FILE = "published.json"
 MASTER_FILE = "master.safetensors"
 LEARNER_FILE = "learner.pt"
+STATE_DIRECTORY = "state"
+DIGESTS_FILE = f"{STATE_DIRECTORY}/digests.json"
 STATE_FILE = "state.json"
 """Marks a directory as a checkpoint of `services.trainer.checkpoint.store`."""
+MASTER_PREFIX = "master."
+"""Of the names in state/ of weights that the optimizer steps."""
+LEARNER_PREFIX = "learner."
+"""Of the names in state/ of the learner's tensors."""
 _OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
 """Files of a starting model that describe its weights: not copied beside other weights."""
-UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    SafetensorError,
-    pickle.UnpicklingError,
-    DataLoss,
-)
-"""Errors that reading a damaged file raises."""
+
+
+class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that one rank has made durable."""
+
+    name: str
+    """Relative to the checkpoint."""
+    size_bytes: int
+    sha256: str
+    """Of the published tensors in it, in the order of publication; in state/, of the file."""
+
+
+class OtherRanks(Protocol):
+    """The ranks above 0, which write their part of the same checkpoint."""
+
+    def begin(self, directory: Path) -> None:
+        """Let each rank write into `directory`."""
+        ...
+
+    def written(self) -> list[WrittenFile]:
+        """Wait for all of them. Raises `OSError` when one could not write or has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The state of one step, copied to host memory; it never changes."""
+    """One rank's part of the state of one step, copied to host memory; it never changes.
+
+    Rank 0 has the parts that are not divided, too.
+    """
 
     model: Mapping[str, Tensor]
-    """As published, in that order, without draft heads."""
-    learner: Mapping[str, Any]
-    model_path: Path
+    """Published tensors that this rank writes, in that order, without draft heads."""
+    model_file: str = MODEL_FILE
+    shards: Sequence[Shard] = ()
+    """Its part of state/."""
+    rank: int = 0
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    """The learner's state; the tensors that state/ has are without data, on torch's meta device."""
+    model_path: Path = Path()
     """Source of configuration and tokenizer."""
-    master: Mapping[str, Tensor] = field(default_factory=dict)
-    """Weights that the optimizer steps; empty where `model` is the same."""
-    master_file: str = MASTER_FILE
+    adapters: Mapping[str, Tensor] = field(default_factory=dict)
+    """With LoRA: the weights that the optimizer steps."""
+    adapter_file: str = ""
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     """Draft heads as published; in a separate file, which loaders of the model ignore."""
     sidecars: Mapping[str, str] = field(default_factory=dict)
     """Text files, by name."""
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    """The file of each published tensor, in order, if there are several; without draft heads."""
+    others: OtherRanks | None = None
 
     def write(self, directory: Path) -> None:
-        """Raises `OSError`, for example when the disk is full."""
-        for name in (self.master_file, *self.sidecars):
+        """Write a whole checkpoint, as rank 0; the other ranks write beside it.
+
+        Raises `OSError`, for example when the disk is full.
+        """
+        for name in (self.adapter_file, DIGESTS_FILE, *self.sidecars):
             (directory / name).parent.mkdir(exist_ok=True)
-        write_model(directory, self.model, self.model_path)
+        if self.others is not None:
+            self.others.begin(directory)
+        try:
+            files = self.write_part(directory)
+            self._write_undivided(directory)
+        finally:
+            # The caller removes the directory after an error: nobody must write then.
+            others = self.others.written() if self.others is not None else []
+        self._describe(directory, [*files, *others])
+
+    def write_part(self, directory: Path) -> list[WrittenFile]:
+        """Write the part of one rank, durably. Raises `OSError`."""
+        files = []
+        if self.model:
+            save_tensors(self.model, directory / self.model_file)
+            digest = digest_of(map(raw_bytes, self.model.values()))
+            files.append(_durable(directory, self.model_file, digest))
+        if self.shards:
+            name = f"{STATE_DIRECTORY}/rank-{self.rank:05d}.safetensors"
+            write_shards(self.shards, directory / name)
+            files.append(_durable(directory, name, file_digest(directory / name)))
+        for folder in (directory, directory / STATE_DIRECTORY):
+            sync(folder)
+        return files
+
+    def _write_undivided(self, directory: Path) -> None:
+        copy_description(self.model_path, directory)
         if self.heads:
-            _save_tensors(self.heads, directory / HEADS_FILE)
-        if self.master:
-            _save_tensors(self.master, directory / self.master_file)
-        published = {**self.model, **self.heads}
-        dtype = type_name(next(iter(published.values())))  # all have one
-        _declare_type(directory / "config.json", dtype)
-        about = {
-            "dtype": dtype,
-            "digest": digest_of(map(raw_bytes, published.values())),
-            "tensor_names": list(published),
-        }
-        (directory / PUBLISHED_FILE).write_text(json.dumps(about), encoding="utf-8")
+            save_tensors(self.heads, directory / HEADS_FILE)
+        if self.adapters:
+            save_tensors(self.adapters, directory / self.adapter_file)
+        _declare_type(directory / "config.json", self._dtype)
         try:
             torch.save(dict(self.learner), directory / LEARNER_FILE)
         except RuntimeError as error:
@@ -99,21 +153,49 @@ class Contents:
         for name, text in self.sidecars.items():
             (directory / name).write_text(text, encoding="utf-8")
 
+    @property
+    def _dtype(self) -> str:
+        return type_name(next(iter([*self.model.values(), *self.heads.values()])))  # all have one
+
+    def _describe(self, directory: Path, files: Sequence[WrittenFile]) -> None:
+        """Write what describes the files of all ranks."""
+        digests = {one.name: one.sha256 for one in files if one.name.startswith(STATE_DIRECTORY)}
+        for name in (LEARNER_FILE, *([self.adapter_file] if self.adapters else [])):
+            digests[name] = file_digest(directory / name)
+        (directory / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
+        about: dict[str, Any] = {"dtype": self._dtype}
+        names = [*(self.weight_map or self.model), *self.heads]
+        if self.weight_map:
+            about["files"] = {one.name: one.sha256 for one in files if one.name not in digests}
+            if self.heads:
+                about["files"][HEADS_FILE] = digest_of(map(raw_bytes, self.heads.values()))
+            about["digest"] = digest_of_files(about["files"])
+            index = {"metadata": {}, "weight_map": dict(self.weight_map)}
+            (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+        else:
+            about["digest"] = digest_of(map(raw_bytes, {**self.model, **self.heads}.values()))
+        about["tensor_names"] = names
+        (directory / PUBLISHED_FILE).write_text(json.dumps(about), encoding="utf-8")
+
+
+def digest_of_files(files: Mapping[str, str]) -> str:
+    """The digest of a published model in several files, from the digest of each."""
+    lines = (f"{name} {files[name]}\n" for name in sorted(files))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
 
 def write_model(directory: Path, weights: Mapping[str, Tensor], model_path: Path) -> None:
     """Write weights, and configuration and tokenizer of `model_path`. Raises `OSError`."""
-    _save_tensors(weights, directory / MODEL_FILE)
+    save_tensors(weights, directory / MODEL_FILE)
+    copy_description(model_path, directory)
+
+
+def copy_description(model_path: Path, directory: Path) -> None:
+    """Copy configuration and tokenizer of a model. Raises `OSError`."""
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in model_path.glob(pattern):
             if not file.name.endswith(_OF_OTHER_WEIGHTS):
                 shutil.copyfile(file, directory / file.name)
-
-
-def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file(dict(tensors), file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(0, str(error)) from error
 
 
 def type_name(tensor: Tensor) -> str:
@@ -140,91 +222,35 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def read_published(directory: Path) -> dict[str, Tensor]:
-    """The published tensors in a checkpoint, heads included, in their order; empty for a checkpoint
-    of an earlier release that has none.
-
-    Raises `DataLoss` when their digest is wrong, or one of `UNREADABLE`.
-    """
-    if not (directory / PUBLISHED_FILE).is_file():
-        return {}
-    about = json.loads((directory / PUBLISHED_FILE).read_text(encoding="utf-8"))
-    found = {**load_file(directory / MODEL_FILE), **read_heads(directory)}
-    tensors = {name: found[name] for name in about["tensor_names"]}
-    digest = digest_of(map(raw_bytes, tensors.values()))
-    if digest != about["digest"] or len(found) != len(tensors):
-        raise DataLoss(f"{directory / MODEL_FILE}: sha256 {digest}, not {about['digest']}")
-    return tensors
+def _durable(directory: Path, name: str, sha256: str) -> WrittenFile:
+    sync(directory / name)
+    return WrittenFile(name=name, size_bytes=(directory / name).stat().st_size, sha256=sha256)
 
 
-def read_heads(directory: Path) -> dict[str, Tensor]:
-    """The draft heads of a model directory; empty when it has none.
+def file_digest(file: Path) -> str:
+    """sha256 of a file, hexadecimal. Raises `OSError`."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
-    Raises `InvalidArgument` when they cannot be read.
-    """
-    file = directory / HEADS_FILE
-    if not file.is_file():
-        return {}
+
+def sync(path: Path) -> None:
+    """Make a file or a directory durable. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        heads: dict[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgument(f"{file}: {error}") from error
-    return heads
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def master_in(directory: Path, master_file: str) -> Path:
-    """The file of a checkpoint with the weights that the optimizer steps; newer ones have
-    `master_file`.
-
-    Raises `ConfigError` for adapters in place of all weights, or the reverse.
-    """
-    adapters = [f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}", ADAPTER_FILE]
-    wanted = adapters if master_file in adapters else [MASTER_FILE, MODEL_FILE]
-    of_adapters = any((directory / name).is_file() for name in adapters)
-    if of_adapters == (wanted is adapters):
-        for name in wanted:
-            if (directory / name).is_file():
-                return directory / name
-    kind = "with adapters (LoRA)" if of_adapters else "with all weights trained"
-    missing = Path(master_file).name
-    raise ConfigError(f"{directory} has no {missing}: it is from a run {kind}. {OWN_DIRECTORY}")
-
-
-def read(directory: Path, master_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights that the optimizer steps, and the learner's state. Raises one of `UNREADABLE`
-    when they are damaged."""
-    state = torch.load(directory / LEARNER_FILE, weights_only=True)
-    return load_file(master_in(directory, master_file)), _with_heads(state, directory)
-
-
-def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The learner's state with the draft heads: published in float32 they are their own master."""
-    mtp = state.get("mtp")
-    if not mtp or "heads" in mtp:
-        return state
-    return {**state, "mtp": {**mtp, "heads": load_file(directory / HEADS_FILE)}}
-
-
-def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nested dicts, lists and tuples, with every tensor changed."""
+def mapped(change: Callable[[str, Tensor], Any], value: Any, path: str = "") -> Any:
+    """The same nested dicts, lists and tuples, with every tensor changed; `change` gets its path,
+    the keys and numbers on the way to it, too."""
     match value:
         case Tensor():
-            return change(value)
+            return change(path.removesuffix("."), value)
         case dict():
-            return {key: mapped(change, part) for key, part in value.items()}
-        case list():
-            return [mapped(change, part) for part in value]
-        case tuple():
-            return tuple(mapped(change, part) for part in value)
+            return {key: mapped(change, part, f"{path}{key}.") for key, part in value.items()}
+        case list() | tuple():
+            parts = [mapped(change, part, f"{path}{n}.") for n, part in enumerate(value)]
+            return type(value)(parts)
     return value
-
-
-def outline(directory: Path, master_file: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Shapes of the weights that the optimizer steps, and the learner's state, mapped from disk.
-
-    Raises one of `UNREADABLE` when they are damaged, `ConfigError` like `master_in`.
-    """
-    with safe_open(master_in(directory, master_file), framework="pt") as weights:
-        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-    state = torch.load(directory / LEARNER_FILE, weights_only=True, mmap=True, map_location="cpu")
-    return shapes, _with_heads(state, directory)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,7 +25,7 @@ from typing import Any
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE
+from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE, sync
 from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
 
 KEPT = 2
@@ -32,7 +33,8 @@ _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
 _LATEST = "latest"
 _HISTORY_FILE = "history.jsonl"
-_FORMAT = 2
+_FORMAT = 3
+_EARLIER_FORMATS = (1, 2)
 _FORMAT_WITH_HISTORY = 1
 """Format of earlier releases: the history is a list in the state."""
 UNNAMED = "unnamed"
@@ -104,7 +106,8 @@ class CheckpointStore:
                 if found in self._known:
                     return found
             set_aside(path)
-        unfinished = path.with_name(path.name + _UNFINISHED)
+        # A new name for each attempt: a rank that has lost its trainer may still write.
+        unfinished = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_UNFINISHED}")
         try:
             unfinished.mkdir()
             write(unfinished)
@@ -215,11 +218,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     another format."""
     try:
         state = json.loads((path / STATE_FILE).read_text())
-        if state["format"] not in (_FORMAT, _FORMAT_WITH_HISTORY):
+        if state["format"] not in (*_EARLIER_FORMATS, _FORMAT):
             # Not damage: skipping it would silently train from the start.
             raise ConfigError(
                 f"{path / STATE_FILE} is of format {state['format']!r}; "
-                f"this trainer reads {_FORMAT_WITH_HISTORY} and {_FORMAT}"
+                f"this trainer reads {', '.join(map(str, _EARLIER_FORMATS))} and {_FORMAT}"
             )
         for name, size in state["files"].items():
             found = (path / name).stat().st_size
@@ -245,12 +248,3 @@ def _history(path: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
         return history
     with (path / _HISTORY_FILE).open("rb") as file:
         return [json.loads(line) for line in file.read(state["files"][_HISTORY_FILE]).splitlines()]
-
-
-def sync(path: Path) -> None:
-    """Make a file or a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

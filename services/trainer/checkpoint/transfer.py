@@ -18,14 +18,13 @@ from typing import BinaryIO
 
 from forge.core.errors import DataLoss, NotFound, ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.files import STATE_FILE
+from services.trainer.checkpoint.files import STATE_FILE, sync
 from services.trainer.checkpoint.store import (
     checkpoints_in,
     path_of,
     prune,
     read_checkpoint,
     set_aside,
-    sync,
 )
 
 PIECE_BYTES = 1 << 20

@@ -27,24 +27,15 @@ from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.parallel.world import World, whole
 from forge.runtime.weights import WeightProbe
-from services.trainer.checkpoint.files import (
-    LEARNER_FILE,
-    Contents,
-    mapped,
-    master_in,
-    outline,
-    read,
-    read_heads,
-)
+from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
-from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, load_model
+from services.trainer.learner.replica_state import ReplicaState
+from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOKENS = 16
-_BASE = "base"
-"""Key in the learner's file: the fingerprint of the base model that the checkpoint needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +51,14 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Examine:
+    """Compare the files of a checkpoint with their digests, each rank a share of them; answered by
+    the number of ranks that found damage."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """Copy the published tensors to the host memory of rank 0; answered by (tensors, probe)."""
 
@@ -69,7 +68,11 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Copy the state that a checkpoint holds to the host memory of rank 0; answered by Contents."""
+    """Copy the state that a checkpoint holds to host memory, each rank its shards; answered by the
+    Contents of this rank."""
+
+    number: int = 0
+    """Of this capture among those of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class Take:
     weight_version: int
 
 
-Order = StartOver | Adopt | Take | Read | Capture
+Order = StartOver | Adopt | Take | Examine | Read | Capture
 
 
 class ModelReplica:
@@ -98,11 +101,6 @@ class ModelReplica:
         self._model_path = Path(config.model_path)
         self._device = device_of(config.device, rank=local_rank(self._world.rank))
         self._start_over()
-
-    @property
-    def master_file(self) -> str:
-        """The file of a checkpoint that holds the weights the optimizer steps."""
-        return self._trainee.master_file
 
     @property
     def steps(self) -> int:
@@ -142,13 +140,15 @@ class ModelReplica:
                 self._start_over()
                 return self.check()
             case Adopt(directory=directory):
-                return self.adopt(directory, *read(directory, self.master_file))
+                return self.state.adopt(directory)
+            case Examine(directory=directory):
+                return self.state.examine(directory)
             case Take():
                 return self._take(order)
             case Read(probe_only=probe_only):
                 return {} if probe_only else dict(self.published()), self.probe()
             case Capture():
-                return self.captured()
+                return self.state.captured()
 
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
@@ -164,6 +164,13 @@ class ModelReplica:
         self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
         self._learner = Learner(
             policy, self._config.learner(), reference=reference, served=self._served(policy)
+        )
+        self.state = ReplicaState(
+            self._trainee,
+            self._learner,
+            world=self._world,
+            published_type=self.published_type,
+            model_path=self._model_path,
         )
         heads = read_heads(self._model_path) if self._learner.mtp else {}
         if self._learner.mtp and heads:
@@ -211,12 +218,14 @@ class ModelReplica:
         """Copies of the published tensors in host memory, one at a time. If the world shards them,
         all ranks read them, and ranks above 0 get empty ones."""
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
-            yield name, self._on_host(whole(tensor.detach()), self.published_type)
-
-    def _on_host(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self._world.rank:  # only rank 0 publishes and saves
-            return torch.empty(0)
-        return tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+            gathered = whole(tensor.detach())
+            # Rank 0 alone publishes.
+            yield (
+                name,
+                torch.empty(0)
+                if self._world.rank
+                else gathered.to("cpu", self.published_type, copy=True).contiguous(),
+            )
 
     def tied_names(self) -> Mapping[str, Sequence[str]]:
         """Further names of published tensors, by the published name."""
@@ -242,52 +251,5 @@ class ModelReplica:
         same_type = all(one.dtype == self.published_type for one in kept.values())
         return same_type and list(kept) == [*self._trainee.names(), *self._heads()]
 
-    def captured(self) -> Contents:
-        """A copy of the state that a checkpoint holds. If the world shards it, all ranks read it,
-        and only rank 0 has the tensors."""
-        trainee, heads = self._trainee, self._heads()
-        published = dict(self.published())
-        learner = self._learner.state_dict()
-        master = trainee.master()
-        if self.published_type == torch.float32:
-            # Master and published weights are equal: the optimizer resumes from the same file.
-            master = {} if set(master) == set(published) - set(heads) else master
-            learner = {**learner, "mtp": _without_heads(learner["mtp"])}
-        return Contents(
-            model={name: one for name, one in published.items() if name not in heads},
-            heads={name: published[name] for name in heads},
-            master=self._copied(master),
-            master_file=trainee.master_file,
-            learner=self._copied({**learner, _BASE: trainee.base}),
-            sidecars=trainee.sidecars(),
-            model_path=self._model_path,
-        )
-
-    def _copied(self, state: Any) -> Any:
-        return mapped(lambda tensor: self._on_host(whole(tensor.detach())), state)
-
-    def fits(self, directory: Path) -> None:
-        """Raises `ConfigError` when the checkpoint is of another run, and one of `UNREADABLE` when
-        it is damaged."""
-        shapes, state = outline(directory, self.master_file)
-        source = master_in(directory, self.master_file)
-        self._trainee.check(shapes, base=state.get(_BASE, ""), source=source)
-        try:
-            self._learner.check_state(state)
-        except InvalidArgument as error:
-            source = directory / LEARNER_FILE
-            raise ConfigError(f"{source}: {error}. {OWN_DIRECTORY}") from error
-
-    def adopt(self, directory: Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Continue with weights and state that were read from a checkpoint's directory."""
-        source = master_in(directory, self.master_file)
-        self._trainee.load(weights, base=state.pop(_BASE, ""), source=source)
-        self._learner.load_state_dict(state)
-
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
-
-
-def _without_heads(mtp: Mapping[str, Any]) -> dict[str, Any]:
-    """The training state of the draft heads, without their weights."""
-    return {name: value for name, value in mtp.items() if name != "heads"}

@@ -40,7 +40,8 @@ from forge.rl.collectives import RankLost
 from forge.rl.parallel.world import World, make_world
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig, under_torchrun
-from services.trainer.learner.model_replica import ModelReplica, Order, Take
+from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take
+from services.trainer.learner.shared_save import PartWriter, SharedSave
 from services.trainer.model.placement import device_of
 
 _FOREVER = timedelta(days=3650)
@@ -67,6 +68,8 @@ class Ranks:
         """
         self._processes: list[BaseProcess] = []
         self._folder: Path | None = None
+        self._saves = 0
+        self._closed = False
         if under_torchrun():
             self.world, self._store = _join_torchrun(config)
         else:
@@ -118,6 +121,22 @@ class Ranks:
             except RuntimeError as error:
                 raise RankLost(str(error)) from error
 
+    def new_save(self) -> SharedSave:
+        """The next checkpoint that all ranks write."""
+        self._saves += 1
+        return SharedSave(
+            self._store, number=self._saves, ranks=self.world.shape.ranks, lost=self._lost
+        )
+
+    def _lost(self) -> str:
+        """Why the ranks cannot end a save; "" if they can. torchrun ends them all, this one too."""
+        if self._closed:
+            return "the ranks have ended"
+        for rank, process in enumerate(self._processes, start=1):
+            if process.exitcode is not None:
+                return f"rank {rank} has ended with exit code {process.exitcode}"
+        return ""
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Context of the exchanges of rank 0 with the others. Raises `RankFailed`."""
@@ -142,6 +161,7 @@ class Ranks:
 
     def close(self) -> None:
         """Kill the processes and remove the group."""
+        self._closed = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -237,7 +257,7 @@ def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> N
     torch.set_num_threads(config.threads())
     world, store = join()
     try:
-        _obey(config, world)
+        _obey(config, world, PartWriter(store, rank=world.rank))
     except RankLost as consequence:
         cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
         log.warning("rank_ended", rank=world.rank, because=cause)
@@ -250,7 +270,7 @@ def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> N
         raise SystemExit(1) from None
 
 
-def _obey(config: TrainerConfig, world: World) -> None:
+def _obey(config: TrainerConfig, world: World, parts: PartWriter) -> None:
     """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
     lost during an order."""
     replica = ModelReplica(config, world=world)
@@ -263,4 +283,7 @@ def _obey(config: TrainerConfig, world: World) -> None:
             return  # rank 0 has closed its connection
         (order,) = orders
         assert order is not None
-        replica.obey(order)
+        answer = replica.obey(order)
+        if isinstance(order, Capture):
+            parts.start(answer, number=order.number)
+        answer = None  # the thread alone keeps the copy, until it is written

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
 from forge.rl.model.probe import check_config
 from forge.rl.model.shapes import difference
-from forge.rl.parallel.sharding import fill
 
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """Advice for a checkpoint of another run."""
@@ -28,13 +27,18 @@ OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it be
 class Trainee:
     """A model with all weights trained."""
 
-    master_file: ClassVar[str] = "master.safetensors"
-    """The file of a checkpoint with the weights that the optimizer steps."""
+    adapter_file: ClassVar[str] = ""
+    """The file of a checkpoint with adapters, if these are trained."""
     base: str = ""
     """Fingerprint of the base model that a checkpoint needs; "" if it needs none."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    @property
+    def adapters(self) -> bool:
+        """Whether adapters are trained, and not the weights."""
+        return bool(self.adapter_file)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors to publish, one at a time and not yet rounded, with the names and shapes of
@@ -66,14 +70,6 @@ class Trainee:
             raise ConfigError(
                 f"{source} has adapters for another base model than this run. {OWN_DIRECTORY}"
             )
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], *, base: str, source: Path) -> None:
-        """Load saved weights. Raises `ConfigError` when they are of another model."""
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self.check(shapes, base=base, source=source)
-        for name, tensor in self.master().items():
-            fill(tensor, weights[name])
 
 
 def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:

@@ -38,7 +38,7 @@ ALL_LINEAR = "all-linear"
 class LoraTrainee(Trainee):
     """A frozen model with trained adapters."""
 
-    master_file: ClassVar[str] = f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}"
+    adapter_file: ClassVar[str] = f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}"
 
     def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
         """Raises `ConfigError` without PEFT, and for invalid targets."""

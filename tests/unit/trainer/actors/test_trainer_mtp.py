@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +27,7 @@ from services.trainer.reporting.sinks import scalars
 from services.trainer.weight_publisher import Snapshot
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
+from tests.support.trainer.old_checkpoints import as_format_2, as_listed
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
@@ -94,11 +94,11 @@ def test_run_continues_with_its_draft_heads(model_path: Path, tmp_path: Path, tw
     state = torch.load(path / "learner.pt", weights_only=True)
     assert "heads" not in state["mtp"] and state["mtp"]["optimizer"]["state"]
     if twice:
+        as_format_2(path)
+        state = torch.load(path / "learner.pt", weights_only=True)
         heads = load_file(path / "mtp.safetensors")
         torch.save({**state, "mtp": {**state["mtp"], "heads": heads}}, path / "learner.pt")
-        about = json.loads((path / "state.json").read_text())
-        about["files"]["learner.pt"] = (path / "learner.pt").stat().st_size
-        (path / "state.json").write_text(json.dumps(about))
+        as_listed(path)
     second = learner(model_path, tmp_path)
     assert second.receive(Restore()) is not None
     results = [step(one) for one in (first, second)]

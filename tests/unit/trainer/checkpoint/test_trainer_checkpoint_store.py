@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge.core.errors import ResourceExhausted
+from forge.cli.kept import read_kept
+from forge.core.errors import DataLoss, ResourceExhausted
+from forge.rl.parallel.placing import placed
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.files import Contents, read, read_heads, read_published
+from services.trainer.checkpoint.files import Contents, WrittenFile
 from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.reading import (
+    check_files,
+    fill_learner,
+    master_weights,
+    read_heads,
+    read_learner,
+    read_published,
+)
+from services.trainer.checkpoint.shards import Shard
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.runtime.disks import full_beyond
 
@@ -60,7 +73,9 @@ def test_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     )  # fmt: skip
     path = store.save(contents.write, step=1, weight_version=2, history=History())
     model = ["model.safetensors", "published.json"]
-    assert names(path) == ["config.json", "history.jsonl", "learner.pt", *model, "state.json"]
+    assert names(path) == [
+        *("config.json", "history.jsonl", "learner.pt", *model, "state", "state.json")
+    ]
     assert [one.path for one in store.newest_first()] == [path]
 
 
@@ -181,14 +196,17 @@ def test_full_disk_is_an_error_without_leftover_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("large", ["model", "learner"])
+@pytest.mark.parametrize("large", ["model", "shards", "learner"])
 def test_full_disk_gives_the_same_error_from_every_writer(tmp_path: Path, large: str) -> None:
     """safetensors and torch have their own errors for a refused write."""
+    tensor = torch.zeros(1 << 16)
     parts: dict[str, Any] = {
         "model": {"w": torch.zeros(8)},
+        "shards": [],
         "learner": {"state": {"w": torch.zeros(8)}},
     }
-    parts[large] = {"w": torch.zeros(1 << 16)}
+    whole = [Shard(name="w", offsets=(0,), data=tensor)]
+    parts[large] = whole if large == "shards" else {"w": tensor}
     contents = Contents(**parts, model_path=tmp_path)
     store = CheckpointStore(tmp_path / "out")
     with full_beyond(1 << 16), pytest.raises(ResourceExhausted, match="step-00000001"):
@@ -197,23 +215,101 @@ def test_full_disk_gives_the_same_error_from_every_writer(tmp_path: Path, large:
 
 
 def test_checkpoint_is_read_back(tmp_path: Path) -> None:
-    """Master weights apart from published ones, which have their own type."""
+    """Master weights apart from published ones, which have their own type; the learner's state with
+    the tensors that are elsewhere."""
     weight = torch.tensor([1.0, 1 + 2**-20])
+    outline = {"mtp": {"heads": {"mtp.0.w": torch.empty(2, device="meta")}}, "rates": (1, 2)}
     contents = Contents(
         model={"w": weight.bfloat16()},
-        master={"w": weight},
-        learner={"steps": 4, "mtp": {"heads": {"mtp.0.w": weight}, "rate": 1}},
+        shards=[
+            Shard(name="master.w", offsets=(0,), data=weight),
+            Shard(name="learner.mtp.heads.mtp.0.w", offsets=(0,), data=weight + 1),
+        ],
+        learner={"steps": torch.tensor(4), **outline},
         heads={"mtp.0.w": weight.bfloat16()},
         sidecars={"about/it.json": "{}"},
         model_path=tmp_path,
     )
     contents.write(tmp_path)
-    weights, learner = read(tmp_path, "master.safetensors")
+    master = master_weights(tmp_path, adapters=False)
+    assert master.shapes() == {"w": [2]} and torch.equal(master.read()["w"], weight)
+    check_files(master, tmp_path)
+    learner = read_learner(tmp_path)
+    state = placed(learner)
+    fill_learner(state, learner, tmp_path)
     assert (tmp_path / "about" / "it.json").read_text() == "{}"
-    assert torch.equal(weights["w"], weight) and learner["steps"] == 4
-    assert torch.equal(learner["mtp"]["heads"]["mtp.0.w"], weight)
+    assert (state["steps"], state["rates"]) == (4, (1, 2))
+    assert torch.equal(state["mtp"]["heads"]["mtp.0.w"], weight + 1)
     assert torch.equal(read_heads(tmp_path)["mtp.0.w"], torch.ones(2).bfloat16())
     assert list(read_published(tmp_path)) == ["w", "mtp.0.w"]
+
+
+class Written:
+    """Another rank, which writes its part at once."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._files: list[WrittenFile] = []
+
+    def begin(self, directory: Path) -> None:
+        self._files = self._contents.write_part(directory)
+
+    def written(self) -> list[WrittenFile]:
+        return self._files
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A model of two tensors that two ranks have written, with draft heads."""
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    whole = torch.arange(4.0)
+    parts = [
+        Contents(
+            model={name: torch.full((2,), float(rank))},
+            model_file=files[rank],
+            shards=[Shard(name="master.w", offsets=(2 * rank,), data=whole[2 * rank :][:2])],
+            rank=rank,
+        )
+        for rank, name in enumerate(("b", "a"))
+    ]
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    replace(
+        parts[0],
+        heads={"mtp.0.w": torch.zeros(2)},
+        weight_map={"b": files[0], "a": files[1]},
+        model_path=tmp_path,
+        others=Written(parts[1]),
+    ).write(path)
+    return path
+
+
+def test_ranks_write_one_checkpoint(shared: Path) -> None:
+    """Published tensors in their order, and shards of one tensor, from several files."""
+    published = read_published(shared)
+    assert [(name, one.tolist()) for name, one in published.items()] == [
+        ("b", [0.0, 0.0]),
+        ("a", [1.0, 1.0]),
+        ("mtp.0.w", [0.0, 0.0]),
+    ]
+    master = master_weights(shared, adapters=False)
+    assert torch.equal(master.read()["w"], torch.arange(4.0))
+    kept = read_kept(shared)
+    assert kept.tensor_names == tuple(published)
+    index = json.loads((shared / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_each_file_of_a_model_has_a_digest(shared: Path, number: int) -> None:
+    """One flipped bit is found by the trainer and by `forge model export`."""
+    file = shared / f"model-0000{number}-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for reader in (read_published, read_kept):
+        with pytest.raises(DataLoss, match="sha256"):
+            reader(shared)
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "state", "history", "lines"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,12 +18,14 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
+from tests.support.trainer.old_checkpoints import as_format_2, as_listed
 from tests.support.trainer.published_weights import FakeRegister, fetch
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -123,6 +125,7 @@ async def test_transformers_loads_the_published_weights(
 def as_before(path: Path) -> None:
     """Turn a checkpoint into what it was before it kept the published model: the master weights,
     or the adapters, in its place."""
+    as_format_2(path)
     (path / "published.json").unlink()
     for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         if (path / name).is_file():
@@ -130,21 +133,19 @@ def as_before(path: Path) -> None:
             (path / name).rename(path / Path(name).name)
     if (path / "master.safetensors").is_file():
         (path / "master.safetensors").rename(path / "model.safetensors")
-    about = json.loads((path / "state.json").read_text())
-    about["files"] = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    about["files"].pop("state.json")
-    (path / "state.json").write_text(json.dumps(about))
+    as_listed(path)
 
 
+@pytest.mark.parametrize("before", [as_before, as_format_2])
 @pytest.mark.parametrize("settings", WAYS)
-async def test_checkpoint_without_a_kept_model_opens(
-    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+async def test_checkpoint_of_an_earlier_release_opens(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any], before: Callable[[Path], None]
 ) -> None:
-    """It is published as it was, and the next step is the same."""
+    """Also one without a kept model: it is published as it was, and the next step is the same."""
     actor = learner(model_path, tmp_path, settings)
     take_step(actor)
     published = await received(actor)
-    as_before(saved(actor, tmp_path, step=1))
+    before(saved(actor, tmp_path, step=1))
     resumed = learner(model_path, tmp_path, settings)
     assert resumed.receive(Restore()).step == 1
     assert await received(resumed) == published
@@ -162,9 +163,9 @@ async def test_changed_publish_dtype_holds_from_the_resume(
     path = saved(actor, tmp_path, step=1)
     resumed = learner(model_path, tmp_path, {"publish_dtype": "float32"})
     resumed.receive(Restore())
-    with safe_open(path / "master.safetensors", framework="pt") as file:
-        for name, (dtype, data) in (await received(resumed)).items():
-            assert dtype == "float32" and file.get_tensor(name).numpy().tobytes() == data
+    master = master_weights(path, adapters=False).read()
+    for name, (dtype, data) in (await received(resumed)).items():
+        assert dtype == "float32" and master[name].numpy().tobytes() == data
 
 
 async def test_kept_model_with_one_flipped_bit_is_damaged(model_path: Path, tmp_path: Path) -> None:
@@ -181,6 +182,21 @@ async def test_kept_model_with_one_flipped_bit_is_damaged(model_path: Path, tmp_
     assert path.with_name(path.name + ".damaged").is_dir()
     with pytest.raises(DataLoss, match="sha256"):
         resumed.receive(TakeSnapshot(step=2, checkpoint=path.with_name(path.name + ".damaged")))
+
+
+@pytest.mark.parametrize("file", ["state/rank-00000.safetensors", "learner.pt"])
+def test_damaged_state_of_training_is_found(model_path: Path, tmp_path: Path, file: str) -> None:
+    """One flipped bit: the older checkpoint is restored."""
+    actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    for step in (1, 2):
+        take_step(actor)
+        path = saved(actor, tmp_path, step=step)
+    data = bytearray((path / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / file).write_bytes(data)
+    resumed = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    assert resumed.receive(Restore()).step == 1
+    assert path.with_name(path.name + ".damaged").is_dir()
 
 
 async def test_last_publication_is_read_from_the_kept_model(

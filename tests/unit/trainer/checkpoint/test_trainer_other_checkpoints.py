@@ -76,7 +76,7 @@ def test_checkpoint_of_a_newer_format_is_refused(model_path: Path, checkpoints: 
     file = checkpoints / "step-00000001" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
     with pytest.raises(
-        ConfigError, match=r"state.json is of format 99; this trainer reads 1 and 2"
+        ConfigError, match=r"state.json is of format 99; this trainer reads 1, 2 and 3"
     ):
         started_learner(model_path, checkpoints)
 

@@ -18,7 +18,7 @@ from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, read_checkpoint
 from services.trainer.checkpoint.transfer import Staging, is_current, pieces
 
-CONTENTS = {"model.safetensors": 10_000, "adapter/weights": 3000, "empty": 0}
+CONTENTS = {"model.safetensors": 10_000, "state/rank-00000.safetensors": 3000, "empty": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_cut_transfer_continues_where_it_ended(sender: Path, receiver: Path) -> 
 
     after = Staging(receiver, **facts)  # type: ignore[arg-type]
     have = after.begin()
-    assert (have["adapter/weights"], have["model.safetensors"]) == (3000, 3000)
+    assert (have["state/rank-00000.safetensors"], have["model.safetensors"]) == (3000, 3000)
     responses = list(sent(sender, 1, have))
     for response in responses:
         after.add(response)
