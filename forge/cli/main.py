@@ -21,6 +21,7 @@ from forge.cli.queue import Json, queue_app
 from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.token import token_app
 from forge.cli.trajectories import trajectories_app
+from forge.cli.weights import weights_app
 from forge.core.errors import InvalidArgument
 from forge.core.extras import require_extra
 
@@ -37,6 +38,7 @@ app.add_typer(trainer_app, name="trainer")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
+app.add_typer(weights_app, name="weights")
 app.add_typer(token_app, name="token")
 app.add_typer(certs_app, name="certs")
 app.add_typer(etcd_app, name="etcd")

@@ -111,6 +111,13 @@ def _trainer_lines(status: trainer_pb2.GetTrainerStatusResponse) -> Iterator[str
         f"steps trained: {status.step}{limit}, {phase}; weights v{status.weight_version}, "
         f"checkpoint of step {status.checkpoint_step}"
     )
+    if status.held_weight_version:
+        canary = status.canary_weight_version
+        yield (
+            f"weights v{status.held_weight_version} are held"
+            + (f" beside canary v{canary}" if canary else "")
+            + ": newer ones wait for `forge weights promote`"
+        )
     if status.HasField("latest"):
         yield step_line(status.latest, status.max_steps)
     if status.HasField("latest_evaluation"):

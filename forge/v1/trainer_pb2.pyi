@@ -47,6 +47,278 @@ TRAINER_PHASE_FINISHED: TrainerPhase.ValueType  # 4
 Global___TrainerPhase: _TypeAlias = TrainerPhase  # noqa: Y015
 
 @_typing.final
+class ListWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWeightsRequest: _TypeAlias = ListWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ListWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishedWeights]:
+        """The oldest first."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsWorker]: ...
+    @_builtins.property
+    def hold(self) -> Global___WeightsHold: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___PublishedWeights] | None = ...,
+        workers: _abc.Iterable[Global___WeightsWorker] | None = ...,
+        hold: Global___WeightsHold | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWeightsResponse: _TypeAlias = ListWeightsResponse  # noqa: Y015
+
+@_typing.final
+class PublishedWeights(_message.Message):
+    """A version that the trainer can send."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PUBLISHED_UNIX_S_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    step: _builtins.int
+    published_unix_s: _builtins.float
+    digest: _builtins.str
+    """sha256 over names, types, shapes and slice digests of all tensors, in hexadecimal."""
+    total_bytes: _builtins.int
+    on_disk: _builtins.bool
+    """The version outlives the trainer's process: it is held."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        published_unix_s: _builtins.float = ...,
+        digest: _builtins.str = ...,
+        total_bytes: _builtins.int = ...,
+        on_disk: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "on_disk", b"on_disk", "published_unix_s", b"published_unix_s", "step", b"step", "total_bytes", b"total_bytes", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
+
+@_typing.final
+class WeightsWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    WANTED_VERSION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    role: _builtins.str
+    """"prefill", "decode" or "both"."""
+    weight_version: _builtins.int
+    """Served now."""
+    wanted_version: _builtins.int
+    """To be served: the newest, or a held one; 0 before the first publication."""
+    error: _builtins.str
+    """Why it does not serve it yet, if a fetch failed or the engine refused it."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        weight_version: _builtins.int = ...,
+        wanted_version: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance_id", b"instance_id", "role", b"role", "wanted_version", b"wanted_version", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsWorker: _TypeAlias = WeightsWorker  # noqa: Y015
+
+@_typing.final
+class WeightsHold(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    CANARY_VERSION_FIELD_NUMBER: _builtins.int
+    CANARY_WORKERS_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    base_version: _builtins.int
+    """Served instead of the newest version; 0: there is no hold."""
+    canary_version: _builtins.int
+    """Served by `canary_workers`; 0: there is no canary."""
+    subject: _builtins.str
+    """Who asked for it, or for its end, and when."""
+    since_unix_s: _builtins.float
+    @_builtins.property
+    def canary_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Instance ids."""
+
+    def __init__(
+        self,
+        *,
+        base_version: _builtins.int = ...,
+        canary_version: _builtins.int = ...,
+        canary_workers: _abc.Iterable[_builtins.str] | None = ...,
+        subject: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "canary_version", b"canary_version", "canary_workers", b"canary_workers", "since_unix_s", b"since_unix_s", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsHold: _TypeAlias = WeightsHold  # noqa: Y015
+
+@_typing.final
+class RollBackWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackWeightsRequest: _TypeAlias = RollBackWeightsRequest  # noqa: Y015
+
+@_typing.final
+class RollBackWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hold(self) -> Global___WeightsHold: ...
+    def __init__(
+        self,
+        *,
+        hold: Global___WeightsHold | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackWeightsResponse: _TypeAlias = RollBackWeightsResponse  # noqa: Y015
+
+@_typing.final
+class StartWeightCanaryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    share: _builtins.float
+    """Above 0, below 1. At least one worker is in the canary, and at least one is not."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartWeightCanaryRequest: _TypeAlias = StartWeightCanaryRequest  # noqa: Y015
+
+@_typing.final
+class StartWeightCanaryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hold(self) -> Global___WeightsHold: ...
+    def __init__(
+        self,
+        *,
+        hold: Global___WeightsHold | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartWeightCanaryResponse: _TypeAlias = StartWeightCanaryResponse  # noqa: Y015
+
+@_typing.final
+class PromoteWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteWeightsRequest: _TypeAlias = PromoteWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PromoteWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hold(self) -> Global___WeightsHold: ...
+    def __init__(
+        self,
+        *,
+        hold: Global___WeightsHold | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteWeightsResponse: _TypeAlias = PromoteWeightsResponse  # noqa: Y015
+
+@_typing.final
 class FetchCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -725,6 +997,8 @@ class GetTrainerStatusResponse(_message.Message):
     LATEST_EVALUATION_FIELD_NUMBER: _builtins.int
     EVALUATING_FIELD_NUMBER: _builtins.int
     EVALUATIONS_FIELD_NUMBER: _builtins.int
+    HELD_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    CANARY_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     step: _builtins.int
     max_steps: _builtins.int
@@ -736,6 +1010,9 @@ class GetTrainerStatusResponse(_message.Message):
     """
     evaluating: _builtins.bool
     """An evaluation is in flight."""
+    held_weight_version: _builtins.int
+    """As in WeightsHold; 0 without a hold."""
+    canary_weight_version: _builtins.int
     @_builtins.property
     def latest(self) -> Global___StepMetrics: ...
     @_builtins.property
@@ -761,10 +1038,12 @@ class GetTrainerStatusResponse(_message.Message):
         latest_evaluation: Global___Evaluation | None = ...,
         evaluating: _builtins.bool = ...,
         evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
+        held_weight_version: _builtins.int = ...,
+        canary_weight_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "latest_evaluation", b"latest_evaluation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "evaluating", b"evaluating", "evaluations", b"evaluations", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_weight_version", b"canary_weight_version", "checkpoint_step", b"checkpoint_step", "evaluating", b"evaluating", "evaluations", b"evaluations", "held_weight_version", b"held_weight_version", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,26 @@ class TrainerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.FromString,
                 _registered_method=True)
+        self.ListWeights = channel.unary_unary(
+                '/forge.v1.TrainerService/ListWeights',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.ListWeightsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.ListWeightsResponse.FromString,
+                _registered_method=True)
+        self.RollBackWeights = channel.unary_unary(
+                '/forge.v1.TrainerService/RollBackWeights',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.RollBackWeightsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.RollBackWeightsResponse.FromString,
+                _registered_method=True)
+        self.StartWeightCanary = channel.unary_unary(
+                '/forge.v1.TrainerService/StartWeightCanary',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.StartWeightCanaryRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.StartWeightCanaryResponse.FromString,
+                _registered_method=True)
+        self.PromoteWeights = channel.unary_unary(
+                '/forge.v1.TrainerService/PromoteWeights',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -90,6 +110,41 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListWeights(self, request, context):
+        """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+        retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackWeights(self, request, context):
+        """Holds one version: every worker serves it, and newer publications wait for PromoteWeights.
+        Returns when the version is on disk and the hold in etcd; workers follow. NOT_FOUND for a version
+        that ListWeights does not name, RESOURCE_EXHAUSTED when the disk is full. After UNAVAILABLE the
+        outcome is unknown. Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartWeightCanary(self, request, context):
+        """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
+        present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
+        fewer than two workers that decode, without an earlier version, or when the version is the base.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteWeights(self, request, context):
+        """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
+        the outcome is unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +167,26 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.FetchCheckpoint,
                     request_deserializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.FromString,
                     response_serializer=forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.SerializeToString,
+            ),
+            'ListWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWeights,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.ListWeightsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.ListWeightsResponse.SerializeToString,
+            ),
+            'RollBackWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackWeights,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.RollBackWeightsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.RollBackWeightsResponse.SerializeToString,
+            ),
+            'StartWeightCanary': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartWeightCanary,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.StartWeightCanaryRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.StartWeightCanaryResponse.SerializeToString,
+            ),
+            'PromoteWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteWeights,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +297,114 @@ class TrainerService(object):
             '/forge.v1.TrainerService/FetchCheckpoint',
             forge_dot_v1_dot_trainer__pb2.FetchCheckpointRequest.SerializeToString,
             forge_dot_v1_dot_trainer__pb2.FetchCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.TrainerService/ListWeights',
+            forge_dot_v1_dot_trainer__pb2.ListWeightsRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.ListWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.TrainerService/RollBackWeights',
+            forge_dot_v1_dot_trainer__pb2.RollBackWeightsRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.RollBackWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartWeightCanary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.TrainerService/StartWeightCanary',
+            forge_dot_v1_dot_trainer__pb2.StartWeightCanaryRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.StartWeightCanaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.TrainerService/PromoteWeights',
+            forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,25 @@ class TrainerServiceStub:
     that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
     ones: fetch the newest. Safe to retry.
     """
+    ListWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListWeightsRequest, _trainer_pb2.ListWeightsResponse]
+    """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+    retry.
+    """
+    RollBackWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RollBackWeightsRequest, _trainer_pb2.RollBackWeightsResponse]
+    """Holds one version: every worker serves it, and newer publications wait for PromoteWeights.
+    Returns when the version is on disk and the hold in etcd; workers follow. NOT_FOUND for a version
+    that ListWeights does not name, RESOURCE_EXHAUSTED when the disk is full. After UNAVAILABLE the
+    outcome is unknown. Idempotent; safe to retry.
+    """
+    StartWeightCanary: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StartWeightCanaryRequest, _trainer_pb2.StartWeightCanaryResponse]
+    """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
+    present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
+    fewer than two workers that decode, without an earlier version, or when the version is the base.
+    """
+    PromoteWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PromoteWeightsRequest, _trainer_pb2.PromoteWeightsResponse]
+    """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
+    the outcome is unknown.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -60,6 +79,25 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
     that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
     ones: fetch the newest. Safe to retry.
+    """
+    ListWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListWeightsRequest, _trainer_pb2.ListWeightsResponse]  # type: ignore[assignment]
+    """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+    retry.
+    """
+    RollBackWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RollBackWeightsRequest, _trainer_pb2.RollBackWeightsResponse]  # type: ignore[assignment]
+    """Holds one version: every worker serves it, and newer publications wait for PromoteWeights.
+    Returns when the version is on disk and the hold in etcd; workers follow. NOT_FOUND for a version
+    that ListWeights does not name, RESOURCE_EXHAUSTED when the disk is full. After UNAVAILABLE the
+    outcome is unknown. Idempotent; safe to retry.
+    """
+    StartWeightCanary: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StartWeightCanaryRequest, _trainer_pb2.StartWeightCanaryResponse]  # type: ignore[assignment]
+    """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
+    present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
+    fewer than two workers that decode, without an earlier version, or when the version is the base.
+    """
+    PromoteWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PromoteWeightsRequest, _trainer_pb2.PromoteWeightsResponse]  # type: ignore[assignment]
+    """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
+    the outcome is unknown.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -97,6 +135,49 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
         that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
         ones: fetch the newest. Safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def ListWeights(
+        self,
+        request: _trainer_pb2.ListWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.ListWeightsResponse, _abc.Awaitable[_trainer_pb2.ListWeightsResponse]]:
+        """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+        retry.
+        """
+
+    @_abc_1.abstractmethod
+    def RollBackWeights(
+        self,
+        request: _trainer_pb2.RollBackWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.RollBackWeightsResponse, _abc.Awaitable[_trainer_pb2.RollBackWeightsResponse]]:
+        """Holds one version: every worker serves it, and newer publications wait for PromoteWeights.
+        Returns when the version is on disk and the hold in etcd; workers follow. NOT_FOUND for a version
+        that ListWeights does not name, RESOURCE_EXHAUSTED when the disk is full. After UNAVAILABLE the
+        outcome is unknown. Idempotent; safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def StartWeightCanary(
+        self,
+        request: _trainer_pb2.StartWeightCanaryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.StartWeightCanaryResponse, _abc.Awaitable[_trainer_pb2.StartWeightCanaryResponse]]:
+        """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
+        present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
+        fewer than two workers that decode, without an earlier version, or when the version is the base.
+        """
+
+    @_abc_1.abstractmethod
+    def PromoteWeights(
+        self,
+        request: _trainer_pb2.PromoteWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.PromoteWeightsResponse, _abc.Awaitable[_trainer_pb2.PromoteWeightsResponse]]:
+        """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
+        the outcome is unknown.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

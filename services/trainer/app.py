@@ -20,6 +20,7 @@ from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.coordination import Instance
 from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.settings.agreed import agreed_model
@@ -29,6 +30,7 @@ from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
+from services.trainer.actors.steering import ResumeHold, Steering
 from services.trainer.actors.training import (
     UNBOUNDED_S,
     Advance,
@@ -42,7 +44,9 @@ from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
-from services.trainer.lineage import Lineage
+from services.trainer.lineage import WORKERS, Lineage
+from services.trainer.published.files import HeldFiles
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
@@ -58,7 +62,7 @@ class TrainerApp:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config: TrainerConfig = context.config
-        self._publisher: Publisher | None = None
+        self._versions = PublishedVersions(kept=self._config.kept_versions)
         self._record = TrainingRecord(
             max_steps=self._config.max_steps,
             metrics_file=self._config.metrics_file,
@@ -66,6 +70,7 @@ class TrainerApp:
         )
         self._address = ""
         self._training: ActorRef | None = None
+        self._steering: ActorRef | None = None
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
         self._lineage: Lineage | None = None
@@ -101,22 +106,28 @@ class TrainerApp:
             ),
             name="training",
         )
+        self._steering = await self._spawn_steering(lineage)
         server = self._context.server
         server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-            TrainerServicer(self._record, self._training, self._source_of_checkpoints),
+            TrainerServicer(
+                self._record,
+                self._training,
+                self._source_of_checkpoints,
+                steering=self._steering,
+                versions=self._versions,
+                workers=self._workers,
+            ),
             full_name=FULL_NAME,
             scopes=SCOPES,
             audited=AUDITED,
         )
         server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
-            weights.WeightServicer(
-                lambda: self._publisher.held if self._publisher else {}, deltas=DeltaEncoder()
-            ),
+            weights.WeightServicer(lambda: self._versions.weights, deltas=DeltaEncoder()),
             full_name=weights.FULL_NAME,
         )
-        self._driver = asyncio.create_task(self._drive(self._training))
+        self._driver = asyncio.create_task(self._drive(self._training, self._steering))
         self._following = asyncio.create_task(self._until_superseded(lineage), name="leadership")
 
     async def drain(self) -> None:
@@ -186,12 +197,16 @@ class TrainerApp:
         log.error("superseded", error="another trainer leads: one policy has one trainer")
         self._context.stop()
 
-    async def _drive(self, training: ActorRef) -> None:
+    async def _drive(self, training: ActorRef, steering: ActorRef) -> None:
         """Advance training until it has finished or a fatal error stops the process."""
         self._address = await self._own_address()
-        more = True
+        more, resumed = True, False
         while more:
             try:
+                if not resumed:
+                    # First: no worker takes the weights of a resumed run over a hold.
+                    await steering.ask(ResumeHold(), timeout_s=UNBOUNDED_S)
+                    resumed = True
                 more = await training.ask(Advance(), timeout_s=UNBOUNDED_S)
             except ActorStopped:
                 return
@@ -223,8 +238,31 @@ class TrainerApp:
                 return own.address
 
     def _make_publisher(self, floor: int) -> Publisher:
-        self._publisher = Publisher(self._context.coordinator, source=self._address, floor=floor)
-        return self._publisher
+        coordinator = self._context.coordinator
+        return Publisher(coordinator, self._versions, source=self._address, floor=floor)
+
+    async def _spawn_steering(self, lineage: Lineage) -> ActorRef:
+        files = HeldFiles(Path(self._config.checkpoint.dir) / "held")
+        return await self._context.actors.spawn(
+            lambda: Steering(
+                self._context.coordinator,
+                self._versions,
+                files,
+                source=lambda: self._address,
+                fence=lambda: lineage.fence,
+                workers=self._workers,
+            ),
+            name="steering",
+        )
+
+    async def _workers(self) -> list[Instance]:
+        """The workers in discovery."""
+        found: list[Instance] = []
+        for kind in WORKERS:
+            discovery = self._context.coordinator.discover(kind)
+            await discovery.known()
+            found += discovery.instances
+        return sorted(found, key=lambda one: (one.kind, one.instance_id))
 
     def _make_evaluator(self) -> Evaluator | None:
         """Raises `InvalidArgument` that names file, line and field of an invalid task."""

@@ -186,6 +186,9 @@ class TrainerConfig(ServiceConfig):
     head are float32."""
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Type of the weights sent to inference; auto: that of the backbone."""
+    kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
+    """Newest published versions that stay in host memory, each as large as the model: those that
+    `forge weights rollback` can return to."""
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""

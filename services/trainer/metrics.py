@@ -8,10 +8,19 @@ from __future__ import annotations
 from typing import Literal
 
 from forge.runtime.telemetry import counter, gauge, histogram
+from forge.runtime.weights import WeightHold
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
 WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest published weight version.")
+_HELD_VERSION = gauge(
+    "forge_trainer_held_weight_version",
+    "Version that workers serve instead of the newest, after a rollback or beside a canary; 0: "
+    "none.",
+)
+_CANARY_VERSION = gauge(
+    "forge_trainer_canary_weight_version", "Version that the workers of a canary serve; 0: none."
+)
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
@@ -181,6 +190,12 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     for domain, own in metrics.domains.items():
         for name, shown in _DOMAIN_GAUGES.items():
             shown.labels(domain).set(getattr(own, name))
+
+
+def show_hold(hold: WeightHold) -> None:
+    """A hold began, changed or ended."""
+    _HELD_VERSION.set(hold.base.weight_version if hold.base is not None else 0)
+    _CANARY_VERSION.set(hold.canary.weight_version if hold.canary is not None else 0)
 
 
 def show_checkpoint(step: int, write_s: float) -> None:

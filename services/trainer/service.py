@@ -5,38 +5,68 @@ Owns no state.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.coordination import Instance
+from forge.runtime.rpc.interceptor import current_claims
+from forge.runtime.weights import ERROR_KEY, WeightHold
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
+from services.trainer.actors.steering import Promote, RollBack, StartCanary
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
 from services.trainer.checkpoint_follower import CheckpointSource
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
-SCOPES = {"GetTrainerStatus": "viewer", "WatchSteps": "viewer", "SaveCheckpoint": "operator"}
-AUDITED = frozenset({"SaveCheckpoint"})
+SCOPES = {
+    "GetTrainerStatus": "viewer",
+    "WatchSteps": "viewer",
+    "SaveCheckpoint": "operator",
+    "ListWeights": "viewer",
+    "RollBackWeights": "operator",
+    "StartWeightCanary": "operator",
+    "PromoteWeights": "operator",
+}
+AUDITED = frozenset({"SaveCheckpoint", "RollBackWeights", "StartWeightCanary", "PromoteWeights"})
 """Changes by people: calls in the audit log."""
+
+Workers = Callable[[], Awaitable[Sequence[Instance]]]
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):
-    """Serves status, metrics and checkpoints to operators."""
+    """Serves status, metrics, checkpoints and the steering of weights to operators."""
 
     def __init__(
-        self, record: TrainingRecord, training: ActorRef, source: CheckpointSource
+        self,
+        record: TrainingRecord,
+        training: ActorRef,
+        source: CheckpointSource,
+        *,
+        steering: ActorRef,
+        versions: PublishedVersions,
+        workers: Workers,
     ) -> None:
+        """`workers` returns the workers in discovery."""
         self._record = record
         self._source = source
         self._training = training
+        self._steering = steering
+        self._versions = versions
+        self._workers = workers
 
     async def GetTrainerStatus(
         self, request: pb.GetTrainerStatusRequest, context: Any
     ) -> pb.GetTrainerStatusResponse:
         """The state of training, with the newest step and evaluation."""
-        return self._record.status(with_evaluations=request.with_evaluations)
+        status = self._record.status(with_evaluations=request.with_evaluations)
+        hold = _hold(self._versions.hold)
+        status.held_weight_version = hold.base_version
+        status.canary_weight_version = hold.canary_version
+        return status
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: Any
@@ -61,3 +91,73 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         async with aclosing(self._source.send(request)) as responses:
             async for response in responses:
                 yield response
+
+    async def ListWeights(
+        self, request: pb.ListWeightsRequest, context: Any
+    ) -> pb.ListWeightsResponse:
+        """The versions, the hold, and what each worker serves."""
+        published, hold = self._versions.published, self._versions.hold
+        newest = published[-1].announcement if published else None
+        workers = []
+        for one in await self._workers():
+            wanted = hold.wanted(one.instance_id, newest)
+            workers.append(
+                pb.WeightsWorker(
+                    instance_id=one.instance_id,
+                    role=one.metadata.get("role", one.kind),
+                    weight_version=int(one.metadata.get("weight_version", 0)),
+                    wanted_version=wanted.weight_version if wanted is not None else 0,
+                    error=one.metadata.get(ERROR_KEY, ""),
+                )
+            )
+        versions = [
+            pb.PublishedWeights(
+                weight_version=one.weight_version,
+                step=one.announcement.step,
+                published_unix_s=one.published_unix_s,
+                digest=one.announcement.digest,
+                total_bytes=one.announcement.total_bytes,
+                on_disk=one.on_disk,
+            )
+            for one in published
+        ]
+        return pb.ListWeightsResponse(versions=versions, workers=workers, hold=_hold(hold))
+
+    async def RollBackWeights(
+        self, request: pb.RollBackWeightsRequest, context: Any
+    ) -> pb.RollBackWeightsResponse:
+        """Holds one version for all workers."""
+        change = RollBack(version=request.weight_version, subject=current_claims().subject)
+        return pb.RollBackWeightsResponse(hold=await self._steer(change, context))
+
+    async def StartWeightCanary(
+        self, request: pb.StartWeightCanaryRequest, context: Any
+    ) -> pb.StartWeightCanaryResponse:
+        """Holds a second version for a share of the workers."""
+        change = StartCanary(
+            version=request.weight_version, share=request.share, subject=current_claims().subject
+        )
+        return pb.StartWeightCanaryResponse(hold=await self._steer(change, context))
+
+    async def PromoteWeights(
+        self, request: pb.PromoteWeightsRequest, context: Any
+    ) -> pb.PromoteWeightsResponse:
+        """Ends the hold."""
+        change = Promote(subject=current_claims().subject)
+        return pb.PromoteWeightsResponse(hold=await self._steer(change, context))
+
+    async def _steer(
+        self, change: RollBack | StartCanary | Promote, context: Any
+    ) -> pb.WeightsHold:
+        timeout_s = context.time_remaining() or UNBOUNDED_S
+        return _hold(await self._steering.ask(change, timeout_s=timeout_s))
+
+
+def _hold(hold: WeightHold) -> pb.WeightsHold:
+    return pb.WeightsHold(
+        base_version=hold.base.weight_version if hold.base is not None else 0,
+        canary_version=hold.canary.weight_version if hold.canary is not None else 0,
+        canary_workers=hold.canary_workers,
+        subject=hold.subject,
+        since_unix_s=hold.since_unix_s,
+    )

@@ -1,12 +1,14 @@
 """Publication of weights: versions are held here, announced in etcd and fetched by workers.
 
-Owns the version counter and the snapshots of the last versions. Versions only increase: after a
-publication whose result is unknown, its number is not used again.
+Owns the version counter. Versions only increase: after a publication whose result is unknown, its
+number is not used again. During a hold the newest version is announced all the same, and workers
+wait with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,9 +25,8 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from services.trainer.metrics import WEIGHT_VERSION
+from services.trainer.published.versions import PublishedVersion, PublishedVersions
 
-KEPT = 2
-"""Versions held: the newest, and the one that workers may still be fetching."""
 _KEY = manifest_key()
 
 
@@ -68,21 +69,18 @@ class Register(Protocol):
 
 
 class Publisher:
-    """Announces versions and holds the last ones for workers to fetch."""
+    """Announces versions, which workers then fetch from `versions`."""
 
-    def __init__(self, register: Register, *, source: str, floor: int) -> None:
+    def __init__(
+        self, register: Register, versions: PublishedVersions, *, source: str, floor: int
+    ) -> None:
         """`source` is this trainer's address; `floor` the highest version that may be in use."""
         self._register = register
+        self._versions = versions
         self._source = source
         self._floor = floor
-        self._held: dict[int, HeldWeights] = {}
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
-
-    @property
-    def held(self) -> Mapping[int, HeldWeights]:
-        """The versions held."""
-        return self._held
 
     async def publish(self, snapshot: Snapshot) -> int:
         """Announce `snapshot` as the next version and return that version.
@@ -104,7 +102,7 @@ class Publisher:
         encoded = manifest.encode()
         announcement = WeightAnnouncement.of(manifest, encoded, source=self._source)
         # Held before it is announced: workers fetch as soon as they observe it.
-        self._held[version] = HeldWeights(tensors=snapshot.tensors, manifest=encoded)
+        self._versions.add(version, HeldWeights(tensors=snapshot.tensors, manifest=encoded))
         try:
             await self._register.compare_and_swap(
                 _KEY,
@@ -117,8 +115,9 @@ class Publisher:
                 "cluster has one trainer"
             ) from error
         self.version = version
-        for old in sorted(self._held)[:-KEPT]:
-            del self._held[old]
+        self._versions.announced(
+            PublishedVersion(announcement=announcement, published_unix_s=time.time())
+        )
         WEIGHT_VERSION.set(version)
         log.info("weights_published", weight_version=version, step=snapshot.step)
         return version

@@ -241,6 +241,50 @@ async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> 
     assert (await inference.sample(ids)).ids == greedy_of(new, ids, 16)
 
 
+async def test_rollback_under_load_labels_every_token(inference: InferenceCluster) -> None:
+    """A worker is killed in the middle of it. Each answer has the tokens of the version that it
+    names, until its version changes; the held version stays over a publication, also on a worker
+    that starts then."""
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    await serving(inference, decodes=2)
+    held = inference.publisher.version
+    newer = await inference.publisher.publish(published(new))
+    await serving(inference, decodes=2)
+    models, answers, left = {held: old, newer: new}, list[tuple[list[int], Sample]](), False
+
+    async def ask(seed: int) -> None:
+        while not left:
+            ids = prompt_ids(20, seed=seed)
+            answers.append((ids, await inference.sample(ids, max_tokens=120)))
+
+    async def first_versions(version: int) -> None:
+        seen = len(answers)
+        await until(lambda: any(one.versions[0] == version for _, one in answers[seen:]))
+
+    load = [asyncio.create_task(ask(seed)) for seed in range(2)]
+    await first_versions(newer)
+    await inference.publisher.hold(held)
+    inference.kill((await inference.sampling(*load))[0])
+    await first_versions(held)
+    newest = await inference.publisher.publish(published(new))
+    for name in await inference.workers("decode", 2):
+        await inference.registered("decode", name, weight_version=str(held))
+    await first_versions(held)
+    left = True
+    await asyncio.gather(*load)
+    assert {version for _, one in answers for version in one.versions} == {held, newer}
+    for ids, one in answers:
+        before = next(
+            (at for at, version in enumerate(one.versions) if version != one.versions[0]), 120
+        )
+        assert len(one.ids) == len(one.versions) == 120
+        assert is_greedy(models[one.versions[0]], ids, one.ids[:before])
+        assert one.versions == sorted(one.versions, reverse=True)
+    await inference.publisher.hold(0)
+    await serving(inference, decodes=2)
+    assert set((await inference.sample(prompt_ids(20))).versions) == {newest}
+
+
 async def test_cancelled_request_frees_its_slot(inference: InferenceCluster) -> None:
     """A caller that goes away is worked for no longer."""
     await serving(inference)

@@ -10,7 +10,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import NotFound
+from forge.client.weights import WeightSteering, earlier_version
+from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator
 from forge.runtime.weights import TensorEntry, content_digest
@@ -71,17 +72,21 @@ async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     # The last step's weights are version 4, the kept model read back from its files version 5.
     manifest = await stack.client.until_version(5)
     assert manifest["weight_version"] == status.weight_version == 5
-    tensors = await stack.client.fetch(manifest["source"], 5)
-    entries = [
-        TensorEntry.of(
-            NamedTensor(name=one.name, dtype=one.dtype, shape=tuple(one.shape), data=one.data)
-        )
-        for one in tensors
-    ]
+    entries = await fetched_entries(stack, manifest["source"], 5)
     assert content_digest(entries) == manifest["digest"]
     with pytest.raises(NotFound, match="held: \\[4, 5\\]"):
         await stack.client.fetch(manifest["source"], 1)
     await a_damaged_checkpoint_is_passed_over(stack)
+
+
+async def fetched_entries(stack: Stack, source: str, version: int) -> list[TensorEntry]:
+    """What a worker gets, as its manifest describes it."""
+    return [
+        TensorEntry.of(
+            NamedTensor(name=one.name, dtype=one.dtype, shape=tuple(one.shape), data=one.data)
+        )
+        for one in await stack.client.fetch(source, version)
+    ]
 
 
 async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
@@ -97,9 +102,11 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_killed_trainer_continues_from_its_checkpoint(stack: Stack, ranks: int) -> None:
+async def test_killed_trainer_continues_from_its_checkpoint(
+    stack: Stack, coordinator: Coordinator, ranks: int
+) -> None:
     """After kill -9 only the steps after the checkpoint are trained again; no rank is left behind.
-    The loss is a custom one, which every rank finds."""
+    The loss is a custom one, which every rank finds. A held version is still held, and sent."""
     loss = "examples.custom_loss:sapo"
     settings = {
         "max_steps": 5,
@@ -116,6 +123,8 @@ async def test_killed_trainer_continues_from_its_checkpoint(stack: Stack, ranks:
 
     await until(saved)
     before = await stack.trained()
+    steering = WeightSteering(coordinator, stack.cluster.channels, retry_for_s=START_S)
+    held = await hold_an_earlier_version(stack, steering)
     assert stack.trainer.process is not None
     children = psutil.Process(stack.trainer.process.pid).children(recursive=True)
     assert len(children) >= ranks - 1
@@ -137,6 +146,43 @@ async def test_killed_trainer_continues_from_its_checkpoint(stack: Stack, ranks:
     # twice.
     assert status.weight_version == 9
     assert_counts_balance(await stack.cluster.status())
+    assert status.held_weight_version == held.weight_version == 3
+    await promote_the_newest_version(stack, steering, held)
+
+
+async def hold_an_earlier_version(
+    stack: Stack, steering: WeightSteering
+) -> trainer_pb2.PublishedWeights:
+    """The version before the newest, which is on disk then."""
+    listing = await steering.listing()
+    assert [one.weight_version for one in listing.versions] == [3, 4]
+    held = listing.versions[0]
+    assert held.step == 2 and not held.on_disk and not listing.workers
+    hold = await steering.roll_back(earlier_version(listing))
+    assert hold.base_version == 3 and hold.subject
+    with pytest.raises(FailedPrecondition, match="0 workers decode"):
+        await steering.start_canary(4, share=0.5)
+    (audited,) = [line for line in stack.trainer.logged("audit") if line["code"] == "OK"]
+    assert audited["method"].endswith("/RollBackWeights")
+    assert audited["targets"] == {"weight_version": 3}
+    return held
+
+
+async def promote_the_newest_version(
+    stack: Stack, steering: WeightSteering, held: trainer_pb2.PublishedWeights
+) -> None:
+    """The restarted trainer sends the held version bit for bit, until it is promoted."""
+    listing = await steering.listing()
+    assert [one.weight_version for one in listing.versions] == [3, 8, 9]
+    assert listing.versions[0].on_disk and listing.versions[0].digest == held.digest
+    source = (await stack.client.until_version(9))["source"]
+    entries = await fetched_entries(stack, source, 3)
+    assert content_digest(entries) == held.digest
+    assert (stack.trainer.checkpoints / "held").is_dir()
+    assert not (await steering.promote()).base_version
+    assert not (stack.trainer.checkpoints / "held").exists()
+    with pytest.raises(NotFound):
+        await steering.roll_back(3)
 
 
 async def test_requested_checkpoint_and_stop_lose_no_step(stack: Stack) -> None:

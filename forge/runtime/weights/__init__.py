@@ -1,10 +1,12 @@
 """The format in which a trainer publishes weights and workers fetch them.
 
 `manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
+`hold`: the versions that workers serve instead of the newest.
 `service`: the RPCs that send a version, held or arriving. `delta`: the changed elements of a
 tensor. Each service owns the tensors it holds.
 """
 
+from forge.runtime.weights.hold import ERROR_KEY, NO_HOLD, WeightHold, hold_key
 from forge.runtime.weights.manifest import (
     DEFAULT_POLICY,
     SLICE_BYTES,
@@ -34,8 +36,10 @@ from forge.runtime.weights.service import (
 
 __all__ = [
     "DEFAULT_POLICY",
+    "ERROR_KEY",
     "FULL_NAME",
     "GROUP_PARTS",
+    "NO_HOLD",
     "SLICE_BYTES",
     "TRAINER_STANDBYS",
     "Arriving",
@@ -44,12 +48,14 @@ __all__ = [
     "TensorDeltas",
     "TensorEntry",
     "WeightAnnouncement",
+    "WeightHold",
     "WeightManifest",
     "WeightProbe",
     "WeightServicer",
     "content_digest",
     "delta_parts",
     "digest_of",
+    "hold_key",
     "layout_of",
     "manifest_key",
     "parts_of",

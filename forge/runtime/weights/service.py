@@ -63,6 +63,9 @@ class Part(NamedTuple):
 class Arriving(Protocol):
     """A version that this process fetches itself."""
 
+    def fetches(self, version: int) -> bool:
+        """Whether this version is fetched here now."""
+
     async def manifest(self, version: int) -> bytes:
         """Return the encoded manifest once it has arrived. Raises `NotFound`."""
 
@@ -168,7 +171,10 @@ class WeightServicer(WeightServiceServicer):
         return await self._deltas.of(versions, base_version, version, number)
 
     def _arrives(self, version: int) -> bool:
-        return self._arriving is not None and version > max(self._held(), default=0)
+        if self._arriving is None or version in (held := self._held()):
+            return False
+        # An older one returns after a rollback.
+        return version > max(held, default=0) or self._arriving.fetches(version)
 
     def _version(self, version: int) -> HeldWeights:
         held = self._held()

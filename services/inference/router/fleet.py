@@ -156,12 +156,16 @@ class Fleet:
         needs: Needs = NO_NEEDS,
     ) -> Worker:
         """Return the worker that is to sample: the one that has read the prompt, if it can, else
-        the cheapest that takes its keys and values. Raises as `place_prefill`."""
+        the cheapest that takes its keys and values, of its weights if there is one. Raises as
+        `place_prefill`."""
         self.check(needs, now_s=now_s)
         sound = self._sound(self.samplers, needs, "decode", now_s=now_s)
         if read_by is not None:
             sound = _takers(read_by, sound)
         fitting, older = self.versions.fitting(sound, floor=floor, now_s=now_s)
+        if read_by is not None:
+            # During a canary both versions have workers.
+            fitting = [one for one in fitting if one.version == read_by.version] or fitting
         if read_by is not None and read_by in fitting:
             chosen: Worker | None = read_by
         else:

@@ -6,7 +6,8 @@ from forge.runtime.telemetry import counter, gauge
 
 WEIGHT_VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
 ANNOUNCED_VERSION = gauge(
-    "forge_inference_weight_announced_version", "Newest version of the weights announced."
+    "forge_inference_weight_announced_version",
+    "Version of the weights that this worker is to serve: the newest announced, or a held one.",
 )
 FETCH_FAILURES = counter(
     "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."

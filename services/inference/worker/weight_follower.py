@@ -4,7 +4,8 @@ The bytes come from a worker with the announced version, else from the worker ab
 workers, which relays them while it fetches, else from the trainer (`weight_fetch`). On any failure
 the old version stays in service; each new attempt fetches the newest announced version. A newer one
 interrupts a fetch that has less than half of its data. A version that the engine refuses is not
-fetched again. Keeps the bytes as published, since other workers fetch them and check their digest.
+fetched again. During a hold the worker serves the held version, even if it is an older one. Keeps
+the bytes as published, since other workers fetch them and check their digest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.serving_groups import kind_in, starting_in
 from forge.runtime.telemetry import log
-from forge.runtime.weights import HeldWeights, WeightAnnouncement, WeightProbe, manifest_key
+from forge.runtime.weights import (
+    ERROR_KEY,
+    NO_HOLD,
+    HeldWeights,
+    WeightAnnouncement,
+    WeightHold,
+    WeightProbe,
+    hold_key,
+    manifest_key,
+)
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.appearance import Appearance
 from services.inference.worker.metrics import (
@@ -33,9 +43,6 @@ from services.inference.worker.metrics import (
 from services.inference.worker.weight_fetch import WeightFetch
 from services.inference.worker.weight_relay import WeightRelay
 from services.inference.worker.weight_sources import WeightSources
-
-ERROR_KEY = "weights_error"
-"""Metadata of a worker after a failed fetch (version, sources and reasons) or a refused version."""
 
 
 class Interrupted(Exception):
@@ -50,15 +57,18 @@ class WeightFollower:
         """The version in service, as published; empty before the first."""
         self._context = context
         self._engine = engine
-        self._key = manifest_key(policy)
+        self._key, self._hold_key = manifest_key(policy), hold_key(policy)
         group = context.config.serving_group
         kinds = (kind_in(group, "prefill"), kind_in(group, "decode"), starting_in(group))
         self._peers = tuple(context.coordinator.discover(kind) for kind in kinds)
         self._appearance = Appearance(context, kind=starting_in(group))
-        self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
+        self._own_id = context.config.instance_id
+        self._sources = WeightSources(self._peers, own_id=self._own_id, fetches=self._fetches)
         self.relay = WeightRelay()
         """The version during its fetch."""
-        self._wanted: WeightAnnouncement | None = None
+        self._newest: WeightAnnouncement | None = None
+        self._hold: WeightHold | None = None
+        """None until it is known."""
         self._fetch: WeightFetch | None = None
         """The newest attempt."""
         self._interrupted = False
@@ -72,6 +82,7 @@ class WeightFollower:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._appearance.run())
             tasks.create_task(self._listen())
+            tasks.create_task(self._listen_for_holds())
             tasks.create_task(self._keep_up())
 
     async def _listen(self) -> None:
@@ -84,20 +95,57 @@ class WeightFollower:
                 if value is None:
                     continue
                 try:
-                    self._wanted = WeightAnnouncement.decode(value.value)
+                    self._newest = WeightAnnouncement.decode(value.value)
                 except DataLoss as error:
                     log.error("weight_manifest_unreadable", key=self._key, error=str(error))
                     continue
-                ANNOUNCED_VERSION.set(self._wanted.weight_version)
-                self._news.set()
+                self._tell()
+
+    async def _listen_for_holds(self) -> None:
+        async with aclosing(self._context.coordinator.follow(self._hold_key)) as holds:
+            async for value in holds:
+                try:
+                    self._hold = NO_HOLD if value is None else WeightHold.decode(value.value)
+                except DataLoss as error:
+                    log.error("weight_hold_unreadable", key=self._hold_key, error=str(error))
+                    # A worker that starts serves the newest version; any other keeps what it had.
+                    self._hold = self._hold or NO_HOLD
+                self._tell()
+
+    @property
+    def _wanted(self) -> WeightAnnouncement | None:
+        """The version to serve; None while it is unknown."""
+        return self._hold and self._hold.wanted(self._own_id, self._newest)
+
+    @property
+    def _holds(self) -> bool:
+        return self._hold is not None and self._hold.base is not None
+
+    def _tell(self) -> None:
+        if (wanted := self._wanted) is not None:
+            ANNOUNCED_VERSION.set(wanted.weight_version)
+        self._news.set()
+
+    def _fetches(self, instance_id: str, version: int) -> bool:
+        """Whether an instance is to serve a version; during a hold not all are."""
+        if self._hold is None or not self._holds:
+            return True
+        wanted = self._hold.wanted(instance_id, self._newest)
+        return wanted is not None and wanted.weight_version == version
+
+    def _is_settled(self, announced: WeightAnnouncement) -> bool:
+        """Whether a version is in service or was refused, or is older than one that was. Only a
+        hold goes back to an older one."""
+        known = {self._refused_version, *self.weights}
+        version = announced.weight_version
+        return version in known or (not self._holds and version < max(known))
 
     async def _keep_up(self) -> None:
         backoff = Backoff(0.2, 10.0)
         while True:
             self._news.clear()
             announced = self._wanted
-            settled = max(self._refused_version, *self.weights, 0)
-            if announced is None or announced.weight_version <= settled:
+            if announced is None or self._is_settled(announced):
                 await self._news.wait()
                 continue
             try:
@@ -141,7 +189,7 @@ class WeightFollower:
 
     async def _obtain(self, announced: WeightAnnouncement) -> None:
         began_s = time.monotonic()
-        with self.relay.fetch():
+        with self.relay.fetch(announced.weight_version):
             fetch = self._fetch_of(announced)
             held = await self._fetched(fetch)
             fetched_s = time.monotonic()
@@ -202,14 +250,16 @@ class WeightFollower:
             await cancel_and_wait(run)
 
     def _is_overtaken(self, fetch: WeightFetch) -> bool:
-        """Whether a newer version is announced and the larger part of this one is missing.
+        """Whether a hold is of another version, or a newer version is announced and the larger part
+        of this one is missing.
 
-        Not twice in a row: a fetch that takes longer than the time between two publications would
-        never end.
+        The latter not twice in a row: a fetch that takes longer than the time between two
+        publications would never end.
         """
-        newer = self._wanted is not None and (
-            self._wanted.weight_version > fetch.announced.weight_version
-        )
+        wanted, version = self._wanted, fetch.announced.weight_version
+        if self._holds:
+            return wanted is not None and wanted.weight_version != version
+        newer = wanted is not None and wanted.weight_version > version
         missing = 2 * fetch.received_bytes < fetch.announced.total_bytes
         return newer and missing and not self._interrupted
 

@@ -24,16 +24,23 @@ class WeightRelay:
     def __init__(self) -> None:
         self._assembly: WeightAssembly | None = None
         self._manifest = b""
+        self._version = 0
+        """Of the fetch that runs."""
         self._changed = asyncio.Event()
 
     @contextmanager
-    def fetch(self) -> Iterator[None]:
+    def fetch(self, version: int) -> Iterator[None]:
         """Around the fetch of one version; its end, good or bad, ends the relay."""
+        self._version = version
         try:
             yield
         finally:
-            self._assembly = None
+            self._assembly, self._version = None, 0
             self.progress()
+
+    def fetches(self, version: int) -> bool:
+        """Whether this version is fetched here now."""
+        return self._version == version
 
     def show(self, assembly: WeightAssembly, manifest: bytes) -> None:
         """Relay this assembly, within `fetch`."""

@@ -23,10 +23,13 @@ class WeightSources:
         peers: Sequence[Discovery],
         *,
         own_id: str,
+        fetches: Callable[[str, int], bool] = lambda instance_id, version: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`fetches`: whether an instance is to serve a version; others cannot relay it."""
         self._peers = peers
         self._own_id = own_id
+        self._fetches = fetches
         self._clock = clock
         self._avoided_until_s: dict[str, float] = {}
 
@@ -34,7 +37,7 @@ class WeightSources:
         """Return addresses in the order of use: workers first, to spare the trainer's network.
 
         After a publication no worker has the version. Then each fetches from the one above it in a
-        binary tree over all workers, and the first one from the trainer.
+        binary tree over all workers that are to serve it, and the first one from the trainer.
         """
         now_s = self._clock()
         self._avoided_until_s = {
@@ -61,6 +64,7 @@ class WeightSources:
             peer.instance_id: peer.address
             for discovery in self._peers
             for peer in discovery.instances
+            if self._fetches(peer.instance_id, version)
         }
         # Each version has another order, so that each worker's network has its turn.
         order = sorted({*addresses, self._own_id}, key=partial(_place, version))

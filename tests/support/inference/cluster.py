@@ -26,8 +26,10 @@ from forge.runtime.weights import (
     HeldWeights,
     TensorEntry,
     WeightAnnouncement,
+    WeightHold,
     WeightManifest,
     WeightServicer,
+    hold_key,
     manifest_key,
 )
 from forge.runtime.weights.delta import DeltaEncoder
@@ -52,6 +54,8 @@ class Publisher(WeightServicer):
         self._coordinator = coordinator
         self._server = server
         self._versions: dict[int, HeldWeights] = {}
+        self._announced: dict[int, WeightAnnouncement] = {}
+        self._held_version = 0
         self.version = 0
         self.address = ""
         self._flows = asyncio.Event()
@@ -77,17 +81,26 @@ class Publisher(WeightServicer):
         encoded = manifest.encode()
         held = HeldWeights(tensors=tuple(tensors.values()), manifest=encoded)
         self._versions = {
-            old: kept for old, kept in self._versions.items() if old == self.version
+            old: kept
+            for old, kept in self._versions.items()
+            if old in (self.version, self._held_version)
         } | {version: held}
         self.version = version
-        key = manifest_key()
+        announced = WeightAnnouncement.of(manifest, encoded, source=self.address)
+        self._announced[version] = announced
+        await self._store(manifest_key(), announced.encode())
+        return version
+
+    async def hold(self, version: int) -> None:
+        """Holds a version, as a rollback does; 0: ends the hold."""
+        self._held_version = version
+        await self._store(hold_key(), WeightHold(base=self._announced.get(version)).encode())
+
+    async def _store(self, key: str, value: bytes) -> None:
         current = await self._coordinator.get(key)
         await self._coordinator.compare_and_swap(
-            key,
-            WeightAnnouncement.of(manifest, encoded, source=self.address).encode(),
-            expected_revision=current.mod_revision if current else 0,
+            key, value, expected_revision=current.mod_revision if current else 0
         )
-        return version
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:

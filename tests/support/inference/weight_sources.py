@@ -25,8 +25,10 @@ from forge.runtime.weights import (
     HeldWeights,
     TensorEntry,
     WeightAnnouncement,
+    WeightHold,
     WeightManifest,
     WeightServicer,
+    hold_key,
     layout_of,
     weight_responses,
 )
@@ -51,6 +53,12 @@ def manifest_of(version: int, weights: Weights) -> bytes:
     """The streamed manifest."""
     tensors = tuple(map(TensorEntry.of, tensors_of(weights)))
     return WeightManifest(weight_version=version, step=version - 1, tensors=tensors).encode()
+
+
+def announcement_of(version: int, weights: Weights, *, source: str) -> WeightAnnouncement:
+    """As a trainer stores it in etcd."""
+    encoded = manifest_of(version, weights)
+    return WeightAnnouncement.of(WeightManifest.decode(encoded), encoded, source=source)
 
 
 def earlier_manifest(
@@ -173,7 +181,10 @@ class Engine:
 class Worker:
     """A follower with a fake coordinator and engine, and real channels."""
 
-    def __init__(self, *, silence_s: float = 0.3, name: str = "self") -> None:
+    def __init__(
+        self, *, silence_s: float = 0.3, name: str = "self", known_hold: bool = True
+    ) -> None:
+        """`known_hold`: etcd has said that there is no hold."""
         self.engine = Engine()
         self.metadata: dict[str, str] = {}
         self.channels = Channels(SECURITY)
@@ -184,6 +195,9 @@ class Worker:
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
         self._announcements: asyncio.Queue[bytes] = asyncio.Queue()
+        self._holds: asyncio.Queue[bytes | None] = asyncio.Queue()
+        if known_hold:
+            self._holds.put_nowait(None)
         self._changed = asyncio.Condition()
         self._server: RpcServer | None = None
         self.follower = WeightFollower(cast(Any, self), cast(Any, self.engine), policy="default")
@@ -204,12 +218,11 @@ class Worker:
             for name, address in peers.items()
         )
 
-    def publish(self, version: int, weights: Weights, *, source: str) -> None:
+    def publish(self, version: int, weights: Weights, *, source: str) -> WeightAnnouncement:
         """Announce a version."""
-        encoded = manifest_of(version, weights)
-        opened = WeightManifest.decode(encoded)
-        announced = WeightAnnouncement.of(opened, encoded, source=source)
+        announced = announcement_of(version, weights, source=source)
         self._announcements.put_nowait(announced.encode())
+        return announced
 
     def publish_earlier(
         self, version: int, weights: Weights, *, source: str, **overrides: Any
@@ -231,9 +244,15 @@ class Worker:
 
         return SimpleNamespace(close=close)
 
+    def hold(self, hold: WeightHold) -> None:
+        """Put a hold into etcd."""
+        self._holds.put_nowait(hold.encode())
+
     async def follow(self, key: str) -> AsyncIterator[Any]:
+        values: Any = self._holds if key == hold_key() else self._announcements
         while True:
-            yield SimpleNamespace(value=await self._announcements.get())
+            value = await values.get()
+            yield value and SimpleNamespace(value=value)
 
     def set_ready(self) -> None:
         return

@@ -10,19 +10,19 @@ from xxhash import xxh3_64_digest
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights import WeightManifest, content_digest
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Snapshot, Superseded
-from tests.support.trainer.published_weights import FakeRegister, fetch
+from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
 
 
-def snapshot(step: int) -> Snapshot:
-    data = memoryview(bytes([step, 1, 2, 3]))
-    return Snapshot(
-        step=step, tensors=[NamedTensor(name="w", dtype="float32", shape=(1,), data=data)]
-    )
-
-
-def publisher(register: FakeRegister, *, source: str = "host:1", floor: int = 0) -> Publisher:
-    return Publisher(register, source=source, floor=floor)
+def publisher(
+    register: FakeRegister,
+    *,
+    source: str = "host:1",
+    floor: int = 0,
+    versions: PublishedVersions | None = None,
+) -> Publisher:
+    return Publisher(register, versions or PublishedVersions(kept=2), source=source, floor=floor)
 
 
 async def test_announcement_is_small_and_names_the_manifest() -> None:
@@ -30,10 +30,11 @@ async def test_announcement_is_small_and_names_the_manifest() -> None:
     register = FakeRegister()
     data = bytes((1 << 20) + 5)
     tensor = NamedTensor(name="w", dtype="uint8", shape=(len(data),), data=data)
-    own = publisher(register)
+    versions = PublishedVersions(kept=2)
+    own = publisher(register, versions=versions)
     tied = Snapshot(step=7, tensors=[tensor], aliases={"w": ["lm_head.weight"]})
     assert await own.publish(tied) == 1
-    held = own.held[1]
+    held = versions.weights[1]
     manifest = WeightManifest.decode(held.manifest)
     assert register.manifest == {
         "weight_version": 1,
@@ -86,13 +87,19 @@ async def test_older_trainer_cannot_announce_over_a_newer_one() -> None:
     assert register.manifest["source"] == "host:2"
 
 
-async def test_last_two_versions_can_be_fetched() -> None:
-    """A worker in a fetch is not cut off by the next version."""
-    own = publisher(FakeRegister())
+async def test_last_versions_can_be_fetched() -> None:
+    """A worker in a fetch is not cut off by the next version; pinned ones stay beside them."""
+    versions = PublishedVersions(kept=2)
+    own = publisher(FakeRegister(), versions=versions)
     with pytest.raises(NotFound, match="no weights"):
-        await fetch(own, 1)
-    for step in (1, 2, 3):
+        await fetch(versions.weights, 1)
+    await own.publish(snapshot(1))
+    versions.pin({1})
+    for step in (2, 3, 4):
         await own.publish(snapshot(step))
-    assert [(await fetch(own, version))[0].data[0] for version in (2, 3)] == [2, 3]
-    with pytest.raises(NotFound, match="weight_version 1 is not held here"):
-        await fetch(own, 1)
+    held = (1, 3, 4)
+    assert [(await fetch(versions.weights, one))[0].data[0] for one in held] == [1, 3, 4]
+    with pytest.raises(NotFound, match="weight_version 2 is not held here"):
+        await fetch(versions.weights, 2)
+    versions.pin(())
+    assert [one.weight_version for one in versions.published] == [3, 4]

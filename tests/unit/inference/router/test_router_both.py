@@ -53,6 +53,22 @@ async def test_long_new_part_is_read_by_a_prefill_worker(new_tokens: int, chosen
     assert placed.worker.instance_id == chosen
 
 
+async def test_prompt_is_sampled_by_the_weights_that_read_it() -> None:
+    """During a canary workers have two versions: keys and values of one are of no use to the other.
+    Without such a worker the cheapest one samples."""
+    prefills = [announced("p0", "prefill", version=1), announced("p1", "prefill", version=2)]
+    base, canary = announced("d0", "decode", version=1), announced("d1", "decode", version=2)
+    router = await harness(*prefills, base, canary)
+    readers = {worker.instance_id: worker for worker in router.workers}
+    prompt = ids(*range(40))
+    for reader, sampler in [("p0", "d0"), ("p1", "d1")] * 4:
+        decode = PlaceDecode(ids=prompt, floor=readers[reader].version, read_by=readers[reader])
+        assert (await router.actor.receive(decode)).worker.instance_id == sampler
+    await router.change(*prefills, canary)
+    placed = await router.actor.receive(PlaceDecode(ids=prompt, floor=1, read_by=readers["p0"]))
+    assert placed.worker.instance_id == "d1"
+
+
 async def test_reported_cache_decides_not_the_guess() -> None:
     """A worker that has evicted a prefix is not chosen for it."""
     router = await harness(both("b0"), both("b1"))

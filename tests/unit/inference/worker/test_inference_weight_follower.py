@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from forge.core.errors import Unavailable
 from forge.runtime.serving_groups import starting_in
+from forge.runtime.weights import hold_key
 from services.inference.worker.weight_follower import WeightFollower
 
 
@@ -53,6 +54,9 @@ class Context:
         return self.peers[kind]
 
     async def follow(self, key: str) -> AsyncIterator[Any]:
+        if key == hold_key():
+            yield None
+            await asyncio.Event().wait()
         manifest = {"weight_version": 1, "tensor_names": ["a"], "total_bytes": 1, "digest": ""}
         yield SimpleNamespace(value=json.dumps(manifest | {"source": "trainer:1"}).encode())
         await asyncio.Event().wait()

@@ -83,7 +83,7 @@ async def test_relay_of_a_failed_fetch_ends_with_not_found(
     request = pb.FetchWeightsRequest(slices=True, groups=True)
     responses = [one async for one in weight_responses(request, tensors)]
     found = []
-    with pytest.raises(NotFound, match="ended here"), relay.fetch():
+    with pytest.raises(NotFound, match="ended here"), relay.fetch(1):
         relay.show(assembly, b"manifest")
         parts = relay.parts(1, 0, 0, base_version=0)
         for response in responses[:2]:
@@ -91,7 +91,7 @@ async def test_relay_of_a_failed_fetch_ends_with_not_found(
             found += [(part.tensor.name, part.start) for part in await anext(parts)]
         waiting = asyncio.ensure_future(anext(parts))
         await asyncio.sleep(0)
-        with relay.fetch():
+        with relay.fetch(1):
             pass
         await waiting
     assert found == [("a", 0), ("b", 0)]
@@ -122,7 +122,7 @@ async def test_changes_are_relayed_as_they_arrived() -> None:
         base={one.name: one for one in tensors_of(old)},
     )
     relay = WeightRelay()
-    with relay.fetch():
+    with relay.fetch(1):
         relay.show(assembly, b"manifest")
         async for response in source.FetchWeights(request, None):
             await assembly.add(response)

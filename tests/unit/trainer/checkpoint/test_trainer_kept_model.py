@@ -22,6 +22,7 @@ from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
@@ -58,9 +59,10 @@ def take_step(actor: LearnerActor) -> StepResult:
 
 async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:
     """Type and bytes of each tensor that a worker gets."""
-    publisher = Publisher(FakeRegister(), source="host:1", floor=0)
+    versions = PublishedVersions(kept=2)
+    publisher = Publisher(FakeRegister(), versions, source="host:1", floor=0)
     version = await publisher.publish(actor.receive(TakeSnapshot(step=3)))
-    return {one.name: (one.dtype, one.data) for one in await fetch(publisher, version)}
+    return {one.name: (one.dtype, one.data) for one in await fetch(versions.weights, version)}
 
 
 def saved(actor: LearnerActor, checkpoints: Path, *, step: int) -> Path:

@@ -1,0 +1,250 @@
+"""Steering of the served weights: rollback, canary, promotion.
+
+Owns the hold in etcd and the files of its versions, one operation at a time:
+
+    pin the versions -> write their files -> compare and swap the hold -> remove other files
+
+So a hold in etcd names only versions that survive this process. After an unknown outcome both the
+old and the new versions stay pinned, and the next operation reads the hold again. Not here: the
+choice of a worker, which follows the hold by itself, and publication, which goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from forge.core.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    StaleFence,
+    Unavailable,
+)
+from forge.runtime.actors.actor import Actor
+from forge.runtime.coordination import Instance
+from forge.runtime.telemetry import log
+from forge.runtime.weights import NO_HOLD, WeightAnnouncement, WeightHold, hold_key
+from services.trainer import metrics
+from services.trainer.published.files import HeldFiles
+from services.trainer.published.versions import PublishedVersions
+from services.trainer.weight_publisher import Register, Superseded
+
+_KEY = hold_key()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeHold:
+    """Take over the hold in etcd, unless that was done. Raises `Unavailable`, `Superseded`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBack:
+    """Serve one version until it is promoted; answered by the hold. Raises `NotFound`,
+    `FailedPrecondition`, `ResourceExhausted`, `Unavailable`, `Superseded`."""
+
+    version: int
+    subject: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartCanary:
+    """Serve a version by a share of the workers; answered by the hold. The others serve the base
+    of the present hold, or else the version before. Raises as `RollBack`, and `InvalidArgument`."""
+
+    version: int
+    share: float
+    subject: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """End the hold: all workers follow the newest version; answered by the hold."""
+
+    subject: str
+
+
+class Steering(Actor):
+    """The hold of one policy."""
+
+    def __init__(
+        self,
+        register: Register,
+        versions: PublishedVersions,
+        files: HeldFiles,
+        *,
+        source: Callable[[], str],
+        fence: Callable[[], int],
+        workers: Callable[[], Awaitable[Sequence[Instance]]],
+    ) -> None:
+        """`source` returns this trainer's address, "" while it is unknown; `fence` that of the
+        present leadership, or raises `Unavailable`; `workers` the workers in discovery."""
+        self._register = register
+        self._versions = versions
+        self._files = files
+        self._fence = fence
+        self._workers = workers
+        self._own_address = source
+        self._source = ""
+        """Empty until the hold has been taken over."""
+
+    async def receive(self, message: Any) -> Any:
+        """Handles `ResumeHold`, `RollBack`, `StartCanary` and `Promote`."""
+        if not self._source:
+            await self._resume(self._own_address())
+        match message:
+            case ResumeHold():
+                return None
+            case RollBack(version=version, subject=subject):
+                hold, revision = await self._read()
+                wanted = WeightHold(base=self._announced(version), subject=subject)
+                return await self._change(hold, wanted, revision)
+            case StartCanary():
+                hold, revision = await self._read()
+                return await self._change(hold, await self._canary(hold, message), revision)
+            case Promote(subject=subject):
+                hold, revision = await self._read()
+                return await self._change(hold, WeightHold(subject=subject), revision)
+        return await super().receive(message)
+
+    async def _resume(self, source: str) -> None:
+        if not source:
+            raise Unavailable("the trainer is starting: it is not in discovery yet")
+        hold, revision = await self._read()
+        self._versions.pin(hold.versions)
+        for version in hold.versions:
+            try:
+                self._versions.store(*await asyncio.to_thread(self._files.read, version))
+            except DataLoss as error:
+                # A worker that serves it still sends it to others.
+                log.error("held_weights_missing", weight_version=version, error=str(error))
+        await asyncio.to_thread(self._files.keep, hold.versions)
+        if hold.base is not None:
+            hold = msgspec.structs.replace(
+                hold, base=_at(hold.base, source), canary=_at(hold.canary, source)
+            )
+            hold = await self._write(hold, revision)
+        self._show(hold)
+        self._source = source
+
+    async def _change(self, before: WeightHold, hold: WeightHold, revision: int) -> WeightHold:
+        """Store a hold. One that is there already stays, so that a repeated call has no effect."""
+        if _choice(before) == _choice(hold):
+            self._show(before)
+            return before
+        self._versions.pin({*before.versions, *hold.versions})
+        for version in hold.versions:
+            one = self._versions.version(version)
+            if not one.on_disk:
+                weights = self._versions.weights[version]
+                self._versions.store(*await asyncio.to_thread(self._files.write, one, weights))
+        hold = msgspec.structs.replace(
+            hold,
+            base=_at(hold.base, self._source),
+            canary=_at(hold.canary, self._source),
+            since_unix_s=time.time(),
+        )
+        hold = await self._write(hold, revision)
+        self._show(hold)
+        self._versions.pin(hold.versions)
+        await asyncio.to_thread(self._files.keep, hold.versions)
+        log.info(
+            "weights_held" if hold.base is not None else "weights_promoted",
+            base=hold.base and hold.base.weight_version,
+            canary=hold.canary and hold.canary.weight_version,
+            canary_workers=hold.canary_workers,
+            subject=hold.subject,
+        )
+        return hold
+
+    async def _read(self) -> tuple[WeightHold, int]:
+        stored = await self._register.get(_KEY)
+        if stored is None:
+            return NO_HOLD, 0
+        try:
+            hold = WeightHold.decode(stored.value)
+        except DataLoss as error:
+            # Workers ignore it too.
+            log.error("weight_hold_unreadable", key=_KEY, error=str(error))
+            return NO_HOLD, stored.mod_revision
+        if hold.fence > self._fence():
+            raise Superseded("another trainer holds the weights: one cluster has one trainer")
+        return hold, stored.mod_revision
+
+    async def _write(self, hold: WeightHold, revision: int) -> WeightHold:
+        hold = msgspec.structs.replace(hold, fence=self._fence())
+        try:
+            await self._register.compare_and_swap(_KEY, hold.encode(), expected_revision=revision)
+        except StaleFence as error:
+            raise Unavailable("the hold has changed meanwhile: look at it and try again") from error
+        return hold
+
+    def _show(self, hold: WeightHold) -> None:
+        self._versions.hold = hold
+        metrics.show_hold(hold)
+
+    def _announced(self, version: int) -> WeightAnnouncement:
+        if not version:
+            raise InvalidArgument("weight_version = 0: name a version of ListWeights")
+        return self._versions.version(version).announcement
+
+    async def _canary(self, hold: WeightHold, asked: StartCanary) -> WeightHold:
+        if not 0 < asked.share < 1:
+            raise InvalidArgument(f"share = {asked.share:g}: must be above 0 and below 1")
+        canary = self._announced(asked.version)
+        base = hold.base
+        if base is None:
+            held = [one.announcement for one in self._versions.published]
+            earlier = [one for one in held if one.weight_version < asked.version]
+            if not earlier:
+                raise FailedPrecondition(
+                    f"no version before {asked.version} is held, which the other workers could "
+                    "serve. The setting kept_versions is the number of versions that are kept"
+                )
+            base = earlier[-1]
+        if base.weight_version == asked.version:
+            raise FailedPrecondition(
+                f"weight version {asked.version} is held for all workers: a canary is another one"
+            )
+        return WeightHold(
+            base=base,
+            canary=canary,
+            canary_workers=chosen_workers(await self._workers(), asked.version, asked.share),
+            subject=asked.subject,
+        )
+
+
+def chosen_workers(workers: Sequence[Instance], version: int, share: float) -> tuple[str, ...]:
+    """The workers of a canary, by instance id: of those that decode at least one and not all, of
+    prefill workers the same share if there are several. Workers that serve the version already
+    come first. Raises `FailedPrecondition` for fewer than two that decode."""
+    decode = [one for one in workers if one.kind == "decode"]
+    prefill = [one for one in workers if one.kind == "prefill"]
+    if len(decode) < 2:
+        raise FailedPrecondition(
+            f"{len(decode)} workers decode: a canary needs two, one of them for the other version"
+        )
+
+    def first(of: Sequence[Instance]) -> list[str]:
+        number = min(len(of) - 1, max(1, math.floor(share * len(of) + 0.5))) if of else 0
+        serving = str(version)
+        ordered = sorted(
+            of, key=lambda one: (one.metadata.get("weight_version") != serving, one.instance_id)
+        )
+        return [one.instance_id for one in ordered[:number]]
+
+    return tuple(sorted({*first(decode), *first(prefill)}))
+
+
+def _at(one: WeightAnnouncement | None, source: str) -> Any:
+    return one and msgspec.structs.replace(one, source=source)
+
+
+def _choice(hold: WeightHold) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return hold.versions, hold.canary_workers

@@ -1,0 +1,132 @@
+"""Files of held versions: a hold survives the restart of its trainer.
+
+One directory a version, written beside, fsynced and renamed: it is complete or absent. The data is
+mapped, not read: a held version takes no memory.
+
+    tensors.bin         data of all tensors, in the manifest's order
+    manifest.json       as it was published
+    published.json      announcement and time of publication
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from forge.core.errors import DataLoss, ResourceExhausted
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.weights import (
+    HeldWeights,
+    TensorEntry,
+    WeightAnnouncement,
+    content_digest,
+)
+from services.trainer.checkpoint.store import sync
+from services.trainer.published.versions import PublishedVersion
+
+_PREFIX = "version-"
+_UNFINISHED = ".unfinished"
+_TENSORS = "tensors.bin"
+_MANIFEST = "manifest.json"
+_PUBLISHED = "published.json"
+
+
+class _Published(msgspec.Struct, frozen=True, kw_only=True):
+    announcement: WeightAnnouncement
+    published_unix_s: float
+
+
+class HeldFiles:
+    """The held versions in one directory, which exists while there is one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(
+        self, one: PublishedVersion, weights: HeldWeights
+    ) -> tuple[PublishedVersion, HeldWeights]:
+        """Store a version durably; return it as `read` does. Raises `ResourceExhausted` when it
+        cannot be written."""
+        path = self._path(one.weight_version)
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            about = _Published(announcement=one.announcement, published_unix_s=one.published_unix_s)
+            _write(unfinished / _TENSORS, (tensor.data for tensor in weights.tensors))
+            _write(unfinished / _MANIFEST, [weights.manifest])
+            _write(unfinished / _PUBLISHED, [msgspec.json.encode(about)])
+            sync(unfinished)
+            shutil.rmtree(path, ignore_errors=True)
+            unfinished.rename(path)
+            sync(self._directory)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ResourceExhausted(f"{path}: {error.strerror or error}") from error
+        return _read(path)
+
+    def read(self, version: int) -> tuple[PublishedVersion, HeldWeights]:
+        """A stored version. Raises `DataLoss` without a complete and undamaged one."""
+        return _read(self._path(version))
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Remove all other versions."""
+        wanted = {self._path(version).name for version in versions}
+        for path in self._directory.glob(f"{_PREFIX}*"):
+            if path.name not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
+        if not versions:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"{_PREFIX}{version:08d}"
+
+
+def _read(path: Path) -> tuple[PublishedVersion, HeldWeights]:
+    try:
+        about = msgspec.json.decode((path / _PUBLISHED).read_bytes(), type=_Published)
+        encoded = (path / _MANIFEST).read_bytes()
+        manifest = about.announcement.open(encoded)
+        tensors = tuple(_tensors(path / _TENSORS, manifest.tensors))
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise DataLoss(f"{path} is no held version: {error}") from error
+    found = content_digest(map(TensorEntry.of, tensors))
+    if found != about.announcement.digest:
+        raise DataLoss(f"{path} is damaged: digest {found}, not {about.announcement.digest}")
+    one = PublishedVersion(
+        announcement=about.announcement, published_unix_s=about.published_unix_s, on_disk=True
+    )
+    return one, HeldWeights(tensors=tensors, manifest=encoded)
+
+
+def _tensors(file: Path, entries: Collection[TensorEntry]) -> Iterator[NamedTensor]:
+    """Raises `ValueError` for a file of another size."""
+    size_bytes = sum(entry.size_bytes for entry in entries)
+    with file.open("rb") as opened:
+        found_bytes = os.fstat(opened.fileno()).st_size
+        if found_bytes != size_bytes:
+            raise ValueError(f"{file.name} has {found_bytes} bytes, not {size_bytes}")
+        # An empty file cannot be mapped.
+        data: memoryview = memoryview(b"")
+        if size_bytes:
+            data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    start = 0
+    for entry in entries:
+        end = start + entry.size_bytes
+        yield NamedTensor(
+            name=entry.name, dtype=entry.dtype, shape=entry.shape, data=data[start:end]
+        )
+        start = end
+
+
+def _write(file: Path, parts: Iterator[bytes | memoryview] | list[bytes]) -> None:
+    with file.open("wb") as opened:
+        for part in parts:
+            opened.write(part)
+        opened.flush()
+        os.fsync(opened.fileno())
