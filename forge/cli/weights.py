@@ -5,7 +5,6 @@ Owns the arguments and the output; the trainer owns the effect.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -127,6 +126,8 @@ def _steer(
 
 async def _adopted(steering: WeightSteering, *, wait_s: float) -> bool:
     """Wait until every worker serves its version; print those that do not."""
+    from asyncio import sleep
+
     from forge.client.weights import lagging
 
     give_up_s = time.monotonic() + wait_s
@@ -135,7 +136,7 @@ async def _adopted(steering: WeightSteering, *, wait_s: float) -> bool:
             for one in late:
                 say(f"{worker_line(one)}, not yet v{one.wanted_version}")
             return False
-        await asyncio.sleep(_POLL_S)
+        await sleep(_POLL_S)
     say(f"{len(listing.workers)} workers serve their version")
     return True
 

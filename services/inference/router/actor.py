@@ -38,6 +38,7 @@ from services.inference.router.messages import (
     Decoded,
     Failed,
     FleetChanged,
+    HoldChanged,
     Leave,
     PlaceDecode,
     Placement,
@@ -155,6 +156,8 @@ class RouterActor(Actor):
                 self._leave(admission)
             case FleetChanged():
                 self._refresh()
+            case HoldChanged(newest=newest):
+                self._fleet.versions.newest_held = newest
             case CacheReported(worker=worker, change=change):
                 worker.cached.report(stored=change.stored, removed=change.removed, anew=change.anew)
             case Report():

@@ -143,5 +143,13 @@ class CacheReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldChanged:
+    """Tell: a hold of the weights began, changed or ended."""
+
+    newest: int | None
+    """The newest held version; None without a hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetChanged:
     """Tell: discovery has changed."""

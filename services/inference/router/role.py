@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 
+from forge.core.errors import DataLoss
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import first_done
-from forge.runtime.coordination import Discovery
+from forge.runtime.coordination import Discovery, Versioned
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.clock import read_clock
 from forge.runtime.serving_groups import kind_in
+from forge.runtime.weights import NO_HOLD, WeightHold, hold_key
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import RouterActor
 from services.inference.router.cache_watch import CacheWatch
-from services.inference.router.messages import CacheReported, FleetChanged
+from services.inference.router.messages import CacheReported, FleetChanged, HoldChanged
 from services.inference.router.open_calls import PING_S
 from services.inference.router.service import InferenceServicer
 
@@ -60,12 +63,24 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         scopes=SCOPES,
     )
     context.keep_running(watch(discoveries, router), name="fleet-watch")
+    holds = context.coordinator.follow(hold_key(config.policy))
+    context.keep_running(watch_holds(holds, router), name="hold-watch")
 
     async def drain() -> None:
         await servicer.drain()
         await caches.close()
 
     return drain
+
+
+async def watch_holds(holds: AsyncGenerator[Versioned | None, None], router: ActorRef) -> None:
+    """Send every change of the hold to the router actor."""
+    async with aclosing(holds) as changes:
+        async for value in changes:
+            with suppress(DataLoss):
+                # Of an unreadable one the workers' logs tell.
+                hold = NO_HOLD if value is None else WeightHold.decode(value.value)
+                router.tell(HoldChanged(newest=max(hold.versions, default=None)))
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:

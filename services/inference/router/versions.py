@@ -3,7 +3,8 @@
 The versions of an answer's tokens do not fall while a worker that is new enough is near: an answer
 with tokens of version v waits for a worker with v or newer, at most `wait_s` from the moment the
 first worker had v. Then an older worker continues it, so that a worker without the newest weights
-does not stop a fleet; each token has its true version in any case.
+does not stop a fleet; each token has its true version in any case. During a hold no worker will have
+a version above the held ones, so no answer waits for one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Versions:
     """The versions in service, each with the time of its first worker."""
 
     wait_s: float
+    newest_held: int | None = None
+    """Newest version of a hold; None without one."""
     _since_s: dict[int, float] = field(default_factory=dict)
 
     def seen(self, version: int, *, now_s: float) -> None:
@@ -49,6 +52,8 @@ class Versions:
     ) -> tuple[Sequence[Worker], bool]:
         """Return the workers that may continue an answer with tokens of version `floor`, and
         whether they are older. Raises TooOld while a newer one may still come."""
+        if self.newest_held is not None:
+            floor = min(floor, self.newest_held)
         new = [worker for worker in workers if worker.version >= floor]
         if new or not workers:
             return new, False

@@ -13,6 +13,7 @@ from services.inference.router.messages import (
     Admit,
     Decoded,
     Failed,
+    HoldChanged,
     Leave,
     PlaceDecode,
     PlacePrefill,
@@ -223,6 +224,17 @@ async def test_answer_does_not_move_to_older_weights() -> None:
     # No worker has announced version 3 yet, but its token shows it.
     with pytest.raises(TooOld):
         await router.actor.receive(PlaceDecode(ids=PROMPT, floor=3))
+
+
+async def test_answer_waits_for_no_version_above_a_hold() -> None:
+    """After a rollback no worker will have it; after the promotion the rule holds again."""
+    router = await harness(announced("d0", "decode", version=1))
+    await router.actor.receive(HoldChanged(newest=1))
+    placed = await router.actor.receive(PlaceDecode(ids=PROMPT, floor=2))
+    assert placed.worker.instance_id == "d0"
+    await router.actor.receive(HoldChanged(newest=None))
+    with pytest.raises(TooOld):
+        await router.actor.receive(PlaceDecode(ids=PROMPT, floor=2))
 
 
 async def test_new_answer_begins_no_newer_than_decode() -> None:
