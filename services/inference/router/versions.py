@@ -3,8 +3,8 @@
 The versions of an answer's tokens do not fall while a worker that is new enough is near: an answer
 with tokens of version v waits for a worker with v or newer, at most `wait_s` from the moment the
 first worker had v. Then an older worker continues it, so that a worker without the newest weights
-does not stop a fleet; each token has its true version in any case. During a hold no worker will have
-a version above the held ones, so no answer waits for one.
+does not stop a fleet; each token has its true version in any case. During a hold no worker will
+have a version above the held ones, so no answer waits for one.
 """
 
 from __future__ import annotations
