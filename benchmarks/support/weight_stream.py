@@ -36,6 +36,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
 from services.inference.worker.weight_follower import WeightFollower
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Snapshot
 
 _PIECE_BYTES = 1 << 20
@@ -124,15 +125,12 @@ class _CountingServicer(weights.WeightServicer):
 async def _publish(pipe: Connection, etcd: str, cluster: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
-    held: dict[str, Publisher] = {}
-    servicer = _CountingServicer(
-        lambda: held["publisher"].held if held else {}, deltas=DeltaEncoder()
-    )
+    versions = PublishedVersions(kept=2)
+    servicer = _CountingServicer(lambda: versions.weights, deltas=DeltaEncoder())
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
     )
-    address = await server.start()
-    publisher = held["publisher"] = Publisher(coordinator, source=address, floor=0)
+    publisher = Publisher(coordinator, versions, source=await server.start(), floor=0)
     made: list[NamedTensor] = []
 
     async def obey(order: Order) -> Any:

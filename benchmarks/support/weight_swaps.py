@@ -19,6 +19,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.tensor_bytes import to_named
+from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Snapshot
 from tests.support.inference.cluster import InferenceCluster
 from tests.support.runtime.etcd import EtcdServer
@@ -68,16 +69,15 @@ async def swaps(folder: Path, etcd: EtcdServer, *, rounds: int) -> dict[str, flo
     shape.save_pretrained(folder / "model")
     coordinator = await Coordinator.connect(etcd.endpoint, cluster="swaps")
     cluster = InferenceCluster(folder, folder / "model", coordinator, etcd, "swaps")
-    held: dict[str, Publisher] = {}
+    versions = PublishedVersions(kept=2)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=cluster.security)
     server.add_service(
         rpc.add_WeightServiceServicer_to_server,
-        weights.WeightServicer(lambda: held["publisher"].held if held else {}),
+        weights.WeightServicer(lambda: versions.weights),
         full_name=weights.FULL_NAME,
     )
     try:
-        publisher = Publisher(coordinator, source=await server.start(), floor=0)
-        held["publisher"] = publisher
+        publisher = Publisher(coordinator, versions, source=await server.start(), floor=0)
         await publisher.publish(Snapshot(step=0, tensors=_model(0)))
         cluster.start("router")
         await cluster.registered("decode", cluster.start("both"))

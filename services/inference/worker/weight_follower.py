@@ -115,7 +115,9 @@ class WeightFollower:
     @property
     def _wanted(self) -> WeightAnnouncement | None:
         """The version to serve; None while it is unknown."""
-        return self._hold and self._hold.wanted(self._own_id, self._newest)
+        if self._hold is None:
+            return None
+        return self._hold.wanted(self._own_id, self._newest)
 
     @property
     def _holds(self) -> bool:
