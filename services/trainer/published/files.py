@@ -26,7 +26,7 @@ from forge.runtime.weights import (
     WeightAnnouncement,
     content_digest,
 )
-from services.trainer.checkpoint.store import sync
+from services.trainer.checkpoint.files import sync
 from services.trainer.published.versions import PublishedVersion
 
 _PREFIX = "version-"

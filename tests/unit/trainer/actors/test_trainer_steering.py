@@ -206,7 +206,7 @@ async def test_canary_keeps_the_base_of_a_hold(tmp_path: Path) -> None:
         hold.base,
     ]
     await trainer.ask(roll_back(1))
-    assert trainer.hold.versions == (1,) and not trainer.hold.canary_workers
+    assert list(trainer.hold.versions) == [1] and not trainer.hold.canary_workers
     assert trainer.files == ["version-00000001"]
 
 
