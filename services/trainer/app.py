@@ -38,6 +38,7 @@ from services.trainer.actors.training import (
     SaveCheckpoint,
     Training,
 )
+from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
 from services.trainer.config import TrainerConfig
@@ -76,6 +77,8 @@ class TrainerApp:
         self._lineage: Lineage | None = None
         self._following: asyncio.Task[None] | None = None
         self._superseded = False
+        kept = self._config.checkpoint
+        self._retention = Retention(last=kept.keep_last, every_steps=kept.keep_every_steps)
         self._source_of_checkpoints = CheckpointSource(Path(self._config.checkpoint.dir))
         self._evaluator: Evaluator | None = None
         self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
@@ -87,9 +90,10 @@ class TrainerApp:
         watch_gpus(self._context, device=self._config.device)
         lineage = await self._elected()
         actors = self._context.actors
-        store = CheckpointStore(Path(self._config.checkpoint.dir))
+        store = CheckpointStore(Path(self._config.checkpoint.dir), self._retention)
         await lineage.check(store)
-        writer = await actors.spawn(lambda: CheckpointWriter(store), name="checkpoints")
+        sending = self._source_of_checkpoints.sending
+        writer = await actors.spawn(lambda: CheckpointWriter(store, sending), name="checkpoints")
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))
         self._training = await actors.spawn(
@@ -174,7 +178,7 @@ class TrainerApp:
             if not task.cancelled() and (error := task.exception()) is not None:
                 context.fail("checkpoint-follower", error)
 
-        follower = CheckpointFollower(context, directory)
+        follower = CheckpointFollower(context, directory, self._retention)
         following = asyncio.create_task(follower.follow())
         following.add_done_callback(ended)
         try:

@@ -7,6 +7,7 @@ continues from it. In a shared directory the checkpoint is there already.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -20,6 +21,7 @@ from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
+from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.transfer import Staging, is_current, pieces
 from services.trainer.lineage import RECORD_KEY, LineageRecord
 
@@ -29,9 +31,10 @@ SILENCE_S = 30.0
 class CheckpointFollower:
     """Fetches each checkpoint of the leader into this trainer's directory."""
 
-    def __init__(self, context: ServiceContext, directory: Path) -> None:
+    def __init__(self, context: ServiceContext, directory: Path, retention: Retention) -> None:
         self._context = context
         self._directory = directory
+        self._retention = retention
         self._trainers = context.coordinator.discover("trainer")
         self._address = ""
         """Of the leader; kept while it drains, when discovery no longer has it."""
@@ -98,7 +101,12 @@ class CheckpointFollower:
         )
         if await asyncio.to_thread(here):
             return True
-        staging = Staging(self._directory, step=record.step, fingerprint=record.fingerprint)
+        staging = Staging(
+            self._directory,
+            step=record.step,
+            fingerprint=record.fingerprint,
+            retention=self._retention,
+        )
         have = await asyncio.to_thread(staging.begin)
         try:
             async with aclosing(self._fetch(step=record.step, have=have)) as responses:
@@ -144,6 +152,11 @@ class CheckpointSource:
         self._stored: dict[str, int] = {}
         """By standby, the step of the newest checkpoint that it has stored; 0 before the first."""
         self._changed = asyncio.Event()
+        self._sending: Counter[int] = Counter()
+
+    def sending(self) -> frozenset[int]:
+        """Steps of the checkpoints that standbys are fetching now; any thread may call it."""
+        return frozenset(self._sending)
 
     async def send(
         self, request: pb.FetchCheckpointRequest
@@ -155,10 +168,13 @@ class CheckpointSource:
             return
         self._stored.setdefault(request.trainer, 0)
         responses = pieces(self._directory, request)
+        self._sending[request.step] += 1
         try:
             while (response := await asyncio.to_thread(next, responses, None)) is not None:
                 yield response
         finally:
+            self._sending[request.step] -= 1
+            self._sending += Counter()  # without those at zero
             await asyncio.to_thread(responses.close)
 
     async def handed_over(self, step: int, *, standbys: int) -> None:

@@ -85,6 +85,11 @@ class CheckpointSettings:
     """Directory of the checkpoints."""
     every_steps: Annotated[int, Meta(ge=1)] = 10
     """Optimizer steps between checkpoints: the work that a crash can cost."""
+    keep_last: Annotated[int, Meta(ge=1)] = 2
+    """Newest checkpoints to keep; a damaged one is replaced by an older one of them."""
+    keep_every_steps: Annotated[int, Meta(ge=0)] = 0
+    """Keep for good the first checkpoint at or after each multiple of these steps, too; 0: none.
+    The pool does not wait for them: it frees groups once the keep_last newest include them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

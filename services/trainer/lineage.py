@@ -98,6 +98,8 @@ class Lineage:
         """Of the newest checkpoint here, at the start."""
         self.name = ""
         """Id of the lineage, from `begin` on."""
+        self.recorded_step = 0
+        """Of the checkpoint that the record names, as far as this process knows: it must stay."""
         self._saving = asyncio.Lock()
 
     @property
@@ -294,6 +296,7 @@ class Lineage:
         except StaleFence as error:
             raise Unavailable("the lineage has changed meanwhile: read it again") from error
         self.began_fence = fence
+        self.recorded_step = record.step
 
     def _refuse_other(self, record: LineageRecord, checkpoint: Checkpoint | None) -> None:
         ends = record.lineage == self._start_over

@@ -6,6 +6,7 @@ decides when to save and which checkpoint counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,33 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Wait until every earlier write has ended; answered by the step of the oldest checkpoint."""
+    """Wait until every earlier write has ended; answered by the oldest step to which a rewind may
+    return."""
+
+    recorded: int = 0
+    """Step of the checkpoint that the lineage's record names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prune:
+    """Remove the checkpoints that retention does not keep; answered like `Flush`."""
+
+    recorded: int
+    """Step of the checkpoint that the lineage's record names, which stays."""
 
 
 class CheckpointWriter(ThreadActor):
     """Writes one checkpoint at a time."""
 
-    def __init__(self, store: CheckpointStore) -> None:
+    def __init__(
+        self, store: CheckpointStore, sending: Callable[[], Collection[int]] = frozenset
+    ) -> None:
+        """`sending` returns the steps that standbys are fetching; these stay, too."""
         self._store = store
+        self._sending = sending
 
     def receive(self, message: Any) -> Path | int:
-        """Handles `Write` and `Flush`."""
+        """Handles `Write`, `Flush` and `Prune`."""
         match message:
             case Write():
                 return self._store.save(
@@ -54,6 +71,9 @@ class CheckpointWriter(ThreadActor):
                     lineage=message.lineage,
                     fence=message.fence,
                 )
-            case Flush():
-                return self._store.oldest_step()
+            case Flush(recorded=recorded):
+                return self._store.oldest_step(recorded=recorded)
+            case Prune(recorded=recorded):
+                self._store.prune(held={recorded, *self._sending()})
+                return self._store.oldest_step(recorded=recorded)
         raise NotImplementedError(f"CheckpointWriter handles no {type(message).__name__}")

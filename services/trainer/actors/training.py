@@ -24,7 +24,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.actors.checkpointing import Flush, Write
+from services.trainer.actors.checkpointing import Flush, Prune, Write
 from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
@@ -331,14 +331,17 @@ class Training(Actor):
         self._record.checkpoint_step = write.step
         self._checkpoint = path
         await self._lineage.saved(path, step=write.step, weight_version=write.weight_version)
-        self._record.oldest_checkpoint_step = await self._flush()
+        # Only now: until then the record names an older checkpoint.
+        prune = Prune(recorded=self._lineage.recorded_step)
+        self._record.oldest_checkpoint_step = await self._writer.ask(prune, timeout_s=UNBOUNDED_S)
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)
         log.info("checkpoint_saved", step=write.step, path=str(path), write_s=round(write_s, 3))
         return path
 
     async def _flush(self) -> int:
-        oldest_step: int = await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
+        flush = Flush(recorded=self._lineage.recorded_step)
+        oldest_step: int = await self._writer.ask(flush, timeout_s=UNBOUNDED_S)
         return oldest_step
 
     async def _finish(self) -> None:

@@ -17,7 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE, sync
 from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
+from services.trainer.checkpoint.retention import Retention
 
-KEPT = 2
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
 _LATEST = "latest"
@@ -70,8 +70,9 @@ class _Saved:
 class CheckpointStore:
     """The checkpoints of one run, in one directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, retention: Retention = Retention()) -> None:  # noqa: B008
         self._directory = directory
+        self._retention = retention
         self._saved: _Saved | None = None
         self._known: set[Path] = set()
         """Checkpoints that this process has saved, or found at a restore."""
@@ -137,13 +138,17 @@ class CheckpointStore:
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceExhausted(f"checkpoint {path}: {error.strerror or error}") from error
-        prune(self._directory)
         return path
 
-    def oldest_step(self) -> int:
-        """Step of the oldest checkpoint, damaged or not: a rewind cannot go further. 0 if none."""
-        paths = self._directory.glob(f"{_PREFIX}*[0-9]")
-        return min((int(path.name.removeprefix(_PREFIX)) for path in paths), default=0)
+    def oldest_step(self, *, recorded: int = 0) -> int:
+        """Step of the oldest checkpoint to which a rewind may return, damaged or not: one of the
+        newest that retention keeps, or the `recorded` one. 0 if there is none."""
+        steps = [step_of(path) for path in checkpoints_in(self._directory)]
+        return min([*self._retention.newest(steps), *({recorded} & {*steps})], default=0)
+
+    def prune(self, *, held: Collection[int]) -> None:
+        """Remove the checkpoints that retention does not keep, except those of the steps `held`."""
+        prune(self._directory, self._retention, held=held)
 
     def newest_first(self) -> Iterator[Checkpoint]:
         """Every valid checkpoint; a damaged one is logged and skipped.
@@ -197,12 +202,18 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def prune(directory: Path) -> None:
-    """Remove all but the newest checkpoints."""
-    for path in checkpoints_in(directory)[:-KEPT]:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's directory."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def prune(directory: Path, retention: Retention, *, held: Collection[int] = ()) -> None:
+    """Remove the checkpoints that retention does not keep, except those of the steps `held`."""
+    paths = {step_of(path): path for path in checkpoints_in(directory)}
+    for step in sorted(paths.keys() - retention.kept(paths) - {*held}):
         # Renamed first: a half-removed directory must not look like a checkpoint.
-        doomed = path.with_name(path.name + _UNFINISHED)
-        path.rename(doomed)
+        doomed = paths[step].with_name(paths[step].name + _UNFINISHED)
+        paths[step].rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

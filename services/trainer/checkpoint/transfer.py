@@ -19,6 +19,7 @@ from typing import BinaryIO
 from forge.core.errors import DataLoss, NotFound, ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.files import STATE_FILE, sync
+from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import (
     checkpoints_in,
     path_of,
@@ -93,9 +94,17 @@ def _hashed(file: BinaryIO, digest: hashlib._Hash, left: int) -> tuple[int, byte
 class Staging:
     """A checkpoint that arrives."""
 
-    def __init__(self, directory: Path, *, step: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        step: int,
+        fingerprint: str,
+        retention: Retention = Retention(),  # noqa: B008
+    ) -> None:
         """`fingerprint`: of the complete checkpoint; "" from an earlier release."""
         self._directory = directory
+        self._retention = retention
         self._step = step
         self._fingerprint = fingerprint
         # With the fingerprint: the same step may have another checkpoint after a rewind.
@@ -173,7 +182,7 @@ class Staging:
             set_aside(path)
         self._path.rename(path)
         sync(self._directory)
-        prune(self._directory)
+        prune(self._directory, self._retention)
         return path
 
 

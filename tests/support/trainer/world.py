@@ -12,7 +12,7 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
-from services.trainer.actors.checkpointing import Flush, Write
+from services.trainer.actors.checkpointing import Flush, Prune, Write
 from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.actors.training import Advance
 from services.trainer.checkpoint.store import Checkpoint
@@ -110,7 +110,7 @@ class FakeWriter(Actor):
                     history=history.until(step),
                 )
                 return self._world.saved.path
-            case Flush():
+            case Flush() | Prune():
                 return self._world.saved.step if self._world.saved else 0
         return await super().receive(message)
 
@@ -171,6 +171,7 @@ class FakePublisher:
 class FakeLineage:
     name = "lineage"
     fence = began_fence = 1
+    recorded_step = 0
 
     async def begin(self, checkpoint: Checkpoint | None, trained_groups: Any) -> int:
         return checkpoint.weight_version if checkpoint else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,14 @@ import pytest
 
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import checkpoint_follower
+from services.trainer.actors.checkpointing import CheckpointWriter, Prune
 from services.trainer.checkpoint.history import History
-from services.trainer.checkpoint.store import CheckpointStore, read_checkpoint
+from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.store import (
+    CheckpointStore,
+    checkpoints_in,
+    read_checkpoint,
+)
 from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
 from services.trainer.lineage import LineageRecord
 from tests.support.runtime.waiting import settle, until
@@ -87,7 +94,7 @@ def follower_of(leader: Leader, directory: Path) -> CheckpointFollower:
     context: Any = SimpleNamespace(
         coordinator=leader, channels=leader, metadata={"incarnation": "standby"}
     )
-    return CheckpointFollower(context, directory)
+    return CheckpointFollower(context, directory, Retention())
 
 
 async def test_leader_waits_until_a_checkpoint_is_stored(leader: Leader, tmp_path: Path) -> None:
@@ -135,3 +142,18 @@ async def test_checkpoint_that_arrives_during_an_election_is_stored(
     await arrived
     following.cancel()
     assert list((tmp_path / "standby").glob("step-*"))
+
+
+async def test_checkpoint_that_is_fetched_is_not_removed(tmp_path: Path) -> None:
+    """Nor the one that the record names; both are once they are neither."""
+    directory = tmp_path / "leader"
+    source, store = CheckpointSource(directory), CheckpointStore(directory, Retention(last=1))
+    writer = CheckpointWriter(store, source.sending)
+    for step in (1, 2, 3):
+        store.save(lambda folder: None, step=step, weight_version=1, history=History())
+    async with aclosing(source.send(pb.FetchCheckpointRequest(step=1, trainer="s"))) as responses:
+        await anext(responses)
+        assert writer.receive(Prune(recorded=2)) == 2
+        assert [path.name[-1] for path in checkpoints_in(directory)] == ["1", "2", "3"]
+    assert writer.receive(Prune(recorded=3)) == 3
+    assert [path.name[-1] for path in checkpoints_in(directory)] == ["3"]

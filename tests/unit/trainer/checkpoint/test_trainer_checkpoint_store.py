@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forge.cli.kept import read_kept
 from forge.core.errors import DataLoss, ResourceExhausted
@@ -27,6 +29,7 @@ from services.trainer.checkpoint.reading import (
     read_learner,
     read_published,
 )
+from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.shards import Shard
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.runtime.disks import full_beyond
@@ -79,14 +82,49 @@ def test_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     assert [one.path for one in store.newest_first()] == [path]
 
 
-def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
-    """Older ones are deleted, in the order of their steps, not of their names' length."""
-    store = CheckpointStore(tmp_path)
-    for step in (8, 9, 10):
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    """In the order of their steps, not of their names' length; and those that are held."""
+    store = CheckpointStore(tmp_path, Retention(last=2, every_steps=0))
+    for step in (7, 8, 9, 10):
         save(store, step)
-    assert names(tmp_path) == ["latest", "step-00000009", "step-00000010"]
+    assert store.oldest_step(recorded=7) == 7
+    store.prune(held={7})
+    kept = ["step-00000007", "step-00000009", "step-00000010"]
+    assert names(tmp_path) == ["latest", *kept]
     assert (tmp_path / "latest").resolve() == tmp_path / "step-00000010"
-    assert store.oldest_step() == 9
+    assert store.oldest_step(recorded=10) == 9
+    store.prune(held=())
+    assert names(tmp_path) == ["latest", *kept[1:]]
+
+
+def test_checkpoint_kept_for_good_is_no_end_of_a_rewind(tmp_path: Path) -> None:
+    """The pool may free what was trained after it."""
+    store = CheckpointStore(tmp_path, Retention(last=1, every_steps=10))
+    for step in (10, 14, 18):
+        save(store, step)
+        store.prune(held={step})
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000018"]
+    assert store.oldest_step(recorded=18) == 18
+
+
+@given(
+    steps=st.sets(st.integers(1, 200), min_size=1),
+    last=st.integers(1, 5),
+    every=st.integers(0, 50),
+)
+def test_retention_keeps_the_newest_and_one_of_each_interval(
+    steps: set[int], last: int, every: int
+) -> None:
+    """Removing the others changes no later answer."""
+    retention = Retention(last=last, every_steps=every)
+    kept = retention.kept(steps)
+    assert kept <= steps and set(sorted(steps)[-last:]) <= kept
+    assert retention.kept(kept) == kept
+    for step in steps if every else ():
+        first = min(one for one in steps if one // every == step // every)
+        assert step < every or first in kept
+    if not every:
+        assert len(kept) == min(last, len(steps))
 
 
 def test_same_step_is_saved_once(tmp_path: Path) -> None:
@@ -130,43 +168,48 @@ def test_crash_while_writing_keeps_the_older_checkpoints(tmp_path: Path) -> None
 KILLED = """
 import os, sys
 from pathlib import Path
+import torch
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.checkpoint import files
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.shards import Shard
 
 # One child a point: the imports take most of the time. The parent prints how each child ended.
 folder = Path(sys.argv[1])
-for last in sys.argv[2:]:
+for point in sys.argv[2:]:
     child = os.fork()
     if not child:
         break
-    print(last, -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(point, -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 else:
     sys.exit()
-point, store = "", CheckpointStore(folder / last)
-
-def kill(*_):
-    os.kill(os.getpid(), 9)
-
-def write(directory):
-    (directory / "model.bin").write_bytes(b"weights")
-    if point == "writing":
-        kill()
-
+store = CheckpointStore(folder / point)
+weight = torch.zeros(2)
+contents = files.Contents(
+    model={"w": weight},
+    shards=[Shard(name="master.w", offsets=(0,), data=weight)],
+    model_path=folder,
+)
 history = History([pb.StepMetrics(step=1)])
-store.save(write, step=1, weight_version=1, history=history)
+store.save(contents.write, step=1, weight_version=1, history=history)
 history.add(pb.StepMetrics(step=2))
-point = last
-if point != "writing":
-    setattr(Path, point, kill)
-store.save(write, step=2, weight_version=2, history=history)
+owner = {"_describe": files.Contents, "rename": Path, "replace": Path}.get(point, files)
+assert hasattr(owner, point)
+setattr(owner, point, lambda *_: os.kill(os.getpid(), 9))
+store.save(contents.write, step=2, weight_version=2, history=history)
 """
 
 
 def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """In a file, before the rename, before `latest` moves: the former checkpoint is valid, with its
-    history, to which the next one's was added already."""
-    points = {"writing": 1, "rename": 1, "replace": 2}
+    """Before each file, between writing and fsync, before the rename, before `latest` moves: the
+    former checkpoint is valid, with its history, to which the next one's was added already."""
+    points = {
+        **dict.fromkeys(("save_tensors", "write_shards", "_durable", "copy_description"), 1),
+        "_describe": 1,
+        "rename": 1,
+        "replace": 2,
+    }
     command = [sys.executable, "-c", KILLED, str(tmp_path), *points]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     killed = [f"{point} {signal.SIGKILL.value}" for point in points]
@@ -176,6 +219,7 @@ def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path / point)
         newest = next(store.newest_first())
         assert newest.step == step
+        check_files(master_weights(newest.path, adapters=False), newest.path)
         assert [each.step for each in newest.history] == list(range(1, step + 1))
         assert not list((tmp_path / point).glob("*.unfinished"))
         save(store, 3)
