@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.systemd.bare_host import BareHost, missing
 from tests.support.systemd.installed import Installed
-from tests.support.systemd.work import SESSIONS, TASKS, until
+from tests.support.systemd.work import READ, SESSIONS, TASKS, until
 
 FORGE = "/opt/forge/.venv/bin/forge"
 CLUSTER = ("--etcd", "127.0.0.1:2379", "--key-file", "/etc/forge/key")
@@ -144,6 +144,19 @@ def test_gateways_of_a_host_share_a_port(host: BareHost) -> None:
     host.run("mv", f"{settings}.bak", settings)
     host.run("systemctl", "restart", "forge-gateway@1")
     until(lambda: all_active(host))
+
+
+def test_console_is_read_with_a_token_alone(host: BareHost) -> None:
+    """By the user of its service, which every user of the host reaches."""
+    host.run("systemctl", "start", "forge-console@1")
+    until(lambda: host.show("forge-console@1", "ActiveState") == "active")
+    owner = host.run("stat", "--format=%U", f"/proc/{host.show('forge-console@1', 'MainPID')}")
+    assert owner.strip() == "forge-console"
+    token = host.run(FORGE, "token", "issue", "viewer", "--subject", "reader", *CLUSTER).strip()
+    read = ("/usr/bin/python3", "-c", READ, "http://127.0.0.1:7800/api/queue/0")
+    assert host.run(*read).strip() == "401"
+    until(lambda: host.run(*read, token).strip() == "200")
+    host.run("systemctl", "stop", "forge-console@1")
 
 
 def test_moved_trainer_does_not_start_over(host: BareHost) -> None:

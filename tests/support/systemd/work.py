@@ -45,3 +45,15 @@ print("handed over by both" if all(counts) else counts)
 """
 """A program: a request of each of twenty sessions to the port of its first argument, each on a new
 connection; the others are the metrics ports of the gateways behind it."""
+READ = """
+import sys
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+url, *token = sys.argv[1:]
+headers = {"Authorization": f"Bearer {one}" for one in token}
+try:
+    print(urlopen(Request(url, headers=headers), timeout=60).status)
+except HTTPError as error:
+    print(error.code)
+"""
+"""A program: the HTTP status of a URL, read with the token of its second argument, if it has one."""
