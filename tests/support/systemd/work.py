@@ -56,4 +56,4 @@ try:
 except HTTPError as error:
     print(error.code)
 """
-"""A program: the HTTP status of a URL, read with the token of its second argument, if it has one."""
+"""A program: the HTTP status of a URL, read with the token of the second argument, if any."""
