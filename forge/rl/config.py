@@ -128,6 +128,11 @@ class ObjectiveConfig:
     """Weight of the KL penalty against the reference policy; 0: no penalty, no reference."""
     kl_estimator: KlEstimator = "k2"
     """k1: subtracted from the advantages; k2, k3: added to the loss."""
+    teacher_coef: NotNegative = 0.0
+    """On-policy distillation: a token's advantage gets this times its log-prob under the teacher
+    (teacher_path) less that under the policy; 0: no teacher."""
+    teacher_only: bool = False
+    """Train on the teacher's advantages alone, not on rewards."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy at trained tokens, nats, is
     subtracted from the loss; 0: no bonus."""
@@ -171,6 +176,10 @@ class ObjectiveConfig:
             self.ratio_level == "turn" or name in SEQUENCE_RATIOS,
             f"turn, since the ratios of algorithm {name} are of tokens "
             f"(trajectory: {', '.join(SEQUENCE_RATIOS)})",
+        )  # fmt: skip
+        _require(
+            "objective.teacher_only", self.teacher_only,
+            not self.teacher_only or self.teacher_coef > 0, "False unless teacher_coef is above 0",
         )  # fmt: skip
         _require(
             "correction.weight_cap", correction.weight_cap,

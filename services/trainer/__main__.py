@@ -29,6 +29,7 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
 
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: require_model("reference_path", config.reference_path)
+    yield lambda: require_model("teacher_path", config.teacher_path)
     if (Path(config.model_path) / "config.json").is_file():
         yield lambda: _check_family(config.model_path)
     yield lambda: require_writable("checkpoint.dir", config.checkpoint.dir)

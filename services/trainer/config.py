@@ -203,6 +203,9 @@ class TrainerConfig(ServiceConfig):
     """Lower bound of the token budget, which is halved when memory runs out."""
     reference_path: str = ""
     """Model directory of the reference policy; empty: model_path, the starting weights."""
+    teacher_path: str = ""
+    """Model directory of the teacher of objective.teacher_coef, with the policy's tokenizer; empty:
+    none."""
     balance_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the load-balance loss of a mixture of experts; 0: none."""
     nominal_tokens_per_s: Annotated[float, Meta(ge=1e-3)] = 50.0
@@ -236,6 +239,7 @@ class TrainerConfig(ServiceConfig):
         self.overlong.check()
         self.objective.check(self.correction)
         self._check_advantages()
+        self._check_teacher()
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
             raise InvalidArgument(
                 f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "
@@ -257,6 +261,19 @@ class TrainerConfig(ServiceConfig):
                 "advantages.drop_flat_groups = True is not allowed with the baseline "
                 f"{baseline}: a group of equal rewards has advantages there; use group_mean or "
                 "leave_one_out"
+            )
+
+    def _check_teacher(self) -> None:
+        coef = self.objective.teacher_coef
+        if bool(coef) != bool(self.teacher_path):
+            raise InvalidArgument(
+                f"objective.teacher_coef = {coef} is not allowed with teacher_path = "
+                f"{self.teacher_path!r}: a teacher needs both"
+            )
+        if coef and self.advantages.drop_flat_groups:
+            raise InvalidArgument(
+                "advantages.drop_flat_groups = True is not allowed with objective.teacher_coef = "
+                f"{coef}: a group of equal rewards has the teacher's advantages"
             )
 
     def agreed(self) -> Mapping[str, str]:

@@ -91,6 +91,7 @@ _GAUGES = {
         ("clip_fraction", "Share of trained tokens whose ratio exceeds a bound of the loss."),
         ("masked_fraction", "Share of trained tokens that the off-policy correction masks."),
         ("reference_kl", "Mean k3 estimate of KL(policy || reference) per token."),
+        ("teacher_kl", "Mean of log pi - log pi_teacher per token, an estimate of their KL."),
         ("behavior_kl", "Mean k3 estimate of KL(behavior || policy) per token."),
         ("inference_gap_mean", "Mean |log pi - log pi_behavior| over tokens of least staleness."),
         ("inference_gap_staleness", "Staleness of these tokens."),

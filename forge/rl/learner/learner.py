@@ -51,10 +51,11 @@ class Learner:
         config: LearnerConfig,
         *,
         reference: Reference | None = None,
+        teacher: Reference | None = None,
         served: ServedValues | None = None,
     ) -> None:
-        """`reference` is needed for a KL penalty alone; with `served` the loss is that of the
-        published weights.
+        """`reference` is needed for a KL penalty alone, `teacher` for distillation; with `served`
+        the loss is that of the published weights.
 
         Raises `InvalidArgument` for an invalid objective.
         """
@@ -62,11 +63,6 @@ class Learner:
         self.config = config
         self.objective = Objective(config.objective, config.correction)
         self._served = served
-        if self.objective.needs_reference and reference is None:
-            raise InvalidArgument(
-                f"objective.kl_coef = {config.objective.kl_coef} is not allowed: there is no "
-                "reference policy"
-            )
         self.steps = 0
         """Optimizer steps taken so far."""
         self._share = Share(trees=())
@@ -81,7 +77,11 @@ class Learner:
             policy.value_head = self._critic.head
         policy.entropy_gradient = config.objective.entropy_coef > 0
         self._trees = TreeTokens(
-            policy=policy, objective=self.objective, critic=self._critic, reference=reference
+            policy=policy,
+            objective=self.objective,
+            critic=self._critic,
+            reference=reference,
+            teacher=teacher,
         )
         self.mtp = MtpTraining(policy, config.mtp, config.optimizer) if config.mtp.heads else None
         """Training of the draft heads; None without heads."""

@@ -32,6 +32,7 @@ class Frozen:
 
     old: Tensor
     reference: Tensor | None
+    teacher: Tensor | None
     credit: Credit | None
     """With a critic: advantages and values at the beginning of the batch."""
 
@@ -116,6 +117,7 @@ def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> Toke
         clipped=share.clipped,
         masked=share.masked,
         reference_kl=share.reference_kl,
+        teacher_gaps=share.teacher_gaps,
         gradient_size=_gradient_size(tokens.logprobs),
         lengths=tree.lengths_S,
         domains=tree.domains_S,

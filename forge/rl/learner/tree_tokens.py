@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forge.core.errors import InvalidArgument
 from forge.rl.collectives import all_reduce
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import Critic
@@ -27,7 +28,7 @@ from forge.rl.tree.batch import TreeBatch
 
 
 class Reference(Protocol):
-    """A frozen policy, such as the reference of a KL penalty."""
+    """A frozen policy: the reference of a KL penalty, or a teacher."""
 
     def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [T], as `TreePolicy.logprobs` returns them."""
@@ -42,6 +43,20 @@ class TreeTokens:
     objective: Objective
     critic: Critic | None = None
     reference: Reference | None = None
+    teacher: Reference | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidArgument` for an objective whose reference or teacher is missing."""
+        config = self.objective.config
+        for name, coef, policy in (
+            ("kl_coef", config.kl_coef, self.reference),
+            ("teacher_coef", config.teacher_coef, self.teacher),
+        ):
+            if coef and policy is None:
+                missing = "reference policy" if name == "kl_coef" else "teacher"
+                raise InvalidArgument(
+                    f"objective.{name} = {coef} is not allowed: there is no {missing}"
+                )
 
     def compute(
         self,
@@ -69,6 +84,7 @@ class TreeTokens:
             weight_version=weight_version,
             entropy=entropy_T,
             reference=fixed.reference,
+            teacher=fixed.teacher,
             trajectories=tree.trajectories_S,
             trajectory_tokens=tree.trajectory_tokens_S,
             trajectory_gaps=None if gaps_J is None else gaps_J[tree.trajectories_S],
@@ -132,15 +148,18 @@ class TreeTokens:
     ) -> Frozen:
         """Log-probs of the first epoch, before any update: `recomputed` needs no extra forward."""
         recomputed = self.objective.config.old_logprobs == "recomputed"
-        reference_T = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_T, _ = self.reference.logprobs(tree, passes=passes)
+        reference_T = self._of(self.reference, tree, passes)
+        teacher_T = self._of(self.teacher, tree, passes)
         credit = None
         if self.critic is not None and values_T is not None and tree.trained_tokens:
             credit = self.critic.credit(values_T, tree.returns_T, tree.advantages_T, tree.lengths_S)
         return Frozen(
             old=logprobs_T if recomputed else tree.behavior_T,
             reference=reference_T,
+            teacher=teacher_T,
             credit=credit,
         )
+
+    @torch.no_grad()
+    def _of(self, other: Reference | None, tree: TreeBatch, passes: int) -> Tensor | None:
+        return None if other is None else other.logprobs(tree, passes=passes)[0]

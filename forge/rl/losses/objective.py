@@ -25,7 +25,7 @@ from forge.rl.losses.objectives import (
     reinforce_loss,
     rloo_loss,
 )
-from forge.rl.losses.reference import kl_loss, kl_mean, kl_to_go
+from forge.rl.losses.reference import kl_loss, kl_mean, kl_to_go, teacher_gaps
 from forge.rl.losses.tokens import LossFunction, TrainedTokens
 
 
@@ -53,6 +53,8 @@ class PassLoss:
     """[T] whether the correction masks the token."""
     reference_kl: Tensor
     """[T] k3 estimate of the KL to the reference, or zeros."""
+    teacher_gaps: Tensor
+    """[T] log pi - log pi_teacher, or zeros."""
 
 
 class Objective:
@@ -79,6 +81,11 @@ class Objective:
         """Whether log-probs of a reference policy are needed."""
         return self.config.kl_coef > 0
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether log-probs of a teacher are needed."""
+        return self.config.teacher_coef > 0
+
     def evaluate(self, tokens: TrainedTokens, size: BatchSize) -> PassLoss:
         """One pass's part of the loss of a batch of this size."""
         penalized = self._penalized(tokens)
@@ -90,7 +97,8 @@ class Objective:
                 f"{tuple(tokens.logprobs.shape)}"
             )
         masked_T = _zeros(tokens, torch.bool)
-        weights_T = correction_weights(self.correction, tokens)
+        credited = penalized if self.needs_teacher else tokens
+        weights_T = correction_weights(self.correction, credited)
         if weights_T is not None:
             masked_T = weights_T == 0
             # Not a product with 0: the loss of a masked token may be infinite.
@@ -107,14 +115,23 @@ class Objective:
             clipped=self._clipped(penalized),
             masked=masked_T,
             reference_kl=distance_T,
+            teacher_gaps=_zeros(tokens, tokens.logprobs.dtype)
+            if tokens.teacher is None
+            else teacher_gaps(tokens),
         )
 
     def _penalized(self, tokens: TrainedTokens) -> TrainedTokens:
-        if not self.config.kl_coef or self.config.kl_estimator != "k1":
+        """The tokens with the advantages of the KL penalty and of the teacher."""
+        config = self.config
+        if self.needs_teacher:
+            earned_T = (
+                torch.zeros_like(tokens.advantages) if config.teacher_only else (tokens.advantages)
+            )
+            taught_T = earned_T - config.teacher_coef * teacher_gaps(tokens)
+            tokens = replace(tokens, advantages=taught_T)
+        if not config.kl_coef or config.kl_estimator != "k1":
             return tokens
-        return replace(
-            tokens, advantages=tokens.advantages - self.config.kl_coef * kl_to_go(tokens)
-        )
+        return replace(tokens, advantages=tokens.advantages - config.kl_coef * kl_to_go(tokens))
 
     def normalized(self, loss_T: Tensor, tokens: TrainedTokens, size: BatchSize) -> Tensor:
         """A pass's part of the mean over the batch, by this objective's normalization."""

@@ -36,6 +36,13 @@ def kl_to_go(tokens: TrainedTokens) -> Tensor:
     return tokens.following(tokens.logprobs.detach() - tokens.reference)
 
 
+def teacher_gaps(tokens: TrainedTokens) -> Tensor:
+    """[T] log pi - log pi_teacher, without gradient: its mean is the k1 estimate of
+    KL(pi || pi_teacher), and minus it is the advantage of on-policy distillation."""
+    assert tokens.teacher is not None, "distillation needs a teacher"
+    return tokens.logprobs.detach() - tokens.teacher
+
+
 def kl_mean(tokens: TrainedTokens) -> Tensor:
     """[T] k3 of the tokens without gradient, for metrics."""
     with torch.no_grad():

@@ -27,6 +27,8 @@ class TokenStats:
     masked: Tensor
     """Bool: masked by the off-policy correction."""
     reference_kl: Tensor
+    teacher_gaps: Tensor
+    """log pi - log pi_teacher; zeros without a teacher."""
     gradient_size: Tensor
     """|d loss / d log pi|."""
     lengths: Tensor
@@ -59,6 +61,9 @@ class PolicyStats:
     """Mean, nats."""
     reference_kl: float = 0.0
     """Mean over tokens of the k3 estimate of KL(pi || reference); 0 without a reference."""
+    teacher_kl: float = 0.0
+    """Mean over tokens of log pi - log pi_teacher, the k1 estimate of KL(pi || teacher); 0 without
+    a teacher."""
     logprob_gap_mean: float = 0.0
     """Mean of |log pi - log pi_behavior|: trainer against sampler, staleness included."""
     logprob_gap_p99: float = 0.0
@@ -89,6 +94,7 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
         masked_fraction=_mean([one.masked for one in stats]),
         entropy=_mean([one.entropy for one in stats]),
         reference_kl=_mean([one.reference_kl for one in stats]),
+        teacher_kl=_mean([one.teacher_gaps for one in stats]),
         logprob_gap_mean=float(sizes_T.double().mean()),
         logprob_gap_p99=float(sizes_T.kthvalue(rank_p99).values),
         behavior_kl=float((wide_T.exp() - 1 - wide_T).mean()),

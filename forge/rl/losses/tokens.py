@@ -37,6 +37,8 @@ class TrainedTokens:
     """Entropy of the token's distribution in nats, at its temperature, under the trained policy."""
     reference: Tensor | None = None
     """Log-probs under a frozen reference policy, if there is one."""
+    teacher: Tensor | None = None
+    """Log-probs under a frozen teacher, if there is one."""
     trajectories: Tensor | None = None
     """[S] number of each sample's trajectory in the batch; None: each is its own trajectory."""
     trajectory_tokens: Tensor | None = None

@@ -33,6 +33,7 @@ from services.trainer.learner.replica_state import ReplicaState
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
+from services.trainer.model.teacher import check_teacher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOKENS = 16
@@ -122,16 +123,23 @@ class ModelReplica:
 
         Raises `ConfigError` for a model that cannot be trained, or not on several ranks.
         """
-        for policy in self._policies:
+        for name, policy in self._policies.items():
             try:
                 check_policy(policy)
             except InvalidArgument as error:
-                raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
+                raise ConfigError(f"{name}: {error}") from error
             if policy.unmerged and self._world.tree is not None:
                 raise ConfigError(
                     f"mesh.cp = {self._world.shape.cp} is not allowed: {policy.family} is trained "
                     f"sequence by sequence, since {policy.unmerged}. Use mesh.dp_shard"
                 )
+        if self._teacher is not None:
+            check_teacher(
+                self._teacher,
+                self._learner.policy,
+                teacher_path=Path(self._config.teacher_path),
+                model_path=self._model_path,
+            )
 
     def obey(self, order: Order) -> Any:
         """Carry out an order."""
@@ -161,9 +169,19 @@ class ModelReplica:
             recompute(model)
         policy = self._policy(model, balance_coef=self._config.balance_coef)
         reference = self._reference(policy)
-        self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
+        self._teacher = self._load_teacher()
+        paths = {
+            f"model_path = {str(self._model_path)!r}": policy,
+            f"reference_path = {self._config.reference_path!r}": reference,
+            f"teacher_path = {self._config.teacher_path!r}": self._teacher,
+        }
+        self._policies = {name: one for name, one in paths.items() if isinstance(one, TreePolicy)}
         self._learner = Learner(
-            policy, self._config.learner(), reference=reference, served=self._served(policy)
+            policy,
+            self._config.learner(),
+            reference=reference,
+            teacher=self._teacher,
+            served=self._served(policy),
         )
         self.state = ReplicaState(
             self._trainee,
@@ -206,6 +224,12 @@ class ModelReplica:
         path = Path(self._config.reference_path or self._model_path)
         if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
             return self._trainee.base_reference(policy)
+        return self._policy(load_model(path, device=self._device).requires_grad_(False))
+
+    def _load_teacher(self) -> TreePolicy | None:
+        if not self._config.teacher_path:
+            return None
+        path = Path(self._config.teacher_path)
         return self._policy(load_model(path, device=self._device).requires_grad_(False))
 
     def _take(self, order: Take) -> StepResult:

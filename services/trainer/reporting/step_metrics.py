@@ -77,6 +77,7 @@ def step_metrics(
         trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
         masked_fraction=stats.masked_fraction,
         reference_kl=stats.reference_kl,
+        teacher_kl=stats.teacher_kl,
         behavior_kl=stats.behavior_kl,
         inference_gap_mean=stats.inference_gap_mean,
         inference_gap_staleness=stats.inference_gap_staleness,

@@ -60,6 +60,14 @@ WINDOW = 5
 """Shorter than most sequences of the tests."""
 
 
+def other_model(dtype: torch.dtype) -> Any:
+    """A llama of other sizes and weights, with the same vocabulary."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | sizes)))
+    return model.to(dtype).requires_grad_(False)
+
+
 def tiny_model(family: str, dtype: torch.dtype) -> Any:
     """Two layers, grouped-query attention, an untied or a tied head."""
     torch.manual_seed(0)

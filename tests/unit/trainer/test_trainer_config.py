@@ -75,6 +75,7 @@ def test_custom_loss_is_loaded_at_start() -> None:
 
 
 PPO = "--objective.algorithm=ppo"
+TEACHER = "--teacher-path=there --objective.teacher-coef=1"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,10 @@ PPO = "--objective.algorithm=ppo"
         ("--objective.entropy-coef=-1", "objective.entropy_coef = '-1' .*at least 0"),
         ("--objective.ratio-level=trajectory", "objective.ratio_level = 'trajectory' .*gspo, rloo"),
         ("--objective.normalization-tokens=9", "normalization_tokens = 9 .*trajectory_global"),
+        ("--objective.teacher-only", "objective.teacher_only = True .*teacher_coef is above 0"),
+        ("--objective.teacher-coef=1", "teacher_coef = 1.0 .*teacher_path = '': a teacher needs"),
+        ("--teacher-path=there", "teacher_coef = 0.0 .*teacher_path = 'there'"),
+        (f"{TEACHER} --advantages.drop-flat-groups", "drop_flat_groups = True .*teacher_coef = 1"),
         ("--mini-batches=0", "mini_batches = '0' .*from 1 to 1024"),
         ("--overlong.mask=tail", "overlong.mask = 'tail' .*one of none, turn, trajectory"),
         ("--overlong.cache-tokens=9", "overlong.cache_tokens = 9 .*overlong.max_tokens"),

@@ -78,6 +78,7 @@ def stats() -> list[TokenStats]:
             clipped=torch.tensor([True, False, False, True, True]),
             masked=torch.tensor([False, False, False, True, False]),
             reference_kl=torch.zeros(5),
+            teacher_gaps=torch.tensor([0.5, 0.0, 0.5, 0.25, 0.0]),
             gradient_size=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]),
             lengths=torch.tensor(LENGTHS),
             domains=DOMAINS,
