@@ -154,8 +154,19 @@ def print_listing(listing: trainer_pb2.ListWeightsResponse) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("version", "step", "published", "size", "digest", "served by", ""):
-        table.add_column(name, justify="right" if name in ("version", "step", "size") else "left")
+    left = ("published", "digest", "served by", "")
+    for name in (
+        "version",
+        "step",
+        "published",
+        "size",
+        "digest",
+        "reward",
+        "gap",
+        "served by",
+        "",
+    ):
+        table.add_column(name, justify="left" if name in left else "right")
     hold = listing.hold
     for one in listing.versions:
         version = one.weight_version
@@ -167,6 +178,8 @@ def print_listing(listing: trainer_pb2.ListWeightsResponse) -> None:
             _clock(one.published_unix_s),
             f"{one.total_bytes / (1 << 20):.1f} MiB",
             one.digest[:_DIGEST_CHARS],
+            f"{one.mean_reward:.3f}" if one.trajectories else "",
+            f"{one.logprob_gap:.4f}" if one.tokens else "",
             f"{len(serving)} of {len(listing.workers)} workers",
             marks.get(version, ""),
         )

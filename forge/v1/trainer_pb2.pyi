@@ -103,6 +103,10 @@ class PublishedWeights(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     ON_DISK_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROB_GAP_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     step: _builtins.int
     published_unix_s: _builtins.float
@@ -111,6 +115,16 @@ class PublishedWeights(_message.Message):
     total_bytes: _builtins.int
     on_disk: _builtins.bool
     """The version outlives the trainer's process: it is held."""
+    trajectories: _builtins.int
+    """Since the start of the trainer: trained trajectories that this version alone sampled, and their mean
+    outcome; 0 without any.
+    """
+    mean_reward: _builtins.float
+    tokens: _builtins.int
+    """Trained tokens that it sampled, and their mean |log pi_trainer - log pi_behavior|, staleness included; 0
+    without any.
+    """
+    logprob_gap: _builtins.float
     def __init__(
         self,
         *,
@@ -120,10 +134,14 @@ class PublishedWeights(_message.Message):
         digest: _builtins.str = ...,
         total_bytes: _builtins.int = ...,
         on_disk: _builtins.bool = ...,
+        trajectories: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+        logprob_gap: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "on_disk", b"on_disk", "published_unix_s", b"published_unix_s", "step", b"step", "total_bytes", b"total_bytes", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "logprob_gap", b"logprob_gap", "mean_reward", b"mean_reward", "on_disk", b"on_disk", "published_unix_s", b"published_unix_s", "step", b"step", "tokens", b"tokens", "total_bytes", b"total_bytes", "trajectories", b"trajectories", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

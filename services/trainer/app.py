@@ -28,6 +28,7 @@ from forge.runtime.telemetry import log
 from forge.runtime.weights import TRAINER_STANDBYS
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
+from services.trainer import metrics
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
 from services.trainer.actors.steering import ResumeHold, Steering
@@ -107,10 +108,12 @@ class TrainerApp:
                 make_publisher=self._make_publisher,
                 evaluator=self._evaluator,
                 clock=self._clock,
+                qualities=self._versions.qualities,
             ),
             name="training",
         )
         self._steering = await self._spawn_steering(lineage)
+        metrics.follow_qualities(self._versions.quality_of)
         server = self._context.server
         server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

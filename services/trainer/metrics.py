@@ -5,6 +5,8 @@ Owns names and updates. `services.trainer.reporting.step_metrics` computes the v
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from forge.runtime.telemetry import counter, gauge, histogram
@@ -21,6 +23,23 @@ _HELD_VERSION = gauge(
 _CANARY_VERSION = gauge(
     "forge_trainer_canary_weight_version", "Version that the workers of a canary serve; 0: none."
 )
+VersionRole = Literal["base", "canary"]
+_VERSION_GAUGES = {
+    name: gauge(f"forge_trainer_version_{name}", text, ["weights"])
+    for name, text in (
+        (
+            "mean_reward",
+            "Mean outcome of trained trajectories that the held version alone sampled; weights: "
+            "base, canary.",
+        ),
+        ("trajectories", "Number of these trajectories."),
+        (
+            "logprob_gap",
+            "Mean |log pi - log pi_behavior| over trained tokens that the held version sampled.",
+        ),
+        ("tokens", "Number of these tokens."),
+    )
+}
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
@@ -197,6 +216,19 @@ def show_hold(hold: WeightHold) -> None:
     """A hold began, changed or ended."""
     _HELD_VERSION.set(hold.base.weight_version if hold.base is not None else 0)
     _CANARY_VERSION.set(hold.canary.weight_version if hold.canary is not None else 0)
+
+
+def follow_qualities(quality_of: Callable[[VersionRole], object]) -> None:
+    """Show the quality of the held versions whenever it is read: an object with an attribute for
+    each of these gauges."""
+    roles: tuple[VersionRole, ...] = ("base", "canary")
+
+    def value(role: VersionRole, name: str) -> float:
+        return float(getattr(quality_of(role), name))
+
+    for role in roles:
+        for name, shown in _VERSION_GAUGES.items():
+            shown.labels(role).set_function(partial(value, role, name))
 
 
 def show_checkpoint(step: int, write_s: float) -> None:

@@ -18,7 +18,8 @@ from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack, StartCanary
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
 from services.trainer.checkpoint_follower import CheckpointSource
-from services.trainer.published.versions import PublishedVersions
+from services.trainer.published.quality import Qualities
+from services.trainer.published.versions import PublishedVersion, PublishedVersions
 from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
@@ -110,17 +111,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
                     error=one.metadata.get(ERROR_KEY, ""),
                 )
             )
-        versions = [
-            pb.PublishedWeights(
-                weight_version=one.weight_version,
-                step=one.announcement.step,
-                published_unix_s=one.published_unix_s,
-                digest=one.announcement.digest,
-                total_bytes=one.announcement.total_bytes,
-                on_disk=one.on_disk,
-            )
-            for one in published
-        ]
+        versions = [_published(one, self._versions.qualities) for one in published]
         return pb.ListWeightsResponse(versions=versions, workers=workers, hold=_hold(hold))
 
     async def RollBackWeights(
@@ -160,4 +151,20 @@ def _hold(hold: WeightHold) -> pb.WeightsHold:
         canary_workers=hold.canary_workers,
         subject=hold.subject,
         since_unix_s=hold.since_unix_s,
+    )
+
+
+def _published(one: PublishedVersion, qualities: Qualities) -> pb.PublishedWeights:
+    quality = qualities.of(one.weight_version)
+    return pb.PublishedWeights(
+        weight_version=one.weight_version,
+        step=one.announcement.step,
+        published_unix_s=one.published_unix_s,
+        digest=one.announcement.digest,
+        total_bytes=one.announcement.total_bytes,
+        on_disk=one.on_disk,
+        trajectories=quality.trajectories,
+        mean_reward=quality.mean_reward if quality.trajectories else 0.0,
+        tokens=quality.tokens,
+        logprob_gap=quality.logprob_gap if quality.tokens else 0.0,
     )

@@ -7,8 +7,8 @@ Shape: T trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,6 +50,15 @@ class DomainStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionGap:
+    """The gap over the tokens that one weight version sampled."""
+
+    tokens: int
+    gap_sum: float
+    """Of |log pi - log pi_behavior|."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStats:
     """Differences between trained and sampling policy, over a batch's tokens."""
 
@@ -77,6 +86,8 @@ class PolicyStats:
     staleness_mean: float = 0.0
     """Weight versions between the sampling and the training of a token."""
     staleness_max: float = 0.0
+    gaps: Mapping[int, VersionGap] = field(default_factory=dict)
+    """By the version that sampled."""
 
 
 def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyStats:
@@ -85,7 +96,8 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
         return PolicyStats()
     gaps_T = torch.cat([one.logprobs.float() - one.behavior for one in stats])
     sizes_T = gaps_T.abs()
-    staleness_T = weight_version - torch.cat([one.versions for one in stats]).double()
+    versions_T = torch.cat([one.versions for one in stats])
+    staleness_T = weight_version - versions_T.double()
     rank_p99 = max(1, round(0.99 * len(sizes_T)))
     freshest = staleness_T.min()
     wide_T = gaps_T.double()
@@ -102,7 +114,17 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
         inference_gap_staleness=float(freshest),
         staleness_mean=float(staleness_T.mean()),
         staleness_max=float(staleness_T.max()),
+        gaps=_gaps(versions_T, sizes_T.double()),
     )
+
+
+def _gaps(versions_T: Tensor, sizes_T: Tensor) -> dict[int, VersionGap]:
+    found, kinds_T, counts = versions_T.unique(return_inverse=True, return_counts=True)
+    sums = sizes_T.new_zeros(len(found)).index_add(0, kinds_T, sizes_T)
+    return {
+        int(version): VersionGap(tokens=int(tokens), gap_sum=float(gap_sum))
+        for version, tokens, gap_sum in zip(found, counts, sums, strict=True)
+    }
 
 
 def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[str, DomainStats]:

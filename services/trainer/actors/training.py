@@ -32,6 +32,7 @@ from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.lineage import Lineage
+from services.trainer.published.quality import Qualities
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
@@ -71,6 +72,7 @@ class Training(Actor):
         make_publisher: Callable[[int], Publisher],
         evaluator: Evaluator | None = None,
         clock: RunClock | None = None,
+        qualities: Qualities | None = None,
     ) -> None:
         """`make_publisher` takes the highest weight version that may be in use."""
         self._config = config
@@ -82,6 +84,7 @@ class Training(Actor):
         self._make_publisher = make_publisher
         self._evaluator = evaluator
         self._clock = clock or RunClock()
+        self._qualities = qualities or Qualities()
         self._publisher: Publisher | None = None
         self._consistent = False
         """Learner and scheduler agree on the step; otherwise the next operation is resume."""
@@ -226,6 +229,7 @@ class Training(Actor):
         self._warn(result, step, batch.claim.batch_id)
         _warn_of_barren_domains(batch, step)
         self._record.append(done)
+        self._qualities.add(batch.samples.outcomes_by_version, result.stats.gaps)
         metrics.show(done, batch.samples)
         log.info(
             "step_done",

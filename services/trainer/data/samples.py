@@ -26,7 +26,7 @@ from forge.core.credit.rewards import (
 from forge.core.credit.side_calls import SideCall, side_calls
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.core.token_columns import float32_bytes
+from forge.core.token_columns import float32_bytes, int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
@@ -80,6 +80,8 @@ class BatchSamples:
     samples: tuple[Sample, ...]
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
+    outcomes_by_version: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Outcome reward of each trajectory that one weight version alone sampled, by that version."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled tokens of each trajectory, by domain."""
     completions_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -133,6 +135,13 @@ class _Rollout:
     def sampled_tokens(self) -> int:
         return sum(turn.sampled_tokens for turn in self.tree.turns)
 
+    @property
+    def version(self) -> int | None:
+        """The weight version of all sampled tokens; None for several."""
+        versions = [int32_array(turn.sampled.weight_versions) for turn in self.trajectory.turns]
+        found = {bound for one in versions if one for bound in (min(one), max(one))}
+        return found.pop() if len(found) == 1 else None
+
 
 def build_samples(
     groups: Sequence[Sequence[pb.Trajectory]],
@@ -154,6 +163,7 @@ def build_samples(
     credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
+    by_version: dict[int, list[float]] = {}
     lengths: dict[str, list[int]] = {}
     completions_s: dict[str, list[float]] = {}
     turns = _TurnCounts()
@@ -165,6 +175,8 @@ def build_samples(
             if rollout.other_turns:
                 turns.left_out[domain, "other_model"] += rollout.other_turns
             outcomes.setdefault(domain, []).append(_outcome(rollout))
+            if (version := rollout.version) is not None:
+                by_version.setdefault(version, []).append(_outcome(rollout))
             lengths.setdefault(domain, []).append(rollout.sampled_tokens)
             if rollout.completion_s is not None:
                 completions_s.setdefault(domain, []).append(rollout.completion_s)
@@ -185,6 +197,7 @@ def build_samples(
     return BatchSamples(
         samples=tuple(samples),
         outcomes=outcomes,
+        outcomes_by_version=by_version,
         lengths=lengths,
         completions_s=completions_s,
         baselines_s=baselines_s,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from forge.core.errors import NotFound
 from forge.runtime.weights import NO_HOLD, HeldWeights, WeightAnnouncement, WeightHold
+from services.trainer.metrics import VersionRole
+from services.trainer.published.quality import Qualities, Quality
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class PublishedVersions:
         self._pinned: frozenset[int] = frozenset()
         self.hold: WeightHold = NO_HOLD
         """The hold in etcd, as this trainer knows it."""
+        self.qualities = Qualities()
+        """Of all versions, held or not."""
 
     @property
     def weights(self) -> Mapping[int, HeldWeights]:
@@ -45,6 +49,11 @@ class PublishedVersions:
     def published(self) -> list[PublishedVersion]:
         """The announced versions, the oldest first."""
         return [self._published[version] for version in sorted(self._published)]
+
+    def quality_of(self, role: VersionRole) -> Quality:
+        """The quality of a held version; zero without one."""
+        held = self.hold.base if role == "base" else self.hold.canary
+        return self.qualities.of(held.weight_version) if held is not None else Quality()
 
     def version(self, version: int) -> PublishedVersion:
         """An announced version. Raises `NotFound`."""

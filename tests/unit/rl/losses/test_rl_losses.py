@@ -272,6 +272,9 @@ def test_statistics_are_over_all_tokens_of_all_trees() -> None:
     assert found.inference_gap_mean == pytest.approx(0.0, abs=1e-6)
     assert found.inference_gap_staleness == 0.0
     assert (found.staleness_mean, found.staleness_max) == (1.0, 3.0)
+    assert {version: gap.tokens for version, gap in found.gaps.items()} == {4: 1, 6: 1, 7: 2}
+    assert found.gaps[4].gap_sum == pytest.approx(math.log(8), rel=1e-6)
+    assert found.gaps[7].gap_sum == pytest.approx(0.0, abs=1e-6)
 
 
 def test_statistics_of_an_empty_batch_are_zero() -> None:

@@ -218,3 +218,13 @@ def test_inconsistent_trajectory_is_left_out(bad: pb.Trajectory) -> None:
     batch = build_samples([[bad, one_turn(1), one_turn(0)]], RULES)
     assert (batch.excluded, batch.trajectories) == (1, 2)
     assert [float32_array(one.advantages)[0] for one in batch.samples] == [0.5, -0.5]
+
+
+def test_outcome_belongs_to_a_version_that_sampled_alone() -> None:
+    """A trajectory of two versions tells nothing of either."""
+    mixed = trajectory([turn(0, [1], [3]), turn(1, [5], [6, 7], parent=0, prefix=2)], [outcome(1)])
+    mixed.turns[1].sampled.weight_versions = int32_bytes([3, 4])
+    other = one_turn(0.5)
+    other.turns[0].sampled.weight_versions = int32_bytes([4])
+    batch = build_samples([[one_turn(1.0), mixed], [one_turn(0.0), other]], RULES)
+    assert batch.outcomes_by_version == {3: [1.0, 0.0], 4: [0.5]}

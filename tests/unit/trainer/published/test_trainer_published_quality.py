@@ -1,0 +1,49 @@
+"""The comparison of a canary with its base, from what was trained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client import REGISTRY
+
+from forge.rl.losses.stats import VersionGap
+from forge.runtime.weights import WeightAnnouncement, WeightHold
+from services.trainer import metrics
+from services.trainer.published.quality import Qualities
+from services.trainer.published.versions import PublishedVersions
+
+
+def announcement(version: int) -> WeightAnnouncement:
+    return WeightAnnouncement(
+        weight_version=version, total_bytes=0, digest="", source="", manifest="m"
+    )
+
+
+def test_quality_is_summed_over_batches() -> None:
+    """Rewards over trajectories, gaps over tokens; old versions are forgotten."""
+    qualities = Qualities()
+    qualities.add({7: [1.0, 0.0]}, {7: VersionGap(tokens=3, gap_sum=0.3)})
+    qualities.add({7: [1.0, 1.0]}, {7: VersionGap(tokens=1, gap_sum=0.5)})
+    assert qualities.of(7).mean_reward == 0.75
+    assert qualities.of(7).logprob_gap == pytest.approx(0.2)
+    assert math.isnan(qualities.of(8).mean_reward) and math.isnan(qualities.of(8).logprob_gap)
+    qualities.add({version: [0.0] for version in range(8, 300)}, {})
+    assert qualities.of(7).trajectories == 0 and qualities.of(299).trajectories == 1
+
+
+def test_metrics_show_base_and_canary() -> None:
+    """By role, not by version, so that their number is bounded; NaN without a hold."""
+    versions = PublishedVersions(kept=2)
+    versions.qualities.add({7: [0.5], 9: [1.0, 0.0, 1.0, 1.0]}, {})
+    metrics.follow_qualities(versions.quality_of)
+
+    def shown(name: str, role: str) -> float:
+        value = REGISTRY.get_sample_value(f"forge_trainer_version_{name}", {"weights": role})
+        assert value is not None
+        return value
+
+    assert math.isnan(shown("mean_reward", "base")) and shown("trajectories", "base") == 0
+    versions.hold = WeightHold(base=announcement(7), canary=announcement(9))
+    assert (shown("mean_reward", "base"), shown("mean_reward", "canary")) == (0.5, 0.75)
+    assert (shown("trajectories", "base"), shown("trajectories", "canary")) == (1, 4)
