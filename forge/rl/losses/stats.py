@@ -119,7 +119,7 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
 
 
 def _gaps(versions_T: Tensor, sizes_T: Tensor) -> dict[int, VersionGap]:
-    found, kinds_T, counts = versions_T.unique(return_inverse=True, return_counts=True)
+    found, kinds_T, counts = torch.unique(versions_T, return_inverse=True, return_counts=True)
     sums = sizes_T.new_zeros(len(found)).index_add(0, kinds_T, sizes_T)
     return {
         int(version): VersionGap(tokens=int(tokens), gap_sum=float(gap_sum))

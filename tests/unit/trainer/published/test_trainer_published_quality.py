@@ -41,7 +41,7 @@ def test_metrics_show_base_and_canary() -> None:
     def shown(name: str, role: str) -> float:
         value = REGISTRY.get_sample_value(f"forge_trainer_version_{name}", {"weights": role})
         assert value is not None
-        return value
+        return float(value)
 
     assert math.isnan(shown("mean_reward", "base")) and shown("trajectories", "base") == 0
     versions.hold = WeightHold(base=announcement(7), canary=announcement(9))
