@@ -150,6 +150,18 @@ class FilterOptions:
         str, typer.Option(help="Closed since 90s, 15m, 2h or 7d ago, or since 2026-01-31T12:00.")
     ] = ""
     until: Annotated[str, typer.Option(help="Closed before; same forms as --since.")] = ""
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Only this task; may be repeated.")
+    ] = None
+    tag: Annotated[str, typer.Option(help="Only tasks with this tag.")] = ""
+    scaffold: Annotated[str, typer.Option(help="Only tasks of this scaffold.")] = ""
+    user: Annotated[str, typer.Option(help="Only tasks of this user.")] = ""
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Only tasks with this fact in `metadata`; may be repeated."
+        ),
+    ] = None
 
     def resolved(self) -> pool_pb2.TrajectoryFilter:
         """Returns the filter. Raises `InvalidArgument`."""
@@ -166,7 +178,19 @@ class FilterOptions:
             max_weight_version=self.max_version,
             closed_from_unix_s=moment("since", self.since, now_unix_s=now_unix_s),
             closed_before_unix_s=moment("until", self.until, now_unix_s=now_unix_s),
+            task_ids=self.task or (),
+            tag=self.tag,
+            scaffold=self.scaffold,
+            user=self.user,
+            metadata=dict(map(_fact, self.where or ())),
         )
+
+
+def _fact(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InvalidArgument(f"--where {text!r} must be KEY=VALUE")
+    return key, value
 
 
 def _state(name: str) -> common_pb2.TrajectoryState.ValueType:

@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -76,6 +77,48 @@ async def list_trajectories(
     console.print(table)
     if more:
         console.print(f"There are more than these {limit}: see --limit.")
+
+
+async def search_trajectories(
+    at: Connection,
+    wanted: pool_pb2.TrajectoryFilter,
+    text: str,
+    *,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Prints up to `limit` matching trajectories that have a text, with the text in its place; 0:
+    all."""
+    table = Table(*_COLUMNS[:4], "turn", "text")
+    shown = freed = without_text = 0
+    more = False
+    async with _reader(at) as reader:
+        async for shard, page in reader.search(wanted, text, page_size=limit):
+            _name_damaged(shard, page.damaged_trajectory_ids)
+            freed += page.freed_trajectories
+            without_text += page.turns_without_text
+            for match in page.matches:
+                more = bool(limit) and shown == limit
+                if more:
+                    break
+                shown += 1
+                if as_json:
+                    _print_json(match)
+                else:
+                    excerpt = escape(" ".join(match.excerpt.split()))
+                    cells = _cells(match.trajectory)[:4]
+                    table.add_row(*cells, str(match.turn_index), excerpt)
+            if more:
+                break
+    if not as_json:
+        console.print(table)
+    if more:
+        sys.stderr.write(f"There are more than these {limit}: see --limit.\n")
+    if freed or without_text:
+        sys.stderr.write(
+            f"Not searched: {freed} trajectories that were freed, {without_text} turns without "
+            "messages on record\n"
+        )
 
 
 async def show_trajectory(at: Connection, trajectory_id: str, *, full: bool, as_json: bool) -> None:

@@ -27,18 +27,33 @@ def ls(
     at: Connection,
     wanted: FilterOptions,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number; 0: all.")] = 50,
+    text: Annotated[
+        str,
+        typer.Option(
+            help="Only with this text in a message, upper and lower case being equal. Reads the "
+            "messages of all trajectories that match the other conditions; needs an admin's token."
+        ),
+    ] = "",
     json: Json = False,
 ) -> None:
     """List the trajectories that match all conditions.
 
     [dim]forge trajectories ls --domain code --min-reward 0.5 --since 2h[/dim]
-    """
-    from forge.cli.pool_reading import list_trajectories
 
-    finish(
-        lambda: list_trajectories(at, wanted.resolved(), limit=limit, as_json=json),
-        "Interrupted.",
-    )
+    [dim]forge trajectories ls --tag eval-7 --where repository=a/b --text "permission denied"[/dim]
+    """
+    from forge.cli.pool_reading import list_trajectories, search_trajectories
+
+    if text:
+        finish(
+            lambda: search_trajectories(at, wanted.resolved(), text, limit=limit, as_json=json),
+            "Interrupted.",
+        )
+    else:
+        finish(
+            lambda: list_trajectories(at, wanted.resolved(), limit=limit, as_json=json),
+            "Interrupted.",
+        )
 
 
 @trajectories_app.command()

@@ -86,6 +86,25 @@ class PoolReader:
             async for page in self._pages(shard, wanted, page_size):
                 yield page
 
+    async def search(
+        self, wanted: pool_pb2.TrajectoryFilter, text: str, *, page_size: int = 0
+    ) -> AsyncIterator[tuple[str, pool_pb2.SearchTrajectoriesResponse]]:
+        """Yields the trajectories that match `wanted` and have a text in a message, shard by shard:
+        pages with the name of their shard; they may be empty."""
+        for shard in await self.shards():
+            token = ""
+            while True:
+                request = pool_pb2.SearchTrajectoriesRequest(
+                    filter=wanted, text=text, page_size=page_size, page_token=token
+                )
+                page: pool_pb2.SearchTrajectoriesResponse = await self._call(
+                    shard, "SearchTrajectories", request
+                )
+                yield shard, page
+                token = page.next_page_token
+                if not token:
+                    break
+
     async def group(self, shard: str, task_id: str, wanted: pool_pb2.TrajectoryFilter) -> Page:
         """Return the trajectories of one task on its shard that match `wanted`."""
         of_task = pool_pb2.TrajectoryFilter()

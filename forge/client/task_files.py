@@ -2,7 +2,7 @@
 
 Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
 defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_rewards`, `user`,
-`chat_template_kwargs`, `models`, `sampling`. The reader sets ids, tags and purpose.
+`chat_template_kwargs`, `metadata`, `models`, `sampling`. The reader sets ids, tags and purpose.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "difficulty": ((int, float), "a number"),
     "domain": ((str,), "a text"),
     "group_size": ((int,), "a whole number"),
+    "metadata": ((dict,), "an object of texts"),
     "models": ((list,), "an array of texts"),
     "payload": ((dict,), "an object"),
     "priority": ((int,), "a whole number"),
@@ -75,6 +76,7 @@ def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
             }
             | ({"sampling": names[task.sampling]} if task.sampling else {})
             | ({"models": list(task.models)} if task.models else {})
+            | ({"metadata": dict(task.metadata)} if task.metadata else {})
         )
         for task in tasks
     )
@@ -100,6 +102,8 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
             task.chat_template_kwargs_json = kwargs_json(value)
         elif field == "models" and isinstance(value, list):
             _set_models(task, value)
+        elif field == "metadata" and isinstance(value, dict):
+            _set_metadata(task, value)
         elif field != "payload":
             _set(task, field, value)
     task.payload_json = json.dumps(line["payload"])
@@ -114,6 +118,13 @@ def _set_models(task: common_pb2.Task, names: list[Any]) -> None:
         raise InvalidArgument(f"models must be an array of texts, not {json.dumps(names):.80}")
     task.ClearField("models")
     task.models.extend(names)
+
+
+def _set_metadata(task: common_pb2.Task, facts: dict[str, Any]) -> None:
+    if not all(isinstance(value, str) for value in facts.values()):
+        raise InvalidArgument(f"metadata must be an object of texts, not {json.dumps(facts):.80}")
+    task.metadata.clear()
+    task.metadata.update(facts)
 
 
 def _set(task: common_pb2.Task, field: str, value: Any) -> None:

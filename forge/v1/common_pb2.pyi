@@ -629,6 +629,26 @@ class Task(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TASK_ID_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     SCAFFOLD_FIELD_NUMBER: _builtins.int
@@ -643,6 +663,7 @@ class Task(_message.Message):
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter; submitting the same id again changes nothing. At most 200 characters of
     [A-Za-z0-9._-].
@@ -685,6 +706,12 @@ class Task(_message.Message):
         the gateway's settings mark `open`. At most 16 of at most 128 bytes.
         """
 
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Free facts to find results by, e.g. {"repository": "a/b"}; not part of the payload. At most 16
+        keys of [A-Za-z0-9._-], at most 64 characters each, with values of at most 256 bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -702,10 +729,11 @@ class Task(_message.Message):
         chat_template_kwargs_json: _builtins.str = ...,
         sampling: Global___SamplingPolicy.ValueType = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "models", b"models", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "sampling", b"sampling", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_rewards", b"agent_rewards", "chat_template_kwargs_json", b"chat_template_kwargs_json", "difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "metadata", b"metadata", "models", b"models", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "sampling", b"sampling", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1016,6 +1016,26 @@ class TrajectoryFilter(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DOMAIN_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     MIN_REWARD_FIELD_NUMBER: _builtins.int
@@ -1026,6 +1046,10 @@ class TrajectoryFilter(_message.Message):
     CLOSED_FROM_UNIX_S_FIELD_NUMBER: _builtins.int
     CLOSED_BEFORE_UNIX_S_FIELD_NUMBER: _builtins.int
     TASK_IDS_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    SCAFFOLD_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     domain: _builtins.str
     """An open trajectory has no domain yet."""
     state: _common_pb2.TrajectoryState.ValueType
@@ -1041,12 +1065,20 @@ class TrajectoryFilter(_message.Message):
     closed_from_unix_s: _builtins.float
     """Range of the time at which it was closed, without its end. Unix time, seconds."""
     closed_before_unix_s: _builtins.float
+    tag: _builtins.str
+    """Only trajectories of tasks with this tag, scaffold, user and metadata. Without `task_ids` and
+    `closed_from_unix_s` an index finds them. A trajectory without a group on the shard matches none.
+    """
+    scaffold: _builtins.str
+    user: _builtins.str
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Only trajectories of these tasks; at most 1000. Costs the records of these tasks alone. The result
         is ordered by trajectory id.
         """
 
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1060,10 +1092,14 @@ class TrajectoryFilter(_message.Message):
         closed_from_unix_s: _builtins.float | None = ...,
         closed_before_unix_s: _builtins.float | None = ...,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        tag: _builtins.str = ...,
+        scaffold: _builtins.str = ...,
+        user: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "domain", b"domain", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version", "reward_name", b"reward_name", "state", b"state", "task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "domain", b"domain", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "metadata", b"metadata", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version", "reward_name", b"reward_name", "scaffold", b"scaffold", "state", b"state", "tag", b"tag", "task_ids", b"task_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closed_before_unix_s: _TypeAlias = _typing.Literal["closed_before_unix_s"]  # noqa: Y015
     _WhichOneofArgType__closed_before_unix_s: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s"]  # noqa: Y015
@@ -1151,6 +1187,103 @@ class QueryTrajectoriesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryTrajectoriesResponse: _TypeAlias = QueryTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
+class SearchTrajectoriesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Part of a text of the recorded messages: contents, reasoning, names and arguments of calls. Upper
+    and lower case are equal.
+    """
+    page_size: _builtins.int
+    """As in QueryTrajectoriesRequest."""
+    page_token: _builtins.str
+    @_builtins.property
+    def filter(self) -> Global___TrajectoryFilter: ...
+    def __init__(
+        self,
+        *,
+        filter: Global___TrajectoryFilter | None = ...,
+        text: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchTrajectoriesRequest: _TypeAlias = SearchTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class SearchTrajectoriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Match(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TRAJECTORY_FIELD_NUMBER: _builtins.int
+        TURN_INDEX_FIELD_NUMBER: _builtins.int
+        EXCERPT_FIELD_NUMBER: _builtins.int
+        turn_index: _builtins.int
+        """The first turn with the text, and the text with some characters around it."""
+        excerpt: _builtins.str
+        @_builtins.property
+        def trajectory(self) -> _common_pb2.TrajectorySummary: ...
+        def __init__(
+            self,
+            *,
+            trajectory: _common_pb2.TrajectorySummary | None = ...,
+            turn_index: _builtins.int = ...,
+            excerpt: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["excerpt", b"excerpt", "trajectory", b"trajectory", "turn_index", b"turn_index"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MATCHES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DAMAGED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    FREED_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    TURNS_WITHOUT_TEXT_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """"" on the last page."""
+    freed_trajectories: _builtins.int
+    """Trajectories in the range of this page that match the filter and whose turns were freed, and turns
+    of the others without messages on record, as of agents that send token ids: not searched.
+    """
+    turns_without_text: _builtins.int
+    @_builtins.property
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SearchTrajectoriesResponse.Match]: ...
+    @_builtins.property
+    def damaged_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trajectories in the range of this page that cannot be read, so they may or may not match."""
+
+    def __init__(
+        self,
+        *,
+        matches: _abc.Iterable[Global___SearchTrajectoriesResponse.Match] | None = ...,
+        next_page_token: _builtins.str = ...,
+        damaged_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        freed_trajectories: _builtins.int = ...,
+        turns_without_text: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_trajectory_ids", b"damaged_trajectory_ids", "freed_trajectories", b"freed_trajectories", "matches", b"matches", "next_page_token", b"next_page_token", "turns_without_text", b"turns_without_text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchTrajectoriesResponse: _TypeAlias = SearchTrajectoriesResponse  # noqa: Y015
 
 @_typing.final
 class TailTrajectoriesRequest(_message.Message):

@@ -84,6 +84,11 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.FromString,
                 _registered_method=True)
+        self.SearchTrajectories = channel.unary_unary(
+                '/forge.v1.PoolService/SearchTrajectories',
+                request_serializer=forge_dot_v1_dot_pool__pb2.SearchTrajectoriesRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.SearchTrajectoriesResponse.FromString,
+                _registered_method=True)
         self.TailTrajectories = channel.unary_stream(
                 '/forge.v1.PoolService/TailTrajectories',
                 request_serializer=forge_dot_v1_dot_pool__pb2.TailTrajectoriesRequest.SerializeToString,
@@ -241,6 +246,17 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SearchTrajectories(self, request, context):
+        """Returns the trajectories that match a filter and have a text in a message of a turn, page by page.
+        It reads the messages of all trajectories that match the filter, about 16 MiB a page, so that
+        nothing is left out: narrow the filter, and set a deadline that fits. Pages, tokens and errors as
+        of QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
+        retry, also with the same token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TailTrajectories(self, request, context):
         """Streams trajectories that are closed, or rewarded after they were closed, in the order in which
         these changes become durable, until the caller cancels. The log of changes is on disk and has
@@ -381,6 +397,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.QueryTrajectories,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.SerializeToString,
+            ),
+            'SearchTrajectories': grpc.unary_unary_rpc_method_handler(
+                    servicer.SearchTrajectories,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.SearchTrajectoriesRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.SearchTrajectoriesResponse.SerializeToString,
             ),
             'TailTrajectories': grpc.unary_stream_rpc_method_handler(
                     servicer.TailTrajectories,
@@ -693,6 +714,33 @@ class PoolService(object):
             '/forge.v1.PoolService/QueryTrajectories',
             forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SearchTrajectories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/SearchTrajectories',
+            forge_dot_v1_dot_pool__pb2.SearchTrajectoriesRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.SearchTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -106,6 +106,13 @@ class PoolServiceStub:
     INVALID_ARGUMENT for a filter that nothing can match, and for a token of another filter or shard.
     DATA_LOSS when the change log cannot be read. Safe to retry, also with the same token.
     """
+    SearchTrajectories: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SearchTrajectoriesRequest, _pool_pb2.SearchTrajectoriesResponse]
+    """Returns the trajectories that match a filter and have a text in a message of a turn, page by page.
+    It reads the messages of all trajectories that match the filter, about 16 MiB a page, so that
+    nothing is left out: narrow the filter, and set a deadline that fits. Pages, tokens and errors as
+    of QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
+    retry, also with the same token.
+    """
     TailTrajectories: _grpc.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]
     """Streams trajectories that are closed, or rewarded after they were closed, in the order in which
     these changes become durable, until the caller cancels. The log of changes is on disk and has
@@ -234,6 +241,13 @@ class PoolServiceAsyncStub(PoolServiceStub):
     missing. A trajectory that cannot be read is named, whether or not it matches.
     INVALID_ARGUMENT for a filter that nothing can match, and for a token of another filter or shard.
     DATA_LOSS when the change log cannot be read. Safe to retry, also with the same token.
+    """
+    SearchTrajectories: _aio.UnaryUnaryMultiCallable[_pool_pb2.SearchTrajectoriesRequest, _pool_pb2.SearchTrajectoriesResponse]  # type: ignore[assignment]
+    """Returns the trajectories that match a filter and have a text in a message of a turn, page by page.
+    It reads the messages of all trajectories that match the filter, about 16 MiB a page, so that
+    nothing is left out: narrow the filter, and set a deadline that fits. Pages, tokens and errors as
+    of QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
+    retry, also with the same token.
     """
     TailTrajectories: _aio.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]  # type: ignore[assignment]
     """Streams trajectories that are closed, or rewarded after they were closed, in the order in which
@@ -420,6 +434,19 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         missing. A trajectory that cannot be read is named, whether or not it matches.
         INVALID_ARGUMENT for a filter that nothing can match, and for a token of another filter or shard.
         DATA_LOSS when the change log cannot be read. Safe to retry, also with the same token.
+        """
+
+    @_abc_1.abstractmethod
+    def SearchTrajectories(
+        self,
+        request: _pool_pb2.SearchTrajectoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.SearchTrajectoriesResponse, _abc.Awaitable[_pool_pb2.SearchTrajectoriesResponse]]:
+        """Returns the trajectories that match a filter and have a text in a message of a turn, page by page.
+        It reads the messages of all trajectories that match the filter, about 16 MiB a page, so that
+        nothing is left out: narrow the filter, and set a deadline that fits. Pages, tokens and errors as
+        of QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
+        retry, also with the same token.
         """
 
     @_abc_1.abstractmethod

@@ -6,11 +6,11 @@ Owns the open streams.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.core.errors import InvalidArgument, Unavailable
 from forge.core.trajectory import TrajectoryName, parse_trajectory_id
@@ -22,6 +22,7 @@ from services.pool.data.commands import Command, SealTrajectory, SetGroupStates
 from services.pool.data.group_scan import Scan
 from services.pool.data.query import query
 from services.pool.data.stats import Tally
+from services.pool.data.text_search import search
 from services.pool.erasure import Erasure, purged
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
@@ -33,6 +34,7 @@ from services.pool.store import PoolStore
 from services.pool.streams.append import COMMIT_TIMEOUT_S, AppendStream
 from services.pool.streams.tail import Tails
 
+Page = TypeVar("Page")
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
@@ -43,6 +45,8 @@ SCOPES = {
     "FetchTrajectories": "admin",
     "EraseTrajectories": "admin",
     "QueryTrajectories": "operator",
+    # Its answers show contents.
+    "SearchTrajectories": "admin",
     "TailTrajectories": "operator",
     "GetPoolStats": "viewer",
     "CompactShard": "operator",
@@ -168,13 +172,22 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.QueryTrajectoriesRequest, context: Any
     ) -> pool_pb2.QueryTrajectoriesResponse:
         """Returns one page of trajectories that fit a filter."""
-        look = partial(query, request=request, shard=self._store.shard)
+        return await self._page(partial(query, request=request, shard=self._store.shard))
+
+    async def SearchTrajectories(
+        self, request: pool_pb2.SearchTrajectoriesRequest, context: Any
+    ) -> pool_pb2.SearchTrajectoriesResponse:
+        """Returns one page of trajectories that have a text."""
+        return await self._page(partial(search, request=request, shard=self._store.shard))
+
+    async def _page(self, look: Callable[..., Page]) -> Page:
         try:
             return await self._readers.run(partial(self._store.read, look))
         except DamagedRecord:
             # No replica has it intact: the page skips it.
-            look = partial(look, name_damaged=True)
-            return await self._readers.run(partial(self._store.read, look))
+            return await self._readers.run(
+                partial(self._store.read, partial(look, name_damaged=True))
+            )
 
     # A coroutine and not a generator, because it must know when a response is not taken.
     async def TailTrajectories(  # type: ignore[override]

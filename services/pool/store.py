@@ -28,6 +28,7 @@ from services.pool.data.commands import (
     ImportGroup,
     MarkMoved,
     MarkOrphans,
+    MendIndex,
     NoteErasures,
     PutGroups,
     RepairUnit,
@@ -46,6 +47,7 @@ from services.pool.data.group_scan import (
     count_settled,
     find_newest_settled,
 )
+from services.pool.data.index_mending import mend
 from services.pool.data.moving import discard_copy, import_group, mark_moved, stage_records
 from services.pool.data.orphans import OrphanPage, mark, orphans_after
 from services.pool.data.record_repair import repair_from_replica
@@ -330,6 +332,7 @@ _APPLY: Mapping[type[Any], Callable[[Records, Any], Any]] = {
     ImportGroup: import_group,
     FollowLeader: lambda records, command: follow(records, command.steps),
     RepairUnit: repair_from_replica,
+    MendIndex: mend,
 }
 """By type of command."""
 

@@ -83,6 +83,7 @@ MATRIX = {
     "PoolService/LookUpGroups": OPERATOR,
     "PoolService/GetSummaries": OPERATOR,
     "PoolService/QueryTrajectories": OPERATOR,
+    "PoolService/SearchTrajectories": ADMIN,
     "PoolService/TailTrajectories": OPERATOR,
     "PoolService/CompactShard": OPERATOR,
     "PoolService/FetchTrajectories": ADMIN,
@@ -163,7 +164,18 @@ SCOPES: dict[str, Any] = {name: module.SCOPES for name, module in MODULES.items(
 SCOPES["forge.v1.InferenceService"] = ROUTER
 """Of the services that register any; the others need "service"."""
 AUDITED = {f"{name[9:]}/{call}" for name, module in MODULES.items() for call in module.AUDITED}
-READS = ("Get", "List", "Scan", "LookUp", "Query", "Tail", "Watch", "Fetch", "OpenSession")
+READS = (
+    "Search",
+    "Get",
+    "List",
+    "Scan",
+    "LookUp",
+    "Query",
+    "Tail",
+    "Watch",
+    "Fetch",
+    "OpenSession",
+)
 """First words of the calls that change nothing."""
 KEYRING = Keyring.from_bytes(b"k" * 32)
 DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

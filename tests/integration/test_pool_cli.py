@@ -241,3 +241,28 @@ async def test_export_formats_of_one_group(pool, client, tmp_path):
     assert pair["chosen"] == [{"role": "assistant", "content": "good"}]
     assert [row["advantages"][3:5] for row in tokens] == [[-0.5, -0.5], [0.5, 0.5]]
     assert [row["loss_mask"] for row in tokens] == [[0, 0, 0, 1, 1, 0, 0, 0, 1, 1]] * 2
+
+
+async def test_trajectories_are_found_by_labels_and_text(pool, client):
+    """Over the command line as in the store; a wrong condition is one line."""
+    group = make_group("labeled", 9)
+    group.task.tag = "eval-7"
+    group.task.metadata["level"] = "3"
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[group], fence=1))
+    said = json.dumps({"messages": [], "answer": {"role": "assistant", "content": "A Needle."}})
+    await client.append([make_turn("labeled:0:0", messages_json=said), make_turn("labeled:1:0")])
+    for number in range(2):
+        await client.seal(f"labeled:{number}:0", 1, [make_reward()])
+    words = ("ls", "--json", "--scaffold", "whitebox", "--where", "level=3", "--tag", "eval-7")
+    by_label, by_text, wrong = await asyncio.gather(
+        forge(pool, *words, of="trajectories"),
+        forge(pool, *words, "--text", "needle", of="trajectories"),
+        forge(pool, "ls", "--where", "level", of="trajectories"),
+    )
+    rows = [json.loads(line)["trajectory_id"] for line in by_label.stdout.splitlines()]
+    assert rows == ["labeled:0:0", "labeled:1:0"]
+    (match,) = [json.loads(line) for line in by_text.stdout.splitlines()]
+    assert match["trajectory"]["trajectory_id"] == "labeled:0:0"
+    assert match["excerpt"] == "A Needle."
+    assert "1 turns without messages on record" in by_text.stderr
+    assert (wrong.code, wrong.stderr) == (2, "forge: --where 'level' must be KEY=VALUE\n")

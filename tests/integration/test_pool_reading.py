@@ -158,7 +158,15 @@ async def test_trajectory_of_200k_tokens_is_read_back_whole(client):
 
 
 async def test_query_and_tail_need_an_operator_token(client, pool):
-    """An agent's token opens neither."""
+    """An agent's token opens neither; a search for texts needs an admin's."""
+    operator = pool.keyring.sign(Claims(subject="ada", scopes=frozenset({"operator"})))
+    async with grpc.aio.insecure_channel(client.address) as channel:
+        with pytest.raises(PermissionDenied):
+            async with translated():
+                await pool_pb2_grpc.PoolServiceStub(channel).SearchTrajectories(
+                    pool_pb2.SearchTrajectoriesRequest(text="x"),
+                    metadata=(("authorization", f"Bearer {operator}"),),
+                )
     token = pool.keyring.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
     async with grpc.aio.insecure_channel(client.address) as channel:

@@ -6,7 +6,7 @@ Owns the rules that need no state; the rule of ids is in `forge.core.trajectory`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forge.core.errors import InvalidArgument
@@ -16,6 +16,8 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_USER_BYTES = 200
 MAX_MODELS = 16
 MAX_MODEL_BYTES = 128
+MAX_METADATA = 16
+MAX_METADATA_BYTES = 256
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -35,6 +37,10 @@ class TaskFields(Protocol):
     def models(self) -> Sequence[str]:
         """Names of models beside the policy."""
 
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Facts to find results by."""
+
 
 def check_task_fields(task: TaskFields) -> None:
     """Raises `InvalidArgument` with the first wrong field and its value."""
@@ -47,6 +53,7 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
     merged(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
     _check_models(task.models)
+    check_metadata(task.metadata)
     if len(task.user.encode()) > MAX_USER_BYTES:
         raise InvalidArgument(f"user {task.user[:40]!r}... has more than {MAX_USER_BYTES} bytes")
     check_payload(task.payload_json)
@@ -59,6 +66,21 @@ def _check_models(names: Sequence[str]) -> None:
     for name in names:
         if not 1 <= len(name.encode()) <= MAX_MODEL_BYTES:
             raise InvalidArgument(f"models has {name[:40]!r}: 1 to {MAX_MODEL_BYTES} bytes a name")
+
+
+def check_metadata(metadata: Mapping[str, str], *, name: str = "metadata") -> None:
+    """Raises `InvalidArgument` for too many facts, and for a wrong key or value."""
+    if len(metadata) > MAX_METADATA:
+        raise InvalidArgument(
+            f"{name} has {len(metadata)} keys; at most {MAX_METADATA} are allowed"
+        )
+    for key, value in metadata.items():
+        if not _NAME.fullmatch(key):
+            raise InvalidArgument(f"{name} has key {key[:80]!r}: 1 to 64 of [A-Za-z0-9._-]")
+        if len(value.encode()) > MAX_METADATA_BYTES:
+            raise InvalidArgument(
+                f"{name}.{key} {value[:40]!r}... has more than {MAX_METADATA_BYTES} bytes"
+            )
 
 
 def check_payload(payload_json: str, *, name: str = "payload_json") -> None:

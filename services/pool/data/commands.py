@@ -193,6 +193,14 @@ class RepairUnit:
     """True on a leader: followers get the repair as a commit."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MendIndex:
+    """Stores or deletes index entries, as the records of their groups have them. Answered by the
+    number of changes."""
+
+    entries: tuple[Key, ...]
+
+
 Command = (
     AppendTurns
     | AppendRewards
@@ -209,6 +217,7 @@ Command = (
     | ImportGroup
     | FollowLeader
     | RepairUnit
+    | MendIndex
 )
 
 

@@ -1,7 +1,7 @@
 """Erasure of tasks: no stored record keeps a prompt, an answer, a reward, a tag or a user of them.
 
     turns, rewards, trajectories   go
-    groups                         stay, without payload, tag and user
+    groups                         stay, without payload, tag, user and metadata
     states, queue                  stay; a group that is not settled becomes TOMBSTONED
     meta                           gets a tombstone per task, so that no repair restores a record
 
@@ -34,6 +34,7 @@ from services.pool.storage.group_index import (
 )
 from services.pool.storage.group_records import group_record, intact_state
 from services.pool.storage.keys import group_key, queue_key, task_prefix
+from services.pool.storage.labels import label_keys
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,
@@ -195,5 +196,8 @@ def _finish(records: Records, task_id: str) -> Erased:
         task = group.task
         place = queue_key(task.purpose, group.queue_index, task_id)
         records.delete(Table.TAGS, tag_prefix(task.tag) + place)
-        records.put(Table.GROUPS, key, erased_group(group).SerializeToString())
+        erased = erased_group(group)
+        for label in set(label_keys(task)) - set(label_keys(erased.task)):
+            records.delete(Table.LABELS, label)
+        records.put(Table.GROUPS, key, erased.SerializeToString())
     return Erased(groups=1, trajectories=len(keys))

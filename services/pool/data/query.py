@@ -1,24 +1,25 @@
 """Trajectories that fit a filter, one bounded page at a time.
 
-Owns filters, page tokens and the two ways through a shard: by trajectory id or, for trajectories
-closed since a time, along the change log. Both positions stay valid while the shard changes.
+Owns filters, page tokens and the ways through a shard: by trajectory id (all, those of tasks, those
+of labels) or, for trajectories closed since a time, along the change log. The positions stay valid
+while the shard changes.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
 
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import check_task_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data.summaries import count_turns, summary_of, turns_of
+from services.pool.data.summaries import count_turns, turns_of
+from services.pool.data.trajectory_filter import check_filter, fits_header, summary_if_fits
 from services.pool.storage.change_log import (
     ChangeKind,
     change_key,
@@ -26,13 +27,12 @@ from services.pool.storage.change_log import (
     number_before,
     number_of_change_key,
 )
-from services.pool.storage.keys import name_of_trajectory_key, task_prefix
-from services.pool.storage.moved_groups import is_moved
+from services.pool.storage.keys import task_prefix
+from services.pool.storage.labels import before, label_prefixes, labeled_tasks
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     DamagedRecord,
     Records,
-    TrajectoryHeader,
     decode_header,
     open_value,
 )
@@ -41,8 +41,6 @@ from services.pool.storage.tables import Table
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096
 """Records looked at for one page, about; a turn of an open trajectory is one as well."""
-MAX_TASKS = 1000
-"""Most tasks of a filter."""
 PAGE_BYTES = 2 << 20
 """Most bytes of summaries on one page, about."""
 
@@ -50,6 +48,8 @@ MAX_KEY_BYTES = 511
 """LMDB's limit."""
 
 _FILTER_HASH_BYTES = 8
+_END_OF_TASK = b"\xff" * 8
+"""In place of rollout and attempt in a position: the task has no more trajectories."""
 
 
 class _Token(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -69,38 +69,6 @@ class _Candidate:
     """Its header as it lies on disk; None for one that is no candidate any more."""
 
 
-def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter:
-    """Returns `wanted`; raises `InvalidArgument` if nothing can fit it."""
-    if wanted.state not in common_pb2.TrajectoryState.values():
-        raise InvalidArgument(f"filter.state {wanted.state} is unknown")
-    if len(wanted.task_ids) > MAX_TASKS:
-        raise InvalidArgument(f"filter.task_ids has {len(wanted.task_ids)}, at most {MAX_TASKS}")
-    for task_id in wanted.task_ids:
-        check_task_id(task_id)
-    for low, high in (
-        ("min_reward", "max_reward"),
-        ("min_weight_version", "max_weight_version"),
-        ("closed_from_unix_s", "closed_before_unix_s"),
-    ):
-        bounds = [
-            (name, getattr(wanted, name))
-            for name in (low, high)
-            if wanted.HasField(name)  # type: ignore[arg-type]
-        ]
-        for name, value in bounds:
-            if value != value:
-                raise InvalidArgument(f"filter.{name} is no number")
-        if len(bounds) == 2 and bounds[0][1] > bounds[1][1]:
-            raise InvalidArgument(
-                f"filter.{low} {bounds[0][1]:g} is above filter.{high} {bounds[1][1]:g}"
-            )
-    if wanted.state == common_pb2.TRAJECTORY_STATE_OPEN:
-        for name in ("domain", "closed_from_unix_s", "closed_before_unix_s"):
-            if any(field.name == name for field, _ in wanted.ListFields()):
-                raise InvalidArgument(f"filter.{name} is set, which no open trajectory has")
-    return wanted
-
-
 def query(
     records: Records,
     request: pool_pb2.QueryTrajectoriesRequest,
@@ -109,34 +77,96 @@ def query(
     name_damaged: bool = False,
 ) -> pool_pb2.QueryTrajectoriesResponse:
     """One page. Raises `InvalidArgument` for a wrong filter or token, and `DamagedRecord` for a
-    damaged trajectory unless `name_damaged`."""
-    wanted = check_filter(request.filter)
-    size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
+    damaged trajectory or index entry unless `name_damaged`."""
+    pages = Pages(shard=shard, wanted=check_filter(request.filter))
+    size = page_size(request.page_size)
     response = pool_pb2.QueryTrajectoriesResponse()
-    position = _position(request, shard)
     cost = size_bytes = 0
-    for candidate in _candidates(records, wanted, position):
-        position = candidate.position
-        cost += 1
-        try:
-            summary, turns = _fitting(records, wanted, candidate)
-        except DamagedRecord:
-            if not name_damaged:
-                raise
-            name = describe(Table.TRAJECTORIES, candidate.trajectory)
-            response.damaged_trajectory_ids.append(name)
-            summary, turns = None, 0
-            size_bytes += len(name)
-        cost += turns
-        if summary is not None:
-            response.trajectories.append(summary)
-            size_bytes += summary.ByteSize()
+    for one in pages.seen(records, request.page_token, name_damaged=name_damaged):
+        cost += one.cost
+        if one.damaged:
+            response.damaged_trajectory_ids.append(one.damaged)
+            size_bytes += len(one.damaged)
+        if one.summary is not None:
+            response.trajectories.append(one.summary)
+            size_bytes += one.summary.ByteSize()
         if len(response.trajectories) >= size or cost >= PAGE_COST or size_bytes >= PAGE_BYTES:
-            token = _Token(shard=shard, filter_hash=_hash(wanted), position=position)
-            packed = msgspec.msgpack.encode(token)
-            response.next_page_token = base64.urlsafe_b64encode(packed).decode()
+            response.next_page_token = pages.token(one.position)
             break
     return response
+
+
+def page_size(wanted: int) -> int:
+    """Most trajectories on a page."""
+    return min(wanted or DEFAULT_PAGE, MAX_PAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One record that a page looked at."""
+
+    position: bytes
+    """Behind it a page may end."""
+    trajectory: bytes
+    summary: common_pb2.TrajectorySummary | None = None
+    """None if it does not fit, or is damaged."""
+    damaged: str = ""
+    """Name of a damaged trajectory."""
+    cost: int = 1
+    """Records that were read."""
+
+
+class Pages:
+    """The trajectories that fit a filter, from a page token on."""
+
+    def __init__(self, *, shard: str, wanted: pool_pb2.TrajectoryFilter, text: str = "") -> None:
+        """`text` is another condition: a token is of one filter and one text."""
+        self._shard = shard
+        self._wanted = wanted
+        serialized = wanted.SerializeToString(deterministic=True) + text.encode()
+        self._filter_hash = blake2b(serialized, digest_size=_FILTER_HASH_BYTES).digest()
+
+    def seen(self, records: Records, token: str, *, name_damaged: bool) -> Iterator[Seen]:
+        """Every record behind the page of `token` that may fit. With `name_damaged` indexes are not
+        used, so that a damaged entry hides nothing. Raises as `query`."""
+        after = self._position(token)
+        for candidate in _candidates(records, self._wanted, after, past_index=name_damaged):
+            seen = partial(Seen, position=candidate.position, trajectory=candidate.trajectory)
+            try:
+                summary, turns = _fitting(records, self._wanted, candidate)
+            except DamagedRecord:
+                if not name_damaged:
+                    raise
+                yield seen(damaged=describe(Table.TRAJECTORIES, candidate.trajectory))
+            else:
+                yield seen(summary=summary, cost=1 + turns)
+
+    def token(self, position: bytes) -> str:
+        """The token of a page that ends at a position."""
+        token = _Token(shard=self._shard, filter_hash=self._filter_hash, position=position)
+        return base64.urlsafe_b64encode(msgspec.msgpack.encode(token)).decode()
+
+    def _position(self, token_text: str) -> bytes:
+        if not token_text:
+            return b""
+        try:
+            packed = base64.urlsafe_b64decode(token_text)
+            token = msgspec.msgpack.decode(packed, type=_Token)
+        except (binascii.Error, ValueError, msgspec.MsgspecError):
+            raise InvalidArgument(
+                f"page_token {token_text[:80]!r} is none that this service gave"
+            ) from None
+        if token.shard != self._shard:
+            raise InvalidArgument(
+                f"page_token is of pool shard {token.shard!r}, not of {self._shard!r}"
+            )
+        if token.filter_hash != self._filter_hash:
+            raise InvalidArgument("page_token is of a query with another filter")
+        if not 0 < len(token.position) <= MAX_KEY_BYTES or (
+            _along_log(self._wanted) and len(token.position) != len(change_key(0))
+        ):
+            raise InvalidArgument(f"page_token holds no position: {token.position!r:.80}")
+        return token.position
 
 
 def _fitting(
@@ -156,10 +186,15 @@ def _fitting(
 
 
 def _candidates(
-    records: Records, wanted: pool_pb2.TrajectoryFilter, after: bytes
+    records: Records, wanted: pool_pb2.TrajectoryFilter, after: bytes, *, past_index: bool
 ) -> Iterator[_Candidate]:
-    """Every trajectory, those of the requested tasks, or those closed since the requested time."""
+    """Every trajectory, those of the requested tasks or labels, or those closed since the requested
+    time."""
+    labels = label_prefixes(wanted)
     if not _along_log(wanted):
+        if labels and not wanted.task_ids and not past_index:
+            yield from _labeled(records, labels, after)
+            return
         for prefix in sorted(map(task_prefix, set(wanted.task_ids))) or [b""]:
             for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix, after=after):
                 yield _Candidate(position=key, trajectory=key, value=value)
@@ -174,90 +209,20 @@ def _candidates(
         yield _Candidate(position=change_key(number), trajectory=change.trajectory, value=header)
 
 
+def _labeled(records: Records, labels: Sequence[bytes], after: bytes) -> Iterator[_Candidate]:
+    """The trajectories of the tasks with these labels. The end of a task, and a task that lacks a
+    label, count as records looked at."""
+    task = after[: after.find(b":") + 1]
+    start = task if after.endswith(_END_OF_TASK) or not task else before(task)
+    for prefix, whole in labeled_tasks(records, labels, after=start):
+        if not whole:
+            yield _Candidate(position=prefix, trajectory=prefix, value=None)
+            continue
+        for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix, after=after):
+            yield _Candidate(position=key, trajectory=key, value=value)
+        yield _Candidate(position=prefix + _END_OF_TASK, trajectory=prefix, value=None)
+
+
 def _along_log(wanted: pool_pb2.TrajectoryFilter) -> bool:
     """Whether a query goes along the change log, not by trajectory id."""
     return wanted.HasField("closed_from_unix_s") and not wanted.task_ids
-
-
-def summary_if_fits(
-    records: Records,
-    wanted: pool_pb2.TrajectoryFilter,
-    trajectory: bytes,
-    header: TrajectoryHeader,
-) -> common_pb2.TrajectorySummary | None:
-    """None if it does not fit, and if its group moved to another shard; the turns of an open one
-    are counted in `header`."""
-    name = name_of_trajectory_key(trajectory)
-    if wanted.task_ids and name.task_id not in wanted.task_ids:
-        return None
-    if not fits_header(wanted, header) or is_moved(records, name.task_id):
-        return None
-    summary = summary_of(records, name, header)
-    return summary if _fits_rewards(wanted, summary) else None
-
-
-def fits_header(
-    wanted: pool_pb2.TrajectoryFilter, header: TrajectoryHeader, *, counted: bool = True
-) -> bool:
-    """Whether a header fits; without `counted`, its counts are ignored."""
-    if wanted.state and header.state != wanted.state:
-        return False
-    if wanted.domain and header.domain != wanted.domain:
-        return False
-    if wanted.HasField("closed_from_unix_s") and (
-        header.is_open or header.sealed_unix_s < wanted.closed_from_unix_s
-    ):
-        return False
-    if wanted.HasField("closed_before_unix_s") and (
-        header.is_open or header.sealed_unix_s >= wanted.closed_before_unix_s
-    ):
-        return False
-    return not counted or _fits_versions(wanted, header)
-
-
-def _fits_versions(wanted: pool_pb2.TrajectoryFilter, header: TrajectoryHeader) -> bool:
-    low = wanted.min_weight_version if wanted.HasField("min_weight_version") else -math.inf
-    high = wanted.max_weight_version if wanted.HasField("max_weight_version") else math.inf
-    if header.sampled_tokens == 0:
-        return low == -math.inf and high == math.inf
-    return low <= header.max_weight_version and header.min_weight_version <= high
-
-
-def _fits_rewards(wanted: pool_pb2.TrajectoryFilter, summary: common_pb2.TrajectorySummary) -> bool:
-    if not (wanted.HasField("min_reward") or wanted.HasField("max_reward")):
-        return True
-    name = wanted.reward_name
-    values = [
-        reward.value
-        for reward in summary.rewards
-        if (reward.name == name if name else reward.kind == common_pb2.REWARD_KIND_OUTCOME)
-    ]
-    low = wanted.min_reward if wanted.HasField("min_reward") else -math.inf
-    high = wanted.max_reward if wanted.HasField("max_reward") else math.inf
-    return bool(values) and low <= sum(values) <= high
-
-
-def _position(request: pool_pb2.QueryTrajectoriesRequest, shard: str) -> bytes:
-    if not request.page_token:
-        return b""
-    try:
-        packed = base64.urlsafe_b64decode(request.page_token)
-        token = msgspec.msgpack.decode(packed, type=_Token)
-    except (binascii.Error, ValueError, msgspec.MsgspecError):
-        raise InvalidArgument(
-            f"page_token {request.page_token[:80]!r} is none that this service gave"
-        ) from None
-    if token.shard != shard:
-        raise InvalidArgument(f"page_token is of pool shard {token.shard!r}, not of {shard!r}")
-    if token.filter_hash != _hash(request.filter):
-        raise InvalidArgument("page_token is of a query with another filter")
-    if not 0 < len(token.position) <= MAX_KEY_BYTES or (
-        _along_log(request.filter) and len(token.position) != len(change_key(0))
-    ):
-        raise InvalidArgument(f"page_token holds no position: {token.position!r:.80}")
-    return token.position
-
-
-def _hash(wanted: pool_pb2.TrajectoryFilter) -> bytes:
-    serialized = wanted.SerializeToString(deterministic=True)
-    return blake2b(serialized, digest_size=_FILTER_HASH_BYTES).digest()

@@ -17,7 +17,8 @@ from typing import TypeVar
 from forge.core.errors import ForgeError
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
-from services.pool.data.commands import RepairUnit
+from services.pool.data.commands import MendIndex, RepairUnit
+from services.pool.data.index_mending import MENDED, wrong_entries
 from services.pool.data.record_repair import is_whole
 from services.pool.metrics import REPAIRS
 from services.pool.readers import Readers
@@ -72,8 +73,11 @@ class SelfRepair:
         """Verifies all records, pass after pass, until cancelled; 0: never."""
         while every_s:
             for table in SENT:
-                if table not in _OF_TRAJECTORIES:  # Verified with their trajectory.
+                # Turns and rewards are verified with their trajectory, indexes with their groups.
+                if table not in _OF_TRAJECTORIES and not (self._leads and table in MENDED):
                     await self._verify(table)
+            if self._leads:
+                await self.mend_indexes()
             await asyncio.sleep(every_s)
 
     async def _verify(self, table: Table) -> None:
@@ -91,6 +95,27 @@ class SelfRepair:
             if not after:
                 return
             await asyncio.sleep(REST * (time.monotonic() - began_s))
+
+    async def mend_indexes(self) -> None:
+        """Makes the indexes of tags and labels equal to the records of groups."""
+        for table in (Table.GROUPS, *MENDED):
+            after = b""
+            while True:
+                began_s = time.monotonic()
+                look = partial(wrong_entries, table=table, after=after, limit=PAGE)
+                try:
+                    wrong, after = await self._read(look)
+                    if wrong:
+                        command = MendIndex(entries=tuple(wrong))
+                        changed = await self._writer.ask(command, timeout_s=_COMMIT_S)
+                        REPAIRS.labels("repaired").inc(changed)
+                        log.warning("index_mended", pool_shard=self._store.shard, entries=changed)
+                except ForgeError as error:
+                    log.warning("verify_put_off", table=table.value, error=str(error))
+                    return
+                if not after:
+                    break
+                await asyncio.sleep(REST * (time.monotonic() - began_s))
 
     async def _repaired(self, unit: Key) -> bool:
         async with self._repairing:

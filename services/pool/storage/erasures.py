@@ -70,9 +70,9 @@ def put_purged(records: Records, erasure: str) -> None:
 
 
 def erased_group(group: common_pb2.GroupRecord) -> common_pb2.GroupRecord:
-    """`group` without payload, tag and user."""
+    """`group` without payload, tag, user and metadata."""
     cleared = common_pb2.GroupRecord()
     cleared.CopyFrom(group)
-    for field in ("payload_json", "tag", "user"):
+    for field in ("payload_json", "tag", "user", "metadata"):
         cleared.task.ClearField(field)
     return cleared

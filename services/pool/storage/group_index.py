@@ -4,6 +4,7 @@
     settled order   step, or time          settled groups: trained, then tombstoned and evaluated,
                                            then groups that moved to another shard
     tags            tag, place             groups with a tag
+    labels          label, task            groups with a label, see `labels`
     settled counts  see `SettledCounts`    counters of settled groups, for schedulers
 
 Owns their keys, and keeps them equal to the records of groups, states and trajectories; `rebuild`
@@ -33,6 +34,7 @@ from services.pool.storage.keys import (
     task_of_queue_key,
     task_prefix,
 )
+from services.pool.storage.labels import label_keys, task_of_label_key
 from services.pool.storage.records import Records, decode_header, is_intact_entry, open_value
 from services.pool.storage.settled_counts import Rollout, SettledCounts
 from services.pool.storage.tables import Key, Table
@@ -51,7 +53,7 @@ ORDER = struct.Struct(">BQ")
 TRAINED, OTHER, MOVED = 1, 2, 3
 MS = 1000
 _TAG_BYTES = 16
-INDEXES = (Table.PENDING, Table.SETTLED_ORDER, Table.TAGS)
+INDEXES = (Table.PENDING, Table.SETTLED_ORDER, Table.TAGS, Table.LABELS)
 
 
 def tag_prefix(tag: str) -> bytes:
@@ -63,8 +65,11 @@ def entries_of(group: common_pb2.GroupRecord, state: common_pb2.GroupRecord) -> 
     """Every index entry of a group; `group` is without its state."""
     task = group.task
     place = queue_key(task.purpose, group.queue_index, task.task_id)
-    listed = task.tag and state.state != common_pb2.GROUP_STATE_MOVED
-    entries = [(Table.TAGS, tag_prefix(task.tag) + place)] if listed else []
+    entries = []
+    if state.state != common_pb2.GROUP_STATE_MOVED:
+        entries = [(Table.LABELS, key) for key in label_keys(task)]
+        if task.tag:
+            entries.append((Table.TAGS, tag_prefix(task.tag) + place))
     if state.state in INDEXED_STATES:
         entries.append((Table.SETTLED_ORDER, _order_key(task.task_id, state)))
     else:
@@ -79,6 +84,8 @@ def task_of_entry(table: Table, key: bytes) -> TaskId:
             return task_of_queue_key(key)
         case Table.TAGS:
             return task_of_queue_key(key[_TAG_BYTES:])
+        case Table.LABELS:
+            return task_of_label_key(key)
         case _:
             return TaskId(key[ORDER.size :].decode())
 
@@ -154,10 +161,11 @@ class GroupMoves:
         if group is None:
             return
         old, new = entries_of(group, before), entries_of(group, after)
-        if old != new:
-            for table, key in old:
+        for table, key in old:
+            if (table, key) not in new:
                 self._records.delete(table, key)
-            for table, key in new:
+        for table, key in new:
+            if (table, key) not in old:
                 self._records.put(table, key, b"")
         rollouts = counted_rollouts(self._records, group)
         if was:
@@ -260,7 +268,7 @@ def _index_again(records: Records, task_ids: Container[str]) -> None:
 
 
 def _remove_entries(records: Records, task_ids: Container[str]) -> None:
-    for table in (Table.PENDING, Table.SETTLED_ORDER):
+    for table in INDEXES:
         keys = [key for key, _ in records.scan_sealed(table)]
         for key in keys:
             with suppress(ValueError):

@@ -17,7 +17,7 @@ from services.pool.storage.records import Records, decode_header, encode_header
 from services.pool.storage.settled_index import index_all_settled
 from services.pool.storage.tables import Table
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Migration = Callable[[Records], None]
 
@@ -48,6 +48,8 @@ MIGRATIONS: Mapping[int, Migration] = {
     2: _index_settled_groups,
     # 3 to 4: indices of pending groups, settled groups and tags, and the counters.
     3: rebuild,
+    # 4 to 5: the index of labels.
+    4: rebuild,
 }
 """Migrations from each version to the next."""
 

@@ -35,6 +35,20 @@ def test_sampling_policy_is_read_and_written(tmp_path: Path) -> None:
     assert read_tasks(file, DEFAULTS) == tasks
 
 
+def test_metadata_is_read_written_and_checked(tmp_path: Path) -> None:
+    """Texts by key; it replaces that of the options."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {}, "metadata": {"repository": "a/b"}}\n')
+    tasks = read_tasks(file, common_pb2.Task(domain="qa", scaffold="x", group_size=1))
+    assert dict(tasks[0].metadata) == {"repository": "a/b"}
+    write_tasks(file, tasks)
+    assert read_tasks(file, DEFAULTS) == tasks
+    for wrong in ('{"a": 1}', '{"a b": "x"}', json.dumps({"a": "x" * 257}), "[]"):
+        file.write_text(f'{{"payload": {{}}, "metadata": {wrong}}}\n')
+        with pytest.raises(InvalidArgument, match="metadata"):
+            read_tasks(file, DEFAULTS)
+
+
 def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
     """Texts from the web hold separators of their own."""
     prompt = "one\u2028two\x85three"

@@ -48,6 +48,7 @@ def fill(store: PoolStore, task_id: str, index: int, *, marker: str = "", user: 
     """A group with two trajectories, its marker in each place of free text."""
     group = make_group(task_id, index, payload_json=f'{{"prompt": "{marker}"}}')
     group.task.tag, group.task.user = f"{marker}tag", user
+    group.task.metadata["note"] = marker
     put_groups(store, group)
     for rollout in range(2):
         trajectory_id = f"{task_id}:{rollout}:0"
