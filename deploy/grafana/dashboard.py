@@ -40,8 +40,10 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {
                 "forge_trainer_inference_gap_mean{$at}": "fresh samples",
                 "forge_trainer_logprob_gap_mean{$at}": "all samples",
+                "forge_trainer_engine_inference_gap_mean{$at}": "fresh, {{engine}}",
             },
         ),
+        ("Reward by engine", "none", {"forge_trainer_engine_mean_reward{$at}": "{{engine}}"}),
         (
             "Staleness, weight versions",
             "none",

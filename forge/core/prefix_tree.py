@@ -65,6 +65,8 @@ class Sample:
     """float32: return-to-go of the turn, for a critic; empty without one. With a critic,
     `advantages` are weights on the critic's estimates."""
     domain: str = ""
+    engine: str = ""
+    """Engine that sampled it, for statistics."""
     trajectory: int = -1
     """Number of its trajectory in the batch; -1: this sample is a trajectory of its own."""
     group: int = -1

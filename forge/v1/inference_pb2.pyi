@@ -70,8 +70,8 @@ class SampleResponse(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens from the prefix cache. Set on the last response."""
     engine: _builtins.str
-    """Name of the engine that sampled the answer; names in order, joined by "+", if it moved between
-    engines. Set on the last response. Empty from an earlier release.
+    """Name of the engine that sampled the tokens so far; names in order, joined by "+", if the answer
+    moved between engines. Empty from an earlier release.
     """
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...

@@ -557,6 +557,27 @@ class StepMetrics(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EnginesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___EngineMetrics: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___EngineMetrics | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -605,6 +626,7 @@ class StepMetrics(_message.Message):
     OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     TEACHER_KL_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -700,6 +722,12 @@ class StepMetrics(_message.Message):
     def mtp_acceptance(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """By draft head, from "1" on: mean over trained tokens of sum_v min(p_v, q_v)."""
 
+    @_builtins.property
+    def engines(self) -> _containers.MessageMap[_builtins.str, Global___EngineMetrics]:
+        """By engine that sampled: turns that moved between engines, and trajectories of several engines, are
+        "several", those of records without an engine "unknown".
+        """
+
     def __init__(
         self,
         *,
@@ -751,14 +779,57 @@ class StepMetrics(_message.Message):
         overlong_penalty: _builtins.float = ...,
         updates: _builtins.int = ...,
         teacher_kl: _builtins.float = ...,
+        engines: _abc.Mapping[_builtins.str, Global___EngineMetrics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepMetrics: _TypeAlias = StepMetrics  # noqa: Y015
+
+@_typing.final
+class EngineMetrics(_message.Message):
+    """One engine of inference in one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROB_GAP_MEAN_FIELD_NUMBER: _builtins.int
+    INFERENCE_GAP_MEAN_FIELD_NUMBER: _builtins.int
+    INFERENCE_GAP_STALENESS_FIELD_NUMBER: _builtins.int
+    STALENESS_MEAN_FIELD_NUMBER: _builtins.int
+    mean_reward: _builtins.float
+    """Mean outcome reward of the trajectories that it sampled alone."""
+    trajectories: _builtins.int
+    trained_tokens: _builtins.int
+    """Trained tokens of its turns."""
+    logprob_gap_mean: _builtins.float
+    """Over these tokens, as in StepMetrics; the inference gap is over its own tokens of least staleness."""
+    inference_gap_mean: _builtins.float
+    inference_gap_staleness: _builtins.float
+    staleness_mean: _builtins.float
+    def __init__(
+        self,
+        *,
+        mean_reward: _builtins.float = ...,
+        trajectories: _builtins.int = ...,
+        trained_tokens: _builtins.int = ...,
+        logprob_gap_mean: _builtins.float = ...,
+        inference_gap_mean: _builtins.float = ...,
+        inference_gap_staleness: _builtins.float = ...,
+        staleness_mean: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "mean_reward", b"mean_reward", "staleness_mean", b"staleness_mean", "trained_tokens", b"trained_tokens", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineMetrics: _TypeAlias = EngineMetrics  # noqa: Y015
 
 @_typing.final
 class DomainMetrics(_message.Message):

@@ -34,6 +34,11 @@ class RouterSettings:
     """Most tokens of a prompt that a worker of the role both computes itself, beyond those it has
     cached, while there are prefill workers; a longer one is prefilled there. Without prefill
     workers it computes all."""
+    canary_engine: str = ""
+    """Engine under trial beside others in the group: it gets canary_share of the sessions, and no
+    more while others are available; "" for none."""
+    canary_share: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    """Share of the sessions for workers with canary_engine."""
     stream_interval_s: Annotated[float, Meta(ge=0, le=5)] = 0.05
     """Longest time that a streamed piece of an answer, after its first, waits to be sent together
     with those that follow; 0: each at once."""

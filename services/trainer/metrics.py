@@ -153,6 +153,18 @@ _DOMAIN_GAUGES = {
         ("yield_j", "Effective agent training yield so far."),
     )
 }
+_ENGINE_GAUGES = {
+    name: gauge(f"forge_trainer_engine_{name}", help, ["engine"])
+    for name, help in (
+        ("mean_reward", "Mean outcome reward of the newest batch's trajectories of one engine."),
+        ("trajectories", "Trajectories of the newest batch that one engine sampled alone."),
+        ("trained_tokens", "Trained tokens of the newest step that the engine sampled."),
+        ("logprob_gap_mean", "Mean |log pi - log pi_behavior| over the engine's tokens."),
+        ("inference_gap_mean", "The same over its tokens of least staleness."),
+        ("inference_gap_staleness", "Staleness of these tokens."),
+        ("staleness_mean", "Mean number of weight versions between sampling and training."),
+    )
+}
 _EVALUATIONS = counter("forge_trainer_evaluations_total", "Due evaluations.", ["result"])
 _EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
 _EVALUATION_GAUGES = {
@@ -210,6 +222,12 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     for domain, own in metrics.domains.items():
         for name, shown in _DOMAIN_GAUGES.items():
             shown.labels(domain).set(getattr(own, name))
+    for shown in _ENGINE_GAUGES.values():
+        # An engine that has left the fleet has no value in later batches.
+        shown.clear()
+    for engine, of_engine in metrics.engines.items():
+        for name, shown in _ENGINE_GAUGES.items():
+            shown.labels(engine).set(getattr(of_engine, name))
 
 
 def show_hold(hold: WeightHold) -> None:

@@ -137,6 +137,8 @@ async def test_unlike_engines_share_load_swaps_and_deaths(
         await inference.sampling_on(*killed)
         inference.kill(killed.pop())
     samples = await asyncio.gather(*running)
+    engines_of_plain = {name for one in samples[: len(plain)] for name in one.engines}
+    assert engines_of_plain == {"embedded", "table"}
     for ids, sample in zip([*plain, *cut], samples, strict=True):
         assert len(sample.ids) == 100
         assert sample.versions == sorted(sample.versions)
@@ -149,4 +151,5 @@ async def test_unlike_engines_share_load_swaps_and_deaths(
                 assert logprob == pytest.approx(float(expected_V[token]), abs=1e-4)
             else:
                 assert token in expected_V.topk(5).indices
+                assert sample.engines == ["embedded"]
     assert {version for sample in samples for version in sample.versions} >= {*list(versions)[:2]}

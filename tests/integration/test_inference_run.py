@@ -314,7 +314,7 @@ async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> Non
         async with asyncio.timeout(30):
             if stream:
                 with pytest.raises(
-                    Unavailable, match=r"begins cannot serve .*answered_tokens = 65"
+                    Unavailable, match=r"begins cannot serve .*answered_tokens = \d+"
                 ):
                     await running
             else:

@@ -28,7 +28,7 @@ from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_
 from forge.rl.learner.tree_tokens import Reference, TreeTokens
 from forge.rl.learner.types import StepResult, Update
 from forge.rl.losses.objective import BatchSize, Objective
-from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
+from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy_stats
 from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
@@ -134,6 +134,7 @@ class Learner:
             skipped=skipped,
             stats=policy_stats(stats, weight_version=weight_version),
             domains=domain_stats(stats, weight_version=weight_version),
+            engines=engine_stats(stats, weight_version=weight_version),
             critic=critic_stats(credits_of_all(frozen, self.policy.world)),
             balance_loss=fmean([part.balance_loss for part in parts]),
             mtp=parts[0].mtp,

@@ -121,6 +121,7 @@ def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> Toke
         gradient_size=_gradient_size(tokens.logprobs),
         lengths=tree.lengths_S,
         domains=tree.domains_S,
+        engines=tree.engines_S,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import CriticStats
 from forge.rl.learner.share import Frozen, Share
-from forge.rl.losses.stats import DomainStats, PolicyStats, TokenStats
+from forge.rl.losses.stats import DomainStats, EngineStats, PolicyStats, TokenStats
 from forge.rl.mtp.training import MtpStats
 
 
@@ -29,6 +29,8 @@ class StepResult:
     """The computed plan: another than the given one if that did not fit into memory."""
     domains: Mapping[str, DomainStats] = field(default_factory=dict)
     """Statistics of the first pass by domain."""
+    engines: Mapping[str, EngineStats] = field(default_factory=dict)
+    """Statistics of the first pass by engine of inference."""
     critic: CriticStats = CriticStats()  # noqa: RUF009
     """Statistics of the values before the first update; zeros without a critic."""
     balance_loss: float = 0.0

@@ -35,6 +35,8 @@ class TokenStats:
     """[S] tokens of each sample; tokens of a sample are contiguous."""
     domains: tuple[str, ...]
     """[S]"""
+    engines: tuple[str, ...] = ()
+    """[S], of the engines that sampled; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,18 @@ class VersionGap:
     tokens: int
     gap_sum: float
     """Of |log pi - log pi_behavior|."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Differences between the trained policy and one engine's tokens of a batch; as in
+    PolicyStats."""
+
+    tokens: int
+    logprob_gap_mean: float
+    inference_gap_mean: float
+    inference_gap_staleness: float
+    staleness_mean: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +146,7 @@ def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[st
     names = sorted({name for one in stats for name in one.domains})
     if not names:
         return {}
-    kinds_T = torch.cat(
-        [
-            torch.tensor([names.index(name) for name in one.domains], device=one.lengths.device)
-            .repeat_interleave(one.lengths)
-            for one in stats
-        ]
-    )  # fmt: skip
+    kinds_T = torch.cat([_of_tokens(one, one.domains, names) for one in stats])
 
     def sums(parts: Sequence[Tensor]) -> list[float]:
         values_T = torch.cat(list(parts)).double()
@@ -161,6 +169,38 @@ def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[st
         )
         for kind, name in enumerate(names)
     }
+
+
+def engine_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[str, EngineStats]:
+    """Statistics by engine, over all tokens of a batch whose engine is known."""
+    known = [one for one in stats if one.engines]
+    names = sorted({name for one in known for name in one.engines})
+    if not names:
+        return {}
+    kinds_T = torch.cat([_of_tokens(one, one.engines, names) for one in known])
+    sizes_T = torch.cat([one.logprobs.float() - one.behavior for one in known]).double().abs()
+    staleness_T = weight_version - torch.cat([one.versions for one in known]).double()
+    found = {}
+    for kind, name in enumerate(names):
+        own_T = kinds_T == kind
+        if not own_T.any():
+            continue
+        gaps_T, ages_T = sizes_T[own_T], staleness_T[own_T]
+        freshest = ages_T.min()
+        found[name] = EngineStats(
+            tokens=len(gaps_T),
+            logprob_gap_mean=float(gaps_T.mean()),
+            inference_gap_mean=float(gaps_T[ages_T == freshest].mean()),
+            inference_gap_staleness=float(freshest),
+            staleness_mean=float(ages_T.mean()),
+        )
+    return found
+
+
+def _of_tokens(one: TokenStats, of_samples: Sequence[str], names: Sequence[str]) -> Tensor:
+    """The index of each token's name, from the names of the samples."""
+    kinds_S = torch.tensor([names.index(name) for name in of_samples], device=one.lengths.device)
+    return kinds_S.repeat_interleave(one.lengths)
 
 
 def _mean(parts: Sequence[Tensor]) -> float:

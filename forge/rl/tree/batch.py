@@ -38,6 +38,7 @@ class TreeBatch:
     returns_T: Tensor | None
     """Return-to-go of the token's turn; None without a critic."""
     domains_S: tuple[str, ...]
+    engines_S: tuple[str, ...]
     sample_tokens: int
     """Tokens of all samples without merging."""
     lasts_S: Tensor
@@ -105,6 +106,7 @@ def idle_tree(channels: int) -> TreeBatch:
         lengths_S=none,
         returns_T=None,
         domains_S=(),
+        engines_S=(),
         sample_tokens=0,
         lasts_S=none,
         trajectories_S=none,
@@ -176,6 +178,7 @@ def build_tree_batch(
         lengths_S=torch.tensor([one.trained_tokens for one in chosen]),
         returns_T=_returns(chosen),
         domains_S=tuple(one.domain for one in chosen),
+        engines_S=tuple(one.engine for one in chosen),
         sample_tokens=sum(one.tokens for one in chosen),
         lasts_S=torch.tensor(plan.lasts, dtype=torch.long),
         token_budget=token_budget,

@@ -121,6 +121,8 @@ class SampledAnswer:
     parse_error: str = ""
     timings: common_pb2.TurnTimings = field(default_factory=common_pb2.TurnTimings)
     cached_tokens: int = 0
+    engine: str = ""
+    """As SampleResponse.engine."""
 
     @property
     def ids(self) -> bytes:
@@ -246,6 +248,7 @@ class Conversation:
             finish_reason=sampled.finish_reason,
             timings=sampled.timings,
             cached_tokens=sampled.cached_tokens,
+            engine=sampled.engine,
             messages_json=self._messages_json(shared, node, handle),
             parse_error=sampled.parse_error,
         )

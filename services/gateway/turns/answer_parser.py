@@ -85,6 +85,8 @@ class AnswerParser:
         """True once the answer has a finish reason or is stopped."""
         self._columns = {name: bytearray() for name in (*_COLUMNS, *_TOP_COLUMNS)}
         self._last = inference_pb2.SampleResponse()
+        self._engine = ""
+        """Of the newest response that names one: an answer that is cut short has no last one."""
         self._parser = self._new_parser()
         self._stream = TextStream(self._model)
         self._stop_prefix = ""
@@ -100,6 +102,7 @@ class AnswerParser:
     def add_response(self, response: inference_pb2.SampleResponse) -> list[Delta]:
         """Adds a router's response; returns the new deltas."""
         deltas = self.feed(response.tokens)
+        self._engine = response.engine or self._engine
         self.complete = bool(response.finish_reason) or self.stopped
         if self.complete:
             self._last = response
@@ -197,6 +200,7 @@ class AnswerParser:
             parse_error=self.parse_error if self.complete else "",
             timings=self._last.timings,
             cached_tokens=self._last.cached_tokens,
+            engine=self._engine,
         )
 
     def token_logprobs(self) -> list[TokenLogprob]:

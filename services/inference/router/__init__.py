@@ -3,6 +3,7 @@
 workers.py  what a worker announces, its load and its cache; pure
 costs.py    rates by engine; pure
 needs.py    which engines can begin and continue a request; pure
+canary.py   the share of an engine under trial; pure
 fleet.py    the placement on all workers; pure
 stored_prefixes.py  the KV store that workers share; pure
 versions.py  which workers may continue an answer, by their weights; pure

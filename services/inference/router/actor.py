@@ -49,7 +49,6 @@ from services.inference.router.messages import (
 )
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 from services.inference.router.open_calls import Ping, is_silent, pause
-from services.inference.router.versions import Versions
 from services.inference.router.workers import Worker
 
 OVERCOMMIT = 1.25
@@ -90,13 +89,12 @@ class RouterActor(Actor):
         *,
         queue_limit: int,
         ping: Ping,
-        version_wait_s: float = 0.0,
-        patience_s: float = 0.0,
-        local_prefill_tokens: int = 0,
+        fleet: Fleet | None = None,
         on_workers: Callable[[Iterable[Worker]], None] = lambda workers: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_workers`: takes all workers after each change."""
+        """`fleet`: without workers; its fields are the rules of placement. `on_workers`: takes all
+        workers after each change."""
         self._on_workers = on_workers
         self._discoveries = tuple(discoveries)
         self._queue_limit = queue_limit
@@ -104,11 +102,7 @@ class RouterActor(Actor):
         self._watches: set[asyncio.Task[None]] = set()
         """One of each worker that left discovery with requests."""
         self._clock = clock
-        self._fleet = Fleet(
-            versions=Versions(wait_s=version_wait_s),
-            local_prefill_tokens=local_prefill_tokens,
-            patience_s=patience_s,
-        )
+        self._fleet = Fleet() if fleet is None else fleet
         self._waiting: deque[Admission] = deque()
         self._admitted: set[Admission] = set()
         self._throughput = _Throughput()
@@ -194,7 +188,12 @@ class RouterActor(Actor):
     def _place_prefill(self, wanted: PlacePrefill) -> Placement:
         prompt, now_s = PromptChains(wanted.ids), self._clock()
         worker = self._fleet.place_prefill(
-            prompt, session=wanted.session, now_s=now_s, floor=wanted.floor, needs=wanted.needs
+            prompt,
+            session=wanted.session,
+            key=wanted.key,
+            now_s=now_s,
+            floor=wanted.floor,
+            needs=wanted.needs,
         )
         tokens = len(wanted.ids) // TOKEN_BYTES
         placement = wanted.placement

@@ -25,6 +25,8 @@ class Answer:
         self._unsent: list[SampledTokens] = []
         self._engine: Engine | None = None
         """The engine of the last token."""
+        self._engines: list[str] = []
+        """Names of the engines that sampled, in order, none twice in a row."""
         self.is_sent = False
         """Whether the caller has a token."""
         self.version = 0
@@ -40,6 +42,11 @@ class Answer:
     def tokens(self) -> int:
         """Number of sampled tokens."""
         return len(self._sampled) // TOKEN_BYTES
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that sampled the tokens, or all names joined by "+"."""
+        return "+".join(self._engines)
 
     @property
     def needs(self) -> Needs:
@@ -67,6 +74,8 @@ class Answer:
         self.version = max(self.version, *int32_array(tokens.weight_versions), 0)
         self._unsent.append(tokens)
         self._engine = engine
+        if self._engines[-1:] != [engine.name]:
+            self._engines.append(engine.name)
 
     def end_with(self, first: SampledTokens) -> None:
         """Set the finish if the token of prefill, just taken, ends the answer."""
@@ -85,3 +94,4 @@ class Answer:
         """Drop all tokens; only while the caller has none."""
         assert not self.is_sent, "the caller has tokens"
         self._sampled, self._unsent, self._engine, self.version = b"", [], None, 0
+        self._engines.clear()

@@ -16,8 +16,14 @@ from forge.core.placement.homes import Homes
 from forge.core.placement.routing import Candidate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
+from services.inference.router.canary import Canary
 from services.inference.router.costs import Costs
-from services.inference.router.metrics import OLDER_WEIGHTS, PLACED_PREFILLS, STARTED_OVER
+from services.inference.router.metrics import (
+    ENGINE_REQUESTS,
+    OLDER_WEIGHTS,
+    PLACED_PREFILLS,
+    STARTED_OVER,
+)
 from services.inference.router.needs import (
     NO_NEEDS,
     Needs,
@@ -52,6 +58,7 @@ class Fleet:
     homes: Homes = field(default_factory=Homes)
     local_prefill_tokens: int = 0
     """See the setting router.local_prefill_tokens."""
+    canary: Canary = field(default_factory=Canary)
     patience_s: float = 0.0
     """Time for which a worker that has left may return; see the setting router.worker_wait_s."""
     _departed: dict[Engine, float] = field(default_factory=dict)
@@ -113,6 +120,7 @@ class Fleet:
         prompt: PromptChains,
         *,
         session: str = "",
+        key: str = "",
         now_s: float,
         floor: int = 0,
         needs: Needs = NO_NEEDS,
@@ -127,7 +135,7 @@ class Fleet:
         sound = self._sound(self.readers, needs, "prefill", now_s=now_s)
         takers = self._sound(self.samplers, needs, "decode", now_s=now_s)
         able, older = self.versions.fitting(_paired(sound, takers), floor=floor, now_s=now_s)
-        fitting = unchanging(needs, able)
+        fitting = self.canary.preferred(key, unchanging(needs, able))
         prefills = [worker for worker in fitting if worker.role == "prefill"]
         chosen = self._cheapest(
             [worker for worker in fitting if worker.samples], prompt, session=session, now_s=now_s
@@ -138,6 +146,7 @@ class Fleet:
             chosen = self._cheapest(prefills, prompt, session="", now_s=now_s)
         assert chosen is not None
         OLDER_WEIGHTS.inc(older)
+        ENGINE_REQUESTS.labels(chosen.engine.name).inc()
         PLACED_PREFILLS.labels("local" if chosen.samples else "prefill").inc()
         if change := needs.change_by(chosen.engine):
             STARTED_OVER.labels(change).inc()

@@ -55,6 +55,8 @@ class PlacePrefill:
 
     ids: bytes
     session: str = ""
+    key: str = ""
+    """Decides whether a canary gets it: the session, or the request without one."""
     floor: int = 0
     """Newest version of the weights of the answer's tokens."""
     needs: Needs = NO_NEEDS

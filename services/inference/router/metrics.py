@@ -14,6 +14,11 @@ STARTED_OVER = counter(
     "or model (the tokens so far became the prompt), grammar or penalties (sampled anew).",
     ["reason"],
 )
+ENGINE_REQUESTS = counter(
+    "forge_inference_engine_requests_total",
+    "Prompts placed, by engine of the worker that reads them.",
+    ["engine"],
+)
 OLDER_WEIGHTS = counter(
     "forge_inference_older_weights_total",
     "Placements of answers on workers with older weights than those of an earlier token, after "

@@ -98,18 +98,22 @@ class Run:
                 async for _ in progress:
                     if self._stream and self._answer.finish is None:
                         for tokens in self._answer.flush():
-                            yield pb.SampleResponse(tokens=tokens)
+                            yield self._response(tokens)
             *first, last = self._answer.flush() or [SampledTokens()]
             for tokens in first:
-                yield pb.SampleResponse(tokens=tokens)
+                yield self._response(tokens)
             yield pb.SampleResponse(
                 tokens=last,
                 finish_reason=codec.write_finish(self._answer.finish),
                 timings=self._timings,
                 cached_tokens=self._cached_tokens or 0,
+                engine=self._answer.engine,
             )
         finally:
             self._tell(Leave(admission=admit.admission))
+
+    def _response(self, tokens: SampledTokens) -> pb.SampleResponse:
+        return pb.SampleResponse(tokens=tokens, engine=self._answer.engine)
 
     async def _granted(self, admission: Admission) -> None:
         began_s = time.monotonic()
@@ -233,6 +237,7 @@ class Run:
                 PlacePrefill(
                     ids=request.prompt_ids,
                     session=self._session_id,
+                    key=self._session_id or self._request_id,
                     floor=self._answer.version,
                     needs=needs,
                     placement=placement,

@@ -15,13 +15,16 @@ from forge.runtime.rpc.clock import read_clock
 from forge.runtime.serving_groups import kind_in
 from forge.runtime.weights import NO_HOLD, WeightHold, hold_key
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.config import InferenceConfig
+from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import RouterActor
 from services.inference.router.cache_watch import CacheWatch
+from services.inference.router.canary import Canary
+from services.inference.router.fleet import Fleet
 from services.inference.router.messages import CacheReported, FleetChanged, HoldChanged
 from services.inference.router.open_calls import PING_S
 from services.inference.router.service import InferenceServicer
+from services.inference.router.versions import Versions
 
 SCOPES = {"GetInferenceStatus": "viewer"}
 
@@ -47,9 +50,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         lambda: RouterActor(
             discoveries,
             queue_limit=config.router.queue_limit,
-            version_wait_s=config.router.version_wait_s,
-            patience_s=config.router.worker_wait_s,
-            local_prefill_tokens=config.router.local_prefill_tokens,
+            fleet=_fleet(config.router),
             ping=ping,
             on_workers=caches.follow,
         ),
@@ -81,6 +82,15 @@ async def watch_holds(holds: AsyncGenerator[Versioned | None, None], router: Act
                 # Of an unreadable one the workers' logs tell.
                 hold = NO_HOLD if value is None else WeightHold.decode(value.value)
                 router.tell(HoldChanged(newest=max(hold.versions, default=None)))
+
+
+def _fleet(rules: RouterSettings) -> Fleet:
+    return Fleet(
+        versions=Versions(wait_s=rules.version_wait_s),
+        local_prefill_tokens=rules.local_prefill_tokens,
+        patience_s=rules.worker_wait_s,
+        canary=Canary(engine=rules.canary_engine, share=rules.canary_share),
+    )
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:

@@ -30,6 +30,7 @@ from forge.core.token_columns import float32_bytes, int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
+from services.trainer.data.engines import engine_of, engine_of_all
 from services.trainer.data.grammar_correction import (
     Cut,
     cut_of,
@@ -80,6 +81,8 @@ class BatchSamples:
     samples: tuple[Sample, ...]
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
+    outcomes_by_engine: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The same by engine of inference (`services.trainer.data.engines`)."""
     outcomes_by_version: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Outcome reward of each trajectory that one weight version alone sampled, by that version."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -163,6 +166,7 @@ def build_samples(
     credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
+    outcomes_by_engine: dict[str, list[float]] = {}
     by_version: dict[int, list[float]] = {}
     lengths: dict[str, list[int]] = {}
     completions_s: dict[str, list[float]] = {}
@@ -175,6 +179,8 @@ def build_samples(
             if rollout.other_turns:
                 turns.left_out[domain, "other_model"] += rollout.other_turns
             outcomes.setdefault(domain, []).append(_outcome(rollout))
+            engine = engine_of_all(rollout.trajectory.turns)
+            outcomes_by_engine.setdefault(engine, []).append(_outcome(rollout))
             if (version := rollout.version) is not None:
                 by_version.setdefault(version, []).append(_outcome(rollout))
             lengths.setdefault(domain, []).append(rollout.sampled_tokens)
@@ -197,6 +203,7 @@ def build_samples(
     return BatchSamples(
         samples=tuple(samples),
         outcomes=outcomes,
+        outcomes_by_engine=outcomes_by_engine,
         outcomes_by_version=by_version,
         lengths=lengths,
         completions_s=completions_s,
@@ -347,6 +354,7 @@ def _turn_samples(
                 if targets_T
                 else b"",
                 domain=domain,
+                engine=engine_of(record),
                 trajectory=rollout.number,
                 group=rollout.group,
             )

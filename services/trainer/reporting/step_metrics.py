@@ -88,6 +88,7 @@ def step_metrics(
         value_loss=result.critic.value_loss,
         value_explained_variance=result.critic.explained_variance,
         domains=_domains(batch, result),
+        engines=_engines(batch, result),
         balance_loss=result.balance_loss,
         mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
         overlong_turns_left_out=sum(
@@ -136,6 +137,21 @@ def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetr
             shown.gradient_share = stats.gradient_share
         domains[domain] = shown
     return domains
+
+
+def _engines(batch: BatchSamples, result: StepResult) -> dict[str, pb.EngineMetrics]:
+    engines = {
+        engine: pb.EngineMetrics(mean_reward=fmean(outcomes), trajectories=len(outcomes))
+        for engine, outcomes in batch.outcomes_by_engine.items()
+    }
+    for engine, stats in result.engines.items():
+        shown = engines.setdefault(engine, pb.EngineMetrics())
+        shown.trained_tokens = stats.tokens
+        shown.logprob_gap_mean = stats.logprob_gap_mean
+        shown.inference_gap_mean = stats.inference_gap_mean
+        shown.inference_gap_staleness = stats.inference_gap_staleness
+        shown.staleness_mean = stats.staleness_mean
+    return engines
 
 
 def training_yield(steps: Sequence[pb.StepMetrics]) -> float:

@@ -135,6 +135,7 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: int = 0
     cached_tokens: int = 0
+    engines: list[str] = field(default_factory=list)
     responses: int = 0
     last: inference_pb2.SampleResponse | None = None
 
@@ -147,6 +148,7 @@ class Sample:
         if response.finish_reason:
             self.finish_reason = response.finish_reason
             self.cached_tokens = response.cached_tokens
+            self.engines = response.engine.split("+")
             self.last = response
 
 

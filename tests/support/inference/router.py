@@ -9,7 +9,9 @@ from typing import Any
 
 from forge.runtime.coordination import Instance
 from services.inference.router.actor import RouterActor
+from services.inference.router.fleet import Fleet
 from services.inference.router.messages import FleetChanged, PlacePrefill, Prefilled
+from services.inference.router.versions import Versions
 from services.inference.router.workers import Worker
 
 
@@ -60,9 +62,9 @@ class Harness:
         self,
         *workers: Instance,
         queue_limit: int = 4,
-        local_prefill_tokens: int = 0,
-        patience_s: float = 0.0,
+        **rules: Any,
     ) -> None:
+        """`rules`: fields of the fleet."""
         self.clock = Clock()
         self._prefill = SimpleNamespace(kind="prefill", instances=())
         self._decode = SimpleNamespace(kind="decode", instances=())
@@ -72,9 +74,7 @@ class Harness:
             queue_limit=queue_limit,
             ping=present,
             clock=self.clock,
-            version_wait_s=10,
-            local_prefill_tokens=local_prefill_tokens,
-            patience_s=patience_s,
+            fleet=Fleet(versions=Versions(wait_s=10), **rules),
             on_workers=self._keep,
         )
         self._show(workers)

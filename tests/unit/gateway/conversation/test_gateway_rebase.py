@@ -47,6 +47,7 @@ class Gateway:
             ),
             finish_reason=common_pb2.FINISH_REASON_STOP,
             answer=Message(role="assistant", content=text),
+            engine="vllm",
         )
         handle = Handle(name=f"{self.name}-{self.conversation.turns}", facts={"by": self.name})
         turn = self.conversation.record(prompt, sampled, handle)
@@ -101,7 +102,7 @@ def test_interleaved_gateways_record_each_call_once(plan: list[Any]) -> None:
     tree = recorded_tree(stored)
     recorded = [(tree.context(at), turn.sampled_ids) for at, turn in enumerate(tree.turns)]
     assert sorted(recorded) == sorted(made)
-    assert {turn.temperature for turn in stored} == {0.5}
+    assert {(turn.temperature, turn.engine) for turn in stored} == {(0.5, "vllm")}
     restored, left = rebase(MODEL, stored, [])
     assert (restored.turns, left) == (len(made), [])
 

@@ -15,6 +15,7 @@ from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta, get_for
 from forge.core.formats.hermes import HermesFormat
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
+from forge.v1 import inference_pb2 as pb
 from services.gateway.model.chat_model import TextStream
 from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.gateway.chat_templates import make_model
@@ -193,3 +194,20 @@ def test_answer_without_parallel_calls_returns_the_first_of_a_list() -> None:
     assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["one"]
     assert [made.name for made in answer.message().tool_calls] == ["one"]
     assert MODEL.decode(answer.tokens().ids) == "[..]"
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_answer_has_the_newest_engine_of_its_responses(cut_short: bool) -> None:
+    """Also an answer that a stop string ends, which gets no last response, and an aborted one; a
+    retry forgets the engine of the lost answer."""
+    answer = parser_of(stop=["!"])
+    answer.add_response(pb.SampleResponse(tokens=tokens(spelt("lost")), engine="other"))
+    answer.restart()
+    answer.add_response(pb.SampleResponse(tokens=tokens(spelt("a")), engine="vllm"))
+    end = pb.SampleResponse(tokens=tokens(spelt("b")), engine="vllm+embedded")
+    if cut_short:
+        end.tokens.CopyFrom(tokens(spelt("b!")))
+    answer.add_response(end)
+    sampled = answer.sampled_answer(parsed=False)
+    assert sampled is not None
+    assert (sampled.engine, answer.stopped) == ("vllm+embedded", cut_short)

@@ -11,9 +11,13 @@ from prometheus_client import REGISTRY
 
 from forge.core.errors import Unavailable, UnsupportedByEngines
 from forge.runtime.coordination import Instance
-from services.inference.engines.base import Grammar, Reweighting, Sampling
+from forge.v1 import inference_pb2 as pb
+from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED
+from services.inference.router.answer import Answer
+from services.inference.router.canary import Canary
 from services.inference.router.costs import Costs, Times
 from services.inference.router.fleet import SUSPECT_S
 from services.inference.router.messages import (
@@ -311,3 +315,44 @@ async def test_worker_that_returns_with_another_engine_is_a_new_one() -> None:
     await router.change(worker("a", LEAST))
     (found,) = router.workers
     assert found.engine.name == "least"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+async def test_canary_gets_its_share_of_the_sessions(share: float) -> None:
+    """At any load, and all turns of a session go to one engine, whichever router places them."""
+    canary = Canary(engine="stream", share=share)
+    workers = worker("a", EMBEDDED), worker("b", STREAM), worker("c", STREAM)
+    routers = [await fleet(*workers, canary=canary) for _ in range(2)]
+    names: list[str] = []
+    for number in range(400):
+        message = PlacePrefill(ids=PROMPT, session=f"task:{number}:0", key=f"task:{number}:0")
+        placed = [await router.actor.receive(message) for router in routers]
+        engines = {one.worker.engine.name for one in placed}
+        assert len(engines) == 1
+        names += engines
+    assert names.count("stream") / 400 == pytest.approx(share, abs=0.05)
+
+
+async def test_canary_never_costs_an_answer() -> None:
+    """Without another worker that can serve a request, the share does not matter."""
+    for share, able in ((0.0, STREAM), (1.0, EMBEDDED)):
+        router = await fleet(worker("a", able), canary=Canary(engine="stream", share=share))
+        assert await place(router, Needs(sampling=GRAMMAR)) == "a"
+    router = await fleet(
+        worker("a", LEAST), worker("b", STREAM), canary=Canary(engine="stream", share=0.0)
+    )
+    assert await place(router, Needs(sampling=GRAMMAR)) == "b"
+
+
+def test_answer_names_its_engines_in_order() -> None:
+    """An engine that continues its own tokens counts once; an answer that begins anew forgets."""
+    request = pb.SampleRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
+    answer = Answer(
+        request, Prompt(request_id="r", ids=PROMPT, sampling=PLAIN), context_tokens=1000
+    )
+    token = SampledTokens(ids=bytes(4), logprobs=bytes(4), weight_versions=bytes(4))
+    for able in (STREAM, STREAM, EMBEDDED, STREAM, None):
+        answer.take(token, engine(able))
+    assert answer.engine == "stream+embedded+stream+unknown"
+    answer.begin_anew()
+    assert (answer.engine, answer.tokens, answer.needs) == ("", 0, Needs(sampling=PLAIN))

@@ -75,6 +75,29 @@ def test_each_turn_is_a_sample_of_its_whole_sequence() -> None:
     assert samples[0].temperature == pytest.approx(0.7)
 
 
+def test_samples_and_rewards_have_the_engine_that_sampled() -> None:
+    """A turn that moved has several, as has a trajectory of unlike turns; records of an earlier
+    release have none."""
+    moved, mixed = ["vllm", "embedded+vllm"], ["embedded", "vllm"]
+    named = [["vllm", "vllm"], moved, mixed, ["", ""], ["embedded"]]
+    group = []
+    for number, names in enumerate(named):
+        turns = [turn(0, [1, 2], [3, 4]), turn(1, [5], [6], parent=0, prefix=4)][: len(names)]
+        for one, name in zip(turns, names, strict=True):
+            one.engine = name
+        group.append(trajectory(turns, [outcome(number)]))
+    batch = build_samples([group], RULES)
+    assert [one.engine for one in batch.samples] == [
+        *("vllm", "vllm", "vllm", "several", "embedded", "vllm", "unknown", "unknown", "embedded")
+    ]
+    assert batch.outcomes_by_engine == {
+        "vllm": [0.0],
+        "several": [1.0, 2.0],
+        "unknown": [3.0],
+        "embedded": [4.0],
+    }
+
+
 def test_branch_trains_its_own_sampled_tokens() -> None:
     """The tokens it dropped are trained in their own sample."""
     turns = [turn(0, [1, 2], [3, 4]), turn(1, [9], [8], parent=0, prefix=2)]

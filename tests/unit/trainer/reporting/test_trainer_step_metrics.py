@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
+from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy_stats
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.data.samples import BatchSamples
@@ -21,9 +21,11 @@ from tests.support.rl.models import make_sample
 VERSION = 7
 # code: two samples of two tokens and one; qa: one of two.
 LENGTHS, DOMAINS = (2, 1, 2), ("code", "code", "qa")
+ENGINES = ("vllm", "embedded", "vllm")
 BATCH = BatchSamples(
     samples=(),
     outcomes={"code": [1.0, 0.0, 0.5], "qa": [0.25], "flat": [0.0, 0.0]},
+    outcomes_by_engine={"vllm": [1.0, 0.0], "embedded": [0.5, 0.25], "several": [0.0, 0.0]},
     lengths={"code": [2, 1, 6], "qa": [2], "flat": [3, 4]},
     completions_s={"code": [1.0, 9.0, 2.5]},
     baselines_s={"code": 4.0},
@@ -82,6 +84,7 @@ def stats() -> list[TokenStats]:
             gradient_size=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]),
             lengths=torch.tensor(LENGTHS),
             domains=DOMAINS,
+            engines=ENGINES,
         )
     ]
 
@@ -99,6 +102,7 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
         skipped="",
         stats=policy_stats(stats(), weight_version=VERSION),
         domains=domain_stats(stats(), weight_version=VERSION),
+        engines=engine_stats(stats(), weight_version=VERSION),
         compute_s=2.0,
         updates=3,
         plan=replace(plan_batch(samples, token_budget=64, channels=16), token_budget=64),
@@ -140,8 +144,39 @@ def test_domain_metrics_cover_its_own_part_of_the_batch() -> None:
     assert dict(found.reward_by_domain) == {"code": 0.5, "qa": 0.25, "flat": 0.0}
 
 
+def test_engine_metrics_compare_rewards_and_log_probs() -> None:
+    """Rewards over the trajectories of one engine, gaps over its trained tokens, with the gap of
+    its freshest ones apart; trajectories of several engines count for none of them."""
+    engines = one_step().engines
+    assert engines["vllm"] == pb.EngineMetrics(
+        mean_reward=0.5,
+        trajectories=2,
+        trained_tokens=4,
+        logprob_gap_mean=0.1875,
+        inference_gap_mean=0.125,
+        inference_gap_staleness=0.0,
+        staleness_mean=1.25,
+    )
+    assert engines["embedded"] == pb.EngineMetrics(
+        mean_reward=0.375,
+        trajectories=2,
+        trained_tokens=1,
+        inference_gap_staleness=2.0,
+        staleness_mean=2.0,
+    )
+    assert engines["several"] == pb.EngineMetrics(trajectories=2)
+    metrics.show(one_step(), BATCH)
+    alone = one_step()
+    del alone.engines["vllm"]
+    metrics.show(alone, BATCH)
+    name = "forge_trainer_engine_trajectories"
+    assert REGISTRY.get_sample_value(name, {"engine": "embedded"}) == 2
+    assert REGISTRY.get_sample_value(name, {"engine": "vllm"}) is None
+
+
 def test_every_step_metric_is_on_the_metrics_endpoint() -> None:
-    """Under its name in the record, except for units and counters; a domain's by label."""
+    """Under its name in the record, except for units and counters; a domain's and an engine's by
+    label."""
     counted = {name: shown(name) for name in COUNTED}
     found = one_step()
     assert found.trained_tokens_per_s == 2.5 and found.merge_ratio == 14 / 5
@@ -159,6 +194,9 @@ def test_every_step_metric_is_on_the_metrics_endpoint() -> None:
         for field in pb.DomainMetrics.DESCRIPTOR.fields:
             if field.name != "mean_reward":
                 assert shown(f"domain_{field.name}", domain=domain) == getattr(own, field.name)
+    for engine, of_engine in found.engines.items():
+        for field in pb.EngineMetrics.DESCRIPTOR.fields:
+            assert shown(f"engine_{field.name}", engine=engine) == getattr(of_engine, field.name)
 
 
 def shown(name: str, **labels: str) -> float:
