@@ -627,6 +627,8 @@ class StepMetrics(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     TEACHER_KL_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    FLAT_GROUPS_FIELD_NUMBER: _builtins.int
+    REFILL_GROUPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -714,6 +716,10 @@ class StepMetrics(_message.Message):
     """Mean over trained tokens of log pi - log pi_teacher, an estimate of KL(policy || teacher); 0
     without a teacher.
     """
+    flat_groups: _builtins.int
+    """Groups of the batch whose rollouts all have the same return."""
+    refill_groups: _builtins.int
+    """Groups of the batch that were leased in place of flat ones."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -780,10 +786,12 @@ class StepMetrics(_message.Message):
         updates: _builtins.int = ...,
         teacher_kl: _builtins.float = ...,
         engines: _abc.Mapping[_builtins.str, Global___EngineMetrics] | None = ...,
+        flat_groups: _builtins.int = ...,
+        refill_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -304,6 +304,8 @@ class TrainerApp:
                 trainer_id=config.instance_id,
                 max_groups=config.batch_groups,
                 patience_s=config.patience_s,
+                refill_groups=config.advantages.refill_groups,
+                refill_wait_s=config.advantages.refill_wait_s,
             ),
         )
         return self._batches

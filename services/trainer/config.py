@@ -132,6 +132,11 @@ class AdvantageSettings:
     """Domains whose side calls (no tools, another system prompt, not continued) are trained."""
     drop_flat_groups: bool = False
     """Leave out groups whose rollouts all earned the same, apart from speed (DAPO)."""
+    refill_groups: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Most groups leased beyond those of a batch, in place of flat ones (DAPO's dynamic sampling);
+    0: none. Needs drop_flat_groups."""
+    refill_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    """Longest wait of a batch for these groups; after it the batch is trained with fewer."""
 
     def rules(self, own: Preset) -> AdvantageRules:
         """The settings with `auto` replaced by the values of the algorithm's preset."""
@@ -239,6 +244,7 @@ class TrainerConfig(ServiceConfig):
         self.overlong.check()
         self.objective.check(self.correction)
         self._check_advantages()
+        self._check_refill()
         self._check_teacher()
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
             raise InvalidArgument(
@@ -261,6 +267,13 @@ class TrainerConfig(ServiceConfig):
                 "advantages.drop_flat_groups = True is not allowed with the baseline "
                 f"{baseline}: a group of equal rewards has advantages there; use group_mean or "
                 "leave_one_out"
+            )
+
+    def _check_refill(self) -> None:
+        if self.advantages.refill_groups and not self.advantages.drop_flat_groups:
+            raise InvalidArgument(
+                f"advantages.refill_groups = {self.advantages.refill_groups} is not allowed with "
+                "advantages.drop_flat_groups = False: flat groups then stay in the batch"
             )
 
     def _check_teacher(self) -> None:

@@ -44,6 +44,9 @@ _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
 _FLAT = counter("forge_trainer_flat_groups_total", "Groups with equal outcome and process rewards.")
+_REFILL = counter(
+    "forge_trainer_refill_groups_total", "Groups that were leased in place of flat ones."
+)
 _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Inconsistent trajectories.")
 _UNTIMED = counter(
     "forge_trainer_untimed_trajectories_total", "Trajectories without a speed: times are missing."
@@ -197,7 +200,8 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     """A step was taken."""
     _STEPS.inc()
     _TOKENS.inc(metrics.trained_tokens)
-    _FLAT.inc(batch.flat_groups)
+    _FLAT.inc(metrics.flat_groups)
+    _REFILL.inc(metrics.refill_groups)
     _show_left_out(batch)
     _UNTIMED.inc(batch.untimed)
     _MEMORY.inc(metrics.memory_retries)

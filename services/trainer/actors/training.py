@@ -192,10 +192,11 @@ class Training(Actor):
             "batch_skipped",
             step=step,
             batch_id=batch.claim.batch_id,
-            task_ids=batch.claim.task_ids,
+            task_ids=batch.task_ids,
             reason=result.skipped,
         )
-        await self._source.tombstone(batch.claim, f"step {step} skipped: {result.skipped}")
+        for claim in batch.claims:
+            await self._source.tombstone(claim, f"step {step} skipped: {result.skipped}")
         _warn_of_barren_domains(batch, step)
         metrics.show_skipped(batch.samples)
         self._consistent = True
@@ -208,7 +209,9 @@ class Training(Actor):
 
     async def _committed(self, batch: PreparedBatch, step: int) -> bool:
         try:
-            await self._source.commit(batch.claim, step=step)
+            # A step whose commits end in the middle is undone by the rewind of the resume.
+            for claim in batch.claims:
+                await self._source.commit(claim, step=step)
         except (NotFound, FailedPrecondition) as error:
             # Its groups belong to another batch now: the step must be taken back.
             log.error("step_discarded", step=step, batch_id=batch.claim.batch_id, error=str(error))
@@ -242,6 +245,7 @@ class Training(Actor):
             wait_s=round(times.wait_s, 3),
             plan_s=round(batch.plan.plan_s, 4),
             flat_groups=batch.samples.flat_groups,
+            refill_groups=batch.samples.refill_groups,
         )
 
     def _warn(self, result: StepResult, step: int, batch_id: str) -> None:

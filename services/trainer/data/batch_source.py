@@ -1,36 +1,35 @@
 """Leases batches and prepares the next one (fetch, credit, plan) during the current step.
 
-Owns the leases of batches: lease, renewal, commit and release. One batch is prepared ahead of the
-one in training. Each is leased under its own trainer name, since the scheduler returns the same
-batch again to a trainer that holds one.
+Owns the leases of batches: lease, renewal, commit and release; and the refill of a batch, which
+leases more groups in place of flat ones. One batch is prepared ahead of the one in training. Each
+lease has its own trainer name, since the scheduler returns the same batch again to a trainer that
+holds one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from forge.client.scheduler import leads
-from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
+from forge.core.errors import ForgeError, NotFound, Unavailable
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
-from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
-from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
-from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from forge.v1 import common_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
 
 Planner = Callable[[Sequence[Sample]], BatchPlan]
 
 _CALL_S = 30.0
-_SILENCE_S = 30.0
-"""Longest pause in the middle of a fetch; a long fetch has no other deadline."""
 _LEASE_WAIT_S = 5.0
 _HURRIED_S = 3.0
 """Longest duration of a call once the process is stopping."""
@@ -45,6 +44,10 @@ class SourceSettings:
     """0: the scheduler's setting."""
     patience_s: float
     """Longest wait for an unreachable scheduler or pool."""
+    refill_groups: int = 0
+    """Most groups of a batch that replace flat ones; 0: none does."""
+    refill_wait_s: float = 0.0
+    """Longest wait for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +64,28 @@ class PreparedBatch:
     """A claimed batch, ready for the learner."""
 
     claim: Claim
+    refills: tuple[Claim, ...] = ()
+    """Claims of the groups that replace flat ones."""
     samples: BatchSamples
     plan: BatchPlan
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """All claims: a step commits each of them."""
+        return (self.claim, *self.refills)
 
-class _Unreadable(Exception):
-    """Trajectories that the pool cannot read: the error of each, by id."""
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        """The tasks of all claims."""
+        return tuple(task_id for claim in self.claims for task_id in claim.task_ids)
 
-    def __init__(self, lost: Mapping[str, str]) -> None:
-        super().__init__(next(iter(lost.values())))
-        self.lost = lost
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A batch in preparation."""
+
+    claims: list[Claim] = field(default_factory=list)
+    groups: list[list[common_pb2.Trajectory]] = field(default_factory=list)
 
 
 class BatchSource:
@@ -88,7 +103,7 @@ class BatchSource:
     ) -> None:
         """`baselines_s` returns the usual completion time of each domain so far."""
         self._scheduler = scheduler
-        self._pool = pool
+        self._trajectories = TrajectoryFetch(pool, patience_s=settings.patience_s)
         self._plan = plan
         self._rules = rules
         self._baselines_s = baselines_s
@@ -115,7 +130,7 @@ class BatchSource:
             return None
         self._next = None
         batch = preparing.result()
-        self._taken[batch.claim.batch_id] = batch.claim
+        self._taken.update({claim.batch_id: claim for claim in batch.claims})
         return batch
 
     def prepare(self) -> asyncio.Task[PreparedBatch]:
@@ -163,9 +178,9 @@ class BatchSource:
         ready = self._next
         await self.drop()
         if ready is not None and not ready.cancelled() and ready.exception() is None:
-            batch_id = ready.result().claim.batch_id
-            request = scheduler_pb2.ReleaseBatchRequest(batch_id=batch_id)
-            await self._scheduler.call("ReleaseBatch", request, timeout_s=_CALL_S, where=leads)
+            for claim in ready.result().claims:
+                request = scheduler_pb2.ReleaseBatchRequest(batch_id=claim.batch_id)
+                await self._scheduler.call("ReleaseBatch", request, timeout_s=_CALL_S, where=leads)
 
     async def drop(self) -> None:
         """Stop preparing and renewing; leases then expire."""
@@ -177,53 +192,86 @@ class BatchSource:
         await cancel_and_wait(*pending)
 
     async def _prepare(self, name: str, baselines_s: Mapping[str, float]) -> PreparedBatch:
-        while True:
-            lease = await self._lease(name)
-            claim = Claim(
-                batch_id=lease.batch_id,
-                task_ids=tuple(group.group.task.task_id for group in lease.groups),
-                renewal=self._renewing(lease),
-            )
-            try:
-                return await self._prepared(claim, lease.groups, baselines_s)
-            except _Unreadable as error:
-                # The data is lost for good: train the other groups.
-                groups = _groups_with(error.lost, lease.groups)
-                log.error(
-                    "groups_unreadable", batch_id=claim.batch_id, groups=groups, error=str(error)
+        draft = _Draft()
+        build = partial(build_samples, draft.groups, self._rules, baselines_s=baselines_s)
+        try:
+            while not draft.claims:
+                lease = await self._lease(name, max_groups=self._settings.max_groups)
+                assert lease is not None, "this lease was awaited without a limit"
+                await self._claim(lease, draft)
+            samples = await asyncio.to_thread(build)
+            own = len(draft.groups)
+            until_s = asyncio.get_running_loop().time() + self._settings.refill_wait_s
+            for number in itertools.count(1):
+                missing = own - (samples.groups - samples.flat_groups)
+                left = self._settings.refill_groups - (len(draft.groups) - own)
+                if min(missing, left) < 1:
+                    break
+                lease = await self._lease(
+                    f"{name}.{number}",
+                    max_groups=min(missing, left),
+                    held=draft.claims,
+                    until_s=until_s,
                 )
-                await self.tombstone(claim, f"data loss: {error}", task_ids=groups)
-            except BaseException:
+                if lease is None:
+                    break
+                await self._claim(lease, draft)
+                samples = await asyncio.to_thread(build)
+            samples = replace(samples, refill_groups=len(draft.groups) - own)
+            plan = await asyncio.to_thread(self._plan, samples.samples)
+        except BaseException:
+            for claim in draft.claims:
                 claim.renewal.cancel()
-                raise
+            raise
+        first, *refills = draft.claims
+        return PreparedBatch(claim=first, refills=tuple(refills), samples=samples, plan=plan)
 
-    async def _prepared(
-        self,
-        claim: Claim,
-        groups: Sequence[scheduler_pb2.BatchGroup],
-        baselines_s: Mapping[str, float],
-    ) -> PreparedBatch:
-        trajectories = await self._fetch(groups)
-        samples = await asyncio.to_thread(
-            build_samples, trajectories, self._rules, baselines_s=baselines_s
+    async def _claim(self, lease: scheduler_pb2.LeaseBatchResponse, draft: _Draft) -> None:
+        """Add the leased groups to the draft, or tombstone those that the pool cannot read and
+        return the others."""
+        claim = Claim(
+            batch_id=lease.batch_id,
+            task_ids=tuple(group.group.task.task_id for group in lease.groups),
+            renewal=self._renewing(lease),
         )
-        plan = await asyncio.to_thread(self._plan, samples.samples)
-        return PreparedBatch(claim=claim, samples=samples, plan=plan)
+        try:
+            draft.groups.extend(await self._trajectories.fetch(lease.groups))
+            draft.claims.append(claim)
+        except Unreadable as error:
+            # The data is lost for good: train the other groups.
+            groups = error.groups_among(lease.groups)
+            log.error("groups_unreadable", batch_id=claim.batch_id, groups=groups, error=str(error))
+            await self.tombstone(claim, f"data loss: {error}", task_ids=groups)
+        except BaseException:
+            claim.renewal.cancel()
+            raise
 
-    async def _lease(self, name: str) -> scheduler_pb2.LeaseBatchResponse:
+    async def _lease(
+        self,
+        name: str,
+        *,
+        max_groups: int,
+        held: Sequence[Claim] = (),
+        until_s: float = math.inf,
+    ) -> scheduler_pb2.LeaseBatchResponse | None:
+        """A batch, or None if there is none by `until_s` of the loop's clock. `held` are claims of
+        the batch that it is for."""
+        loop = asyncio.get_running_loop()
         while True:
             request = scheduler_pb2.LeaseBatchRequest(
                 trainer_id=name,
-                max_groups=self._settings.max_groups,
-                wait_s=_LEASE_WAIT_S,
+                max_groups=max_groups,
+                wait_s=max(0.0, min(_LEASE_WAIT_S, until_s - loop.time())),
                 held=[
                     scheduler_pb2.HeldBatch(batch_id=claim.batch_id, task_ids=claim.task_ids)
-                    for claim in self._taken.values()
+                    for claim in (*self._taken.values(), *held)
                 ],
             )
             answer: scheduler_pb2.LeaseBatchResponse = await self._call("LeaseBatch", request)
             if answer.batch_id:
                 return answer
+            if loop.time() >= until_s:
+                return None
 
     def _done(self, claim: Claim) -> None:
         self._taken.pop(claim.batch_id, None)
@@ -250,66 +298,6 @@ class BatchSource:
             except ForgeError as error:
                 log.warning("batch_not_renewed", batch_id=batch_id, error=str(error))
 
-    async def _fetch(
-        self, groups: Sequence[scheduler_pb2.BatchGroup]
-    ) -> list[list[common_pb2.Trajectory]]:
-        wanted: dict[str, list[str]] = {}
-        for group in groups:
-            wanted.setdefault(group.group.pool_shard, []).extend(_sealed(group))
-        lost: dict[str, str] = {}
-        shards = await asyncio.gather(
-            *(self._fetch_shard(shard, ids, lost) for shard, ids in wanted.items())
-        )
-        if lost:
-            raise _Unreadable(lost)
-        found = {key: value for shard in shards for key, value in shard.items()}
-        return [[found[trajectory_id] for trajectory_id in _sealed(group)] for group in groups]
-
-    async def _fetch_shard(
-        self, shard: str, trajectory_ids: Sequence[str], lost: dict[str, str]
-    ) -> dict[str, common_pb2.Trajectory]:
-        """Fetch all trajectories, with a new stream after each failure for those still missing.
-
-        Unreadable trajectories are entered in `lost`; the others are fetched nevertheless.
-        """
-        found: dict[str, common_pb2.Trajectory] = {}
-        together = len(trajectory_ids)
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._settings.patience_s
-        backoff = Backoff(0.1, 5.0)
-        while missing := [i for i in trajectory_ids if i not in found and i not in lost]:
-            asked = missing[:together]
-            together = len(trajectory_ids)
-            try:
-                await self._stream(shard, asked, found)
-            except (NotFound, DataLoss) as error:
-                if len(asked) == 1:
-                    lost[asked[0]] = str(error)
-                else:
-                    # One bad trajectory fails the whole page: fetch them one by one to find it.
-                    together = 1
-            except ForgeError as error:
-                if not error.retryable or loop.time() > give_up_s:
-                    raise
-                log.warning("fetch_retried", shard=shard, error=str(error))
-                await asyncio.sleep(backoff.next_s())
-        return found
-
-    async def _stream(
-        self, shard: str, trajectory_ids: Sequence[str], found: dict[str, common_pb2.Trajectory]
-    ) -> None:
-        _, stub = await self._pool.pick(
-            where=lambda instance: instance.metadata.get("shard") == shard, timeout_s=_CALL_S
-        )
-        request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
-        joiner = Joiner()
-        # The stub's own type knows only blocking streams.
-        stream: Any = stub.FetchTrajectories(request)
-        async for response in flowing(stream, silence_s=_SILENCE_S, source=f"pool shard {shard}"):
-            whole = joiner.add(response.trajectory)
-            if whole is not None:
-                found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
-
     async def _call(self, method: str, request: Any) -> Any:
         call = asyncio.ensure_future(
             self._scheduler.call(
@@ -327,20 +315,3 @@ class BatchSource:
     async def _hurried_end(self) -> None:
         await self._hurried.wait()
         await asyncio.sleep(_HURRIED_S)
-
-
-def _groups_with(lost: Mapping[str, str], groups: Sequence[scheduler_pb2.BatchGroup]) -> list[str]:
-    """Task ids of the groups that have a lost trajectory."""
-    return [
-        group.group.task.task_id
-        for group in groups
-        if any(trajectory_id in lost for trajectory_id in _sealed(group))
-    ]
-
-
-def _sealed(group: scheduler_pb2.BatchGroup) -> list[str]:
-    return [
-        summary.trajectory_id
-        for summary in group.trajectories
-        if summary.state == common_pb2.TRAJECTORY_STATE_SEALED
-    ]

@@ -106,6 +106,8 @@ class BatchSamples:
     """Turns without a sample, by domain and reason."""
     barren_domains: tuple[str, ...] = ()
     """Domains whose turns were all left out."""
+    refill_groups: int = 0
+    """Groups that were leased in place of flat ones."""
     overlong_penalty: float = 0.0
     """Mean over trajectories of the penalty on the length of their answers, at most 0."""
 

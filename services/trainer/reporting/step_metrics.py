@@ -96,6 +96,8 @@ def step_metrics(
         ),
         overlong_penalty=batch.overlong_penalty,
         updates=result.updates,
+        flat_groups=batch.flat_groups,
+        refill_groups=batch.refill_groups,
         truncated_turns=batch.cuts.get("corrected", 0),
         truncated_turns_left_out=batch.cuts.get("share_missing", 0),
         sampling_unknown_turns=batch.cuts.get("unknown", 0),

@@ -39,6 +39,8 @@ class World:
     disk: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk answers."""
     batches: int = 100
+    refills: int = 0
+    """Claims of each batch besides its own."""
     kept: list[str] = field(default_factory=list)
     """The checkpoint that each publication was read from; "" for the learner's memory."""
     evaluated: list[str] = field(default_factory=list)
@@ -131,6 +133,10 @@ class FakeSource:
         )  # fmt: skip
         return PreparedBatch(
             claim=Claim(batch_id="b", task_ids=("t",), renewal=idle),
+            refills=tuple(
+                Claim(batch_id=f"r{number}", task_ids=(f"t{number}",), renewal=idle)
+                for number in range(self._world.refills)
+            ),
             samples=samples,
             plan=BatchPlan(trees=(), plan_s=0.0),
         )
@@ -139,7 +145,7 @@ class FakeSource:
         self._world.do("prepare")
 
     async def commit(self, claim: Claim, *, step: int) -> None:
-        self._world.do(f"commit {step}")
+        self._world.do(f"{'commit' if claim.batch_id == 'b' else 'commit_refill'} {step}")
 
     async def tombstone(self, claim: Claim, reason: str) -> None:
         self._world.do(f"tombstone {reason}")

@@ -93,6 +93,7 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--objective.teacher-coef=1", "teacher_coef = 1.0 .*teacher_path = '': a teacher needs"),
         ("--teacher-path=there", "teacher_coef = 0.0 .*teacher_path = 'there'"),
         (f"{TEACHER} --advantages.drop-flat-groups", "drop_flat_groups = True .*teacher_coef = 1"),
+        ("--advantages.refill-groups=4", "refill_groups = 4 .*drop_flat_groups = False"),
         ("--mini-batches=0", "mini_batches = '0' .*from 1 to 1024"),
         ("--overlong.mask=tail", "overlong.mask = 'tail' .*one of none, turn, trajectory"),
         ("--overlong.cache-tokens=9", "overlong.cache_tokens = 9 .*overlong.max_tokens"),

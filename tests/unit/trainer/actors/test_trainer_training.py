@@ -138,6 +138,28 @@ async def test_step_that_cannot_be_committed_is_undone(run: Run, error: Exceptio
     assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
 
 
+async def test_step_commits_its_batch_and_the_refills(run: Run) -> None:
+    """All of them before it is published; a skipped step tombstones all of them."""
+    run.world.refills = 2
+    await run.advance()
+    commits = ["commit 1", "commit_refill 1", "commit_refill 1"]
+    assert await run.advance() == ["take", "prepare", "step", *commits, "publish 1"]
+    run.world.skip = "loss nan"
+    assert await run.advance() == ["take", "prepare", "step"] + 3 * [
+        "tombstone step 2 skipped: loss nan"
+    ]
+
+
+async def test_step_whose_commits_end_in_the_middle_is_undone(run: Run) -> None:
+    """The rewind makes the committed part visible again, and the step is taken once more."""
+    run.world.refills = 1
+    await run.advance(2)
+    run.world.faults["commit_refill"] = NotFound("taken back")
+    assert (await run.advance())[-2:] == ["commit 2", "commit_refill 2 fails"]
+    assert await run.advance() == RESUME
+    assert "commit_refill 1" in await run.advance()
+
+
 async def test_unreachable_scheduler_at_commit_causes_a_resume(run: Run) -> None:
     """After the retry time the outcome is unknown: only the checkpoint is certain."""
     await run.advance(2)

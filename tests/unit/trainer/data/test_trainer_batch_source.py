@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
-from services.trainer.data import batch_source
+from services.trainer.data import trajectory_fetch
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.samples import CreditRules
 from tests.support.pool.records import make_reward, make_turn
@@ -49,6 +50,8 @@ class FakeScheduler(Remote[SchedulerServiceStub]):
         self, request: scheduler_pb2.LeaseBatchRequest
     ) -> scheduler_pb2.LeaseBatchResponse:
         if request.trainer_id not in self.held:
+            if not request.wait_s and self.available.locked():
+                return scheduler_pb2.LeaseBatchResponse()
             await self.available.acquire()
             self.held[request.trainer_id] = f"batch-{self._issued}"
             self._issued += 1
@@ -56,7 +59,10 @@ class FakeScheduler(Remote[SchedulerServiceStub]):
         return scheduler_pb2.LeaseBatchResponse(
             batch_id=batch_id,
             lease_s=self.lease_s,
-            groups=[group(batch_id, number) for number in range(self.groups_per_batch)],
+            groups=[
+                group(batch_id, number)
+                for number in range(min(self.groups_per_batch, request.max_groups))
+            ],
         )
 
     async def _RenewBatch(self, _: Any) -> None:
@@ -101,6 +107,8 @@ class FakePool(Remote[PoolServiceStub]):
     def __init__(self) -> None:
         self.fault: ForgeError | None = None
         self.damaged: set[str] = set()
+        self.better: set[str] = set()
+        """Trajectories with a better outcome than the others."""
         self.silent_after_first = False
         self.fetched: list[list[str]] = []
 
@@ -120,6 +128,8 @@ class FakePool(Remote[PoolServiceStub]):
                 turns=[make_turn(trajectory_id)],
                 rewards=[make_reward()],
             )
+            if trajectory_id in self.better:
+                trajectory.rewards[0].value += 1
             for chunk in split(trajectory.SerializeToString()):
                 yield pool_pb2.FetchTrajectoriesResponse(
                     trajectory_id=trajectory_id, trajectory=chunk
@@ -135,7 +145,7 @@ class FakePool(Remote[PoolServiceStub]):
 class Cluster:
     """A source with what it talks to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refill_groups: int = 0) -> None:
         self.scheduler: Any = FakeScheduler()
         self.pool: Any = FakePool()
         self.baselines_s: dict[str, float] = {}
@@ -143,9 +153,14 @@ class Cluster:
             self.scheduler,
             self.pool,
             plan=lambda samples: BatchPlan(trees=(), plan_s=float(len(samples))),
-            rules=RULES,
+            rules=replace(RULES, drop_flat_groups=refill_groups > 0),
             baselines_s=lambda: self.baselines_s,
-            settings=SourceSettings(trainer_id="trainer", max_groups=3, patience_s=60.0),
+            settings=SourceSettings(
+                trainer_id="trainer",
+                max_groups=3,
+                patience_s=60.0,
+                refill_groups=refill_groups,
+            ),
         )
 
 
@@ -240,7 +255,7 @@ async def test_interrupted_stream_is_continued(cluster: Cluster) -> None:
 async def test_silent_stream_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that stops in the middle gets another request for the rest, without a deadline for
     all."""
-    monkeypatch.setattr(batch_source, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(trajectory_fetch, "_SILENCE_S", 0.05)
     cluster.pool.silent_after_first = True
     cluster.scheduler.available.release()
     batch = await cluster.source.take_batch(wait_s=30)
@@ -285,3 +300,84 @@ async def test_rewind_drops_the_prepared_batch(cluster: Cluster) -> None:
     cluster.scheduler.available.release()
     batch = await cluster.source.take_batch(wait_s=30)
     assert batch is not None and batch.claim.batch_id == "batch-1"
+
+
+async def refilled(*, refill_groups: int, batches: int, informative: list[str]) -> Cluster:
+    """A source whose scheduler has so many batches of three groups; of all groups only the
+    `informative` ones have unequal rewards."""
+    cluster = Cluster(refill_groups=refill_groups)
+    cluster.scheduler.groups_per_batch = 3
+    cluster.pool.better = {f"{task_id}:0:0" for task_id in informative}
+    for _ in range(batches):
+        cluster.scheduler.available.release()
+    return cluster
+
+
+async def test_flat_groups_are_replaced_by_further_groups() -> None:
+    """As many as are missing, until the batch has its number of informative groups; all of them
+    are committed with the step."""
+    informative = ["batch-0-task-1", "batch-1-task", "batch-2-task"]
+    cluster = await refilled(refill_groups=9, batches=5, informative=informative)
+    batch = await cluster.source.take_batch(wait_s=30)
+    assert batch is not None
+    asked = cluster.scheduler.asked("LeaseBatch")
+    assert [(one.trainer_id, one.max_groups) for one in asked] == [
+        ("trainer#0", 3),
+        ("trainer#0.1", 2),
+        ("trainer#0.2", 1),
+    ]
+    # A new leader must not lease groups of the same batch again.
+    assert [[held.batch_id for held in one.held] for one in asked][2] == ["batch-0", "batch-1"]
+    found = batch.samples
+    assert (found.groups, found.flat_groups, found.refill_groups) == (6, 3, 3)
+    assert found.trajectories == 12 and len(found.samples) == 6
+    for claim in batch.claims:
+        await cluster.source.commit(claim, step=4)
+    commits = cluster.scheduler.asked("CommitBatch")
+    assert [(one.batch_id, one.step) for one in commits] == [
+        ("batch-0", 4),
+        ("batch-1", 4),
+        ("batch-2", 4),
+    ]
+    assert batch.task_ids == tuple(task for one in commits for task in one.task_ids)
+
+
+async def test_refill_is_bounded() -> None:
+    """By the number of further groups."""
+    cluster = await refilled(refill_groups=2, batches=5, informative=["batch-0-task"])
+    batch = await cluster.source.take_batch(wait_s=30)
+    assert batch is not None and len(batch.claims) == 2
+    assert (batch.samples.groups, batch.samples.refill_groups) == (5, 2)
+
+
+async def test_batch_without_further_groups_is_trained_as_it_is() -> None:
+    """After its longest wait, here none; a batch of informative groups does not ask at all."""
+    cluster = await refilled(refill_groups=9, batches=1, informative=["batch-0-task"])
+    batch = await cluster.source.take_batch(wait_s=30)
+    assert batch is not None and batch.claims == (batch.claim,)
+    assert batch.samples.refill_groups == 0 and len(batch.samples.samples) == 2
+    full = await refilled(
+        refill_groups=9, batches=2, informative=[f"batch-0-task{n}" for n in ("", "-1", "-2")]
+    )
+    assert await full.source.take_batch(wait_s=30) is not None
+    assert len(full.scheduler.asked("LeaseBatch")) == 1
+
+
+async def test_unused_refilled_batch_is_released_whole() -> None:
+    """Every group returns into the window."""
+    cluster = await refilled(refill_groups=2, batches=2, informative=[])
+    await cluster.source.prepare()
+    await cluster.source.release()
+    released = cluster.scheduler.asked("ReleaseBatch")
+    assert [one.batch_id for one in released] == ["batch-0", "batch-1"]
+
+
+async def test_unreadable_group_of_a_refill_is_tombstoned() -> None:
+    """The next lease takes its place; the batch keeps what it has."""
+    cluster = await refilled(refill_groups=2, batches=3, informative=["batch-0-task"])
+    cluster.pool.damaged = {"batch-1-task-1:2:0"}
+    batch = await cluster.source.take_batch(wait_s=30)
+    assert batch is not None
+    (release,) = cluster.scheduler.asked("ReleaseBatch")
+    assert list(release.task_ids) == ["batch-1-task-1"]
+    assert [claim.batch_id for claim in batch.claims] == ["batch-0", "batch-2"]

@@ -37,6 +37,7 @@ BATCH = BatchSamples(
     cuts={"none": 1, "corrected": 2, "share_missing": 3, "unknown": 4},
     left_out={("code", "overlong"): 2, ("qa", "greedy"): 3, ("qa", "overlong"): 4},
     overlong_penalty=-0.25,
+    refill_groups=2,
 )
 ELSEWHERE = {
     "step_s": "step_seconds_sum",
@@ -53,6 +54,8 @@ ELSEWHERE = {
     "truncated_turns_left_out": "truncated_turns_left_out_total",
     "sampling_unknown_turns": "sampling_unknown_turns_total",
     "overlong_turns_left_out": "overlong_turns_left_out_total",
+    "flat_groups": "flat_groups_total",
+    "refill_groups": "refill_groups_total",
 }
 """Of the record's numbers, those with another name or kind on /metrics."""
 COUNTED = (
@@ -64,6 +67,8 @@ COUNTED = (
     "truncated_turns_left_out_total",
     "sampling_unknown_turns_total",
     "overlong_turns_left_out_total",
+    "flat_groups_total",
+    "refill_groups_total",
     "lost_seconds_total",
 )
 """Of those, the ones that add up over steps."""
