@@ -31,6 +31,7 @@ from forge.core.errors import (
 )
 from forge.core.queue.failures import FailureKind, abandon_reason, kind_of_error
 from forge.runtime.telemetry import log
+from forge.runtime.tracing import as_current, span_of_rollout
 from forge.v1 import scheduler_pb2 as pb
 
 DESCRIBE_S = 10.0
@@ -96,6 +97,14 @@ class Attempts:
 
         A cancelled call first abandons the trajectory.
         """
+        facts = {"forge.task_id": lease.task.task_id, "forge.domain": lease.task.domain}
+        with as_current(span_of_rollout("rollout", lease.trajectory_id, facts)) as span:
+            result = await self._run(lease)
+            if result.error:
+                span.set({"error.type": pb.FailureKind.Name(result.kind)})
+            return result
+
+    async def _run(self, lease: pb.RolloutLease) -> RolloutResult:
         result = RolloutResult(lease_id=lease.lease_id, trajectory_id=lease.trajectory_id)
         gateway: Gateway | None = None
         try:

@@ -842,6 +842,7 @@ class Turn(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counted from 0 in the order in which the calls ended, without gaps."""
@@ -896,6 +897,8 @@ class Turn(_message.Message):
     """Whether there was a logit_bias."""
     engine: _builtins.str
     """Engine that sampled it, as SampleResponse.engine; "" in records older than this field."""
+    traceparent: _builtins.str
+    """W3C trace context of the model call, for spans of the pool and the trainer; "": not traced."""
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -942,10 +945,11 @@ class Turn(_message.Message):
         repetition_penalty: _builtins.float = ...,
         logit_bias: _builtins.bool = ...,
         engine: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "other_model", b"other_model", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "engine", b"engine", "finish_reason", b"finish_reason", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "messages_json", b"messages_json", "min_p", b"min_p", "offers_tools", b"offers_tools", "other_model", b"other_model", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature", "_asked_top_k", b"_asked_top_k", "_asked_top_p", b"_asked_top_p", "_top_k", b"_top_k", "_top_p", b"_top_p", "_train", b"_train", "_turns_before", b"_turns_before", "agent", b"agent", "asked_temperature", b"asked_temperature", "asked_top_k", b"asked_top_k", "asked_top_p", b"asked_top_p", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "engine", b"engine", "finish_reason", b"finish_reason", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "messages_json", b"messages_json", "min_p", b"min_p", "offers_tools", b"offers_tools", "other_model", b"other_model", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "system_digest", b"system_digest", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent", "train", b"train", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__asked_temperature: _TypeAlias = _typing.Literal["asked_temperature"]  # noqa: Y015
     _WhichOneofArgType__asked_temperature: _TypeAlias = _typing.Literal["_asked_temperature", b"_asked_temperature"]  # noqa: Y015

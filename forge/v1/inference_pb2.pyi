@@ -30,6 +30,7 @@ class SampleRequest(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     session_id: _builtins.str
     """Requests of one session share prefixes; the router prefers the worker that has them cached."""
@@ -37,6 +38,8 @@ class SampleRequest(_message.Message):
     """int32 ids, little-endian; at least one."""
     stream: _builtins.bool
     """Send tokens as they are sampled instead of all at the end."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller; "": not traced. In metadata it would be that of the stream."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -47,10 +50,11 @@ class SampleRequest(_message.Message):
         prompt_ids: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         stream: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

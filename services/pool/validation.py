@@ -43,7 +43,12 @@ def new_turn(serialized: bytes) -> NewTurn:
         raise InvalidArgument(f"the {len(serialized)} bytes sent are no Turn: {error}") from None
     name = parse_trajectory_id(turn.trajectory_id)
     try:
-        return NewTurn(trajectory=name, head=_turn_head(turn), serialized=serialized)
+        return NewTurn(
+            trajectory=name,
+            head=_turn_head(turn),
+            serialized=serialized,
+            traceparent=turn.traceparent,
+        )
     except InvalidArgument as error:
         raise InvalidArgument(f"turn {turn.turn_index} of {name}: {error}") from None
 

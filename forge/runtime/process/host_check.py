@@ -14,6 +14,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
+from forge.runtime.process.span_export import require_tracing
 from forge.runtime.security.tls import Tls, read_pem
 from forge.runtime.settings import Port, ServiceConfig, settings_of
 
@@ -37,6 +38,7 @@ def failures(checks: Iterable[Callable[[], object]]) -> list[ForgeError]:
 
 def _shared(config: ServiceConfig) -> Iterator[Callable[[], object]]:
     yield partial(_check_security, config)
+    yield partial(require_tracing, config)
     for key in ("log_file", "audit_file"):
         yield partial(require_writable, key, getattr(config, key))
     for key in ("key_file", "etcd_password_file"):

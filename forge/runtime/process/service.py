@@ -40,6 +40,7 @@ from forge.runtime.process.agreement import Agreement
 from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.credential_reload import reload_credentials
 from forge.runtime.process.metrics_listener import serve_metrics
+from forge.runtime.process.span_export import export_spans
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -208,6 +209,7 @@ class _Process:
             loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as undo:
             try:
+                export_spans(self._service, self._config, undo)
                 with extras_named(self._service):
                     await self._serve(undo)
             except ForgeError as error:

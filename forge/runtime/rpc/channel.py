@@ -1,6 +1,6 @@
-"""Channels to other processes: one per address, with token and keepalive.
+"""Channels to other processes: one per address, with token, trace context and keepalive.
 
-Wrapped multicallables attach the token: gRPC interceptors cost more than the call itself on the
+Wrapped multicallables attach both: gRPC interceptors cost more than the call itself on the
 loopback interface.
 """
 
@@ -14,6 +14,8 @@ import grpc.aio
 from forge.runtime.renewable_channel import RenewableChannel
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import audience_of
+from forge.runtime.tracing import current_span
+from forge.runtime.tracing.traceparent import HEADER
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""
@@ -94,11 +96,15 @@ class _AuthorizedChannel(RenewableChannel):
         """As in the base class, with the token."""
         security, audience = self._security, audience_of(method)
         call = super().multicallable(kind, method, *args, **kwargs)
+        # A stream of requests may be kept for many callers: each request has its own context.
+        traced = kind.startswith("unary")
 
         def invoke(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
             pairs = tuple(metadata) if metadata is not None else ()
             if not any(key == "authorization" for key, _ in pairs):
                 pairs += (("authorization", f"Bearer {security.token_for(audience)}"),)
+            if traced and (traceparent := current_span().traceparent):
+                pairs += ((HEADER, traceparent),)
             return call(request, metadata=pairs, **options)
 
         return invoke

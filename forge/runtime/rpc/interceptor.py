@@ -3,7 +3,8 @@
 Wraps each method once, at its first call: a call takes about 0.35 ms, and the interceptor must not
 add to it. Failed calls are logged at info. So are slow ones: over a second and over a tenth of the
 caller's deadline, without the `wait_s` of a long poll. Other calls, and streams that succeed or are
-cancelled, are logged at debug. Each line has the trajectory of the call, if there is one.
+cancelled, are logged at debug. Each line has the trajectory of the call, if there is one. A call
+within a trace, or of a traced rollout's agent, has a span.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ from forge.runtime.security.audit import REFUSED, write_audit
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import ANONYMOUS, Claims, audience_of
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
+from forge.runtime.tracing import (
+    NO_SPAN,
+    Kind,
+    Span,
+    enter_span,
+    is_tracing,
+    rollout_parent,
+    start_span,
+)
+from forge.runtime.tracing.traceparent import HEADER
 
 _CALLS = counter("forge_rpc_calls_total", "Calls served, by method and code.", ["method", "code"])
 _SECONDS = histogram(
@@ -83,6 +94,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 method_served = _Method(
                     path, scope, self._security, streams=streams, audited=audited
                 )
+                # A stream of requests has callers of many traces, and may last for days.
+                method_served.traced = not handler.request_streaming
                 handler = _wrap(handler, method_served)
                 self._wrapped[path] = handler
         return handler
@@ -103,6 +116,8 @@ class _Method:
         self.in_flight = _IN_FLIGHT.labels(path)
         self.streams = streams
         self.ok = _CALLS.labels(path, "OK")
+        self.traced = False
+        """Whether a call of the method is part of its caller's trace."""
 
     def claims_of(self, context: Any) -> Claims:
         """Raises Unauthenticated."""
@@ -208,7 +223,7 @@ def _trajectory_field(descriptor: Any) -> str:
 class _Call:
     """One call, from arrival to answer."""
 
-    __slots__ = ("_claims", "_context", "_method", "_request", "_slow_s", "_started_s")
+    __slots__ = ("_claims", "_context", "_method", "_request", "_slow_s", "_span", "_started_s")
 
     def __init__(self, method: _Method, context: Any) -> None:
         self._method = method
@@ -217,6 +232,7 @@ class _Call:
         self._request: Any = None
         self._started_s = time.perf_counter()
         self._slow_s = inf if method.streams else _SLOW_S
+        self._span: Span = NO_SPAN
 
     def authorize(self, request: Any) -> None:
         self._request = request
@@ -224,6 +240,8 @@ class _Call:
         _claims.set(self._claims)
         if self._claims.trajectory_id:
             bind_context(trajectory_id=self._claims.trajectory_id)
+        if is_tracing() and self._method.traced:
+            self._span = _start_span(self._method.path, self._context, self._claims)
         self._method.check_scope(self._claims)
 
     def read(self, request: Any) -> None:
@@ -263,6 +281,8 @@ class _Call:
         method.in_flight.dec()
         method.seconds.observe(elapsed_s)
         code = "OK" if error is None else self._code(error)
+        if self._span is not NO_SPAN:
+            _end_span(self._span, code, error)
         if code == REFUSED or (method.audited and "session" not in self._claims.scopes):
             self._audit(code, error)
         if error is None:
@@ -298,3 +318,30 @@ class _Call:
         if isinstance(error, ForgeError):
             return error.code
         return "INTERNAL"
+
+
+def _start_span(path: str, context: Any, claims: Claims) -> Span:
+    """Below the caller's span; an agent without one is below the root of its rollout."""
+    parent = next((str(v) for k, v in context.invocation_metadata() if k == HEADER), "")
+    links: tuple[str, ...] = ()
+    if claims.trajectory_id:
+        root = rollout_parent(claims.trajectory_id)
+        parent, links = (parent, (root,)) if parent else (root, ())
+    service, _, method = path.removeprefix("/").partition("/")
+    span = start_span(
+        path.removeprefix("/"),
+        kind=Kind.SERVER,
+        parent=parent,
+        attributes={"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"},
+        links=links,
+    )
+    enter_span(span)
+    return span
+
+
+def _end_span(span: Span, code: str, error: BaseException | None) -> None:
+    span.set({"rpc.response.status_code": code})
+    # A caller that leaves is no fault of this process.
+    if error is not None and code != "CANCELLED":
+        span.fail(error)
+    span.end()

@@ -7,7 +7,7 @@ Owns the base class of each service's settings. Not here: where settings come fr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -15,6 +15,18 @@ from msgspec import Meta
 Port = Annotated[int, Meta(ge=0, le=65535)]
 CLOCK_TOLERANCE_S = 86_400.0
 """More than any wrong time zone, less than a wrong date."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingSettings:
+    """Traces of rollouts by OpenTelemetry, with the extra `tracing`. All services need the same."""
+
+    endpoint: str = ""
+    """OTLP collector over gRPC, e.g. http://127.0.0.1:4317; empty: no traces."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of rollouts that are traced; a request with a traceparent decides by itself."""
+    queue_spans: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    """Most spans that wait for the collector; further ones are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +87,7 @@ class ServiceConfig:
     change is rolled out; the log names them."""
     clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
     """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     @classmethod
     def removed(cls) -> Mapping[str, str]:

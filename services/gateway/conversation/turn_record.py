@@ -20,6 +20,7 @@ def record_request(turn: common_pb2.Turn, request: TurnRequest, prompt: Prompt) 
     """Sets the fields of a turn that depend on its request alone."""
     turn.context_action = request.context_action
     turn.agent = request.labels.agent
+    turn.traceparent = request.traceparent
     if request.labels.train is not None:
         turn.train = request.labels.train
     place = prompt.draft.place

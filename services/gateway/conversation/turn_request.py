@@ -52,6 +52,8 @@ class TurnRequest:
     labels: CallLabels = field(default_factory=LABELS.get)
     size_bytes: int = field(default_factory=SIZE_BYTES.get)
     """Size of the request as it was received."""
+    traceparent: str = ""
+    """Trace context of the model call; "": not traced."""
 
 
 def sampling_values(sampling: common_pb2.SamplingParams) -> dict[str, float]:

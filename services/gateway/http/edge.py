@@ -28,6 +28,7 @@ from services.gateway.http.errors import public_error, speaks_google
 from services.gateway.http.images import REFUSED as REFUSED_IMAGES
 from services.gateway.http.images import ImagePolicy
 from services.gateway.http.request_body import without_lone_surrogates
+from services.gateway.http.request_span import begin_request_span
 from services.gateway.metrics import REFUSED
 from services.gateway.model_table import ModelTable
 from services.gateway.pool_client import Pool
@@ -81,6 +82,7 @@ class Edge:
         LABELS.set(with_headers(labels, request.headers))
         claims = request[CLAIMS] = self.security.verify(token, "GatewayService")
         bind_context(trajectory_id=claims.trajectory_id)
+        begin_request_span(request, claims, route=route_of(request))
         if not claims.allows(scope):
             needed = scope.replace("|", " or ")
             raise PermissionDenied(f"the token of {claims.subject} is not a {needed} token")
@@ -137,6 +139,12 @@ class Edge:
             yield
         finally:
             self.bodies.remove(claims.trajectory_id, size_bytes)
+
+
+def route_of(request: web.Request) -> str:
+    """Returns the path of the route, without a session token."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
 
 
 def json_response(

@@ -23,7 +23,7 @@ from services.gateway.http.anthropic.messages import AnthropicMessages
 from services.gateway.http.bodies import release_body
 from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
-from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response
+from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response, route_of
 from services.gateway.http.embeddings import Embeddings
 from services.gateway.http.errors import (
     REQUEST_ID,
@@ -41,6 +41,7 @@ from services.gateway.http.openai.chat import ChatCompletions
 from services.gateway.http.openai.completions import Completions
 from services.gateway.http.openai.responses import Responses
 from services.gateway.http.openapi import OpenApi
+from services.gateway.http.request_span import end_request_span
 from services.gateway.http.shared_port import SharedPort
 from services.gateway.http.tokens import Tokens
 from services.gateway.metrics import REQUESTS
@@ -149,7 +150,7 @@ class HttpServer:
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Converts failures to error responses of the protocol; counts and logs every request."""
-    started_s, failure = time.perf_counter(), None
+    started_s, failure, response = time.perf_counter(), None, None
     if speaks_anthropic(request):
         request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
     connection = request.protocol
@@ -167,10 +168,12 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             response.force_close()
     finally:
         release_body(request)
+        # None: the agent left.
+        end_request_span(response.status if response is not None else 0)
     _audit(request, failure)
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s
-    log.debug("http", path=_route(request), status=response.status, s=elapsed_s)
+    log.debug("http", path=route_of(request), status=response.status, s=elapsed_s)
     return response
 
 
@@ -179,7 +182,7 @@ def _audit(request: web.Request, failure: Failure | None) -> None:
     claims = request.get(CLAIMS)
     if claims and ("grader" in claims.scopes or (failure and failure.status == 403)):
         code, error = (failure.code.upper(), failure.message) if failure else ("OK", None)
-        method = f"{request.method} {_route(request)}"
+        method = f"{request.method} {route_of(request)}"
         write_audit(method, claims, peer=request.remote or "", code=code, error=error)
 
 
@@ -195,12 +198,6 @@ def _refusal(request: web.Request, failure: Failure) -> web.Response:
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in request:
         response.headers["request-id"] = request[REQUEST_ID]
-
-
-def _route(request: web.Request) -> str:
-    """Returns the path of the route, without a session token."""
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else ""
 
 
 def _explain(request: web.Request, error: web.HTTPException) -> str:

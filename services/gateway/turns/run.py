@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.security.tokens import Claims
+from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.messages import EndCall, EndOther
 from services.gateway.config import SamplingBounds
@@ -33,6 +34,7 @@ from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
 from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, Record
 from services.gateway.turns.sampling_policy import with_policy
+from services.gateway.turns.turn_span import with_span
 from services.gateway.turns.types import Piece, Turn
 
 IMAGES_OMITTED = "X-Forge-Images-Omitted"
@@ -68,14 +70,20 @@ class Turns:
         self._sample_timeout_s = sample_timeout_s
         self._retry_for_s = retry_for_s
 
-    async def run_turn(
-        self, session: Session, request: TurnRequest
-    ) -> AsyncGenerator[Piece | Turn]:
+    def run_turn(self, session: Session, request: TurnRequest) -> AsyncGenerator[Piece | Turn]:
         """Yields pieces as they are sampled, if the request is streamed, then the turn.
 
         Closing the generator aborts the turn. Raises `ContextTooLong`, `SessionClosed`,
         `ResourceExhausted`, `Unavailable`, `InvalidArgument`.
         """
+        if not is_tracing():
+            return self._run_turn(session, request)
+        name = self.other.name if self.other is not None else self.model.name
+        return with_span(self._run_turn, session, request, model=name)
+
+    async def _run_turn(
+        self, session: Session, request: TurnRequest
+    ) -> AsyncGenerator[Piece | Turn]:
         request = self._with_template(session, request)
         await check(request)
         if self.other is None:
@@ -193,6 +201,7 @@ class Turns:
             prompt_ids=prompt.ids,
             sampling=sampling,
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
+            traceparent=request.traceparent,
         )
 
     async def _end(self, session: Session, end: EndCall | EndOther) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.rpc.channel import Channels
+from forge.runtime.tracing import is_tracing
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
@@ -17,6 +18,7 @@ from services.inference.config import InferenceConfig
 from services.inference.engines.base import ModelLimits
 from services.inference.router.messages import Report
 from services.inference.router.request import Run
+from services.inference.router.sample_span import with_span
 from services.inference.router.sample_stream import SampleStreams
 
 _ASK_TIMEOUT_S = 10.0
@@ -58,7 +60,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             async for response in responses:
                 yield response
 
-    async def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
+    def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
+        return with_span(self._run, request) if is_tracing() else self._run(request)
+
+    async def _run(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         prompt = codec.read_prompt(request, self._limits, seed=secrets.randbits(64))
         run = Run(
             request,

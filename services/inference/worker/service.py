@@ -25,6 +25,7 @@ from forge.core.errors import (
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
+from forge.runtime.tracing import current_span
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec, kv_codec
@@ -59,6 +60,9 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
         read = await self._engine.prefill(prompt, hold_s=request.hold_s)
+        current_span().set(
+            {"gen_ai.usage.input_tokens": prompt.tokens, "forge.cached_tokens": read.cached_tokens}
+        )
         first = _with_shares(read.first, prompt, self._engine.capabilities)
         return pb.PrefillResponse(
             first=codec.write_tokens(first),
@@ -162,6 +166,10 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         async with aclosing(pieces):
             async for piece in pieces:
                 tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
+                if piece.finish:
+                    current_span().set(
+                        {"forge.queue_s": piece.queue_s, "forge.decode_s": piece.decode_s}
+                    )
                 yield pb.DecodeResponse(
                     tokens=codec.write_tokens(tokens),
                     finish_reason=codec.write_finish(piece.finish),

@@ -26,6 +26,7 @@ class NewTurn(NamedTuple):
     head: TurnHead
     serialized: bytes
     """The Turn as it arrived; stored and returned byte for byte."""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Un
 from forge.runtime.concurrency.byte_queue import ByteQueue
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.tracing import Kind, start_span
 from forge.v1 import pool_pb2
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
@@ -116,6 +117,28 @@ class AppendStream:
     async def _commit(self, turns: tuple[NewTurn, ...]) -> tuple[ForgeError | None, ...]:
         if not turns:
             return ()
+        # Below the model call of each turn: one commit is of many traces.
+        spans = [
+            start_span(
+                "append_turn",
+                kind=Kind.SERVER,
+                parent=turn.traceparent,
+                attributes={"forge.turn_index": turn.head.turn_index},
+            )
+            for turn in turns
+            if turn.traceparent
+        ]
+        try:
+            return await self._written(turns)
+        except ForgeError as error:
+            for span in spans:
+                span.fail(error)
+            raise
+        finally:
+            for span in spans:
+                span.end()
+
+    async def _written(self, turns: tuple[NewTurn, ...]) -> tuple[ForgeError | None, ...]:
         answers: tuple[ForgeError | None, ...] = await self._writer.ask(
             AppendTurns(turns=turns), timeout_s=COMMIT_TIMEOUT_S
         )

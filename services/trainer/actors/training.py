@@ -12,6 +12,7 @@ failure is the same: resume.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
+from services.trainer.data.traced_calls import report_step
 from services.trainer.evaluation import Evaluator
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.lineage import Lineage
@@ -158,7 +160,7 @@ class Training(Actor):
     async def _train(self, batch: PreparedBatch) -> None:
         self._record.phase = pb.TRAINER_PHASE_TRAINING
         step = self._record.step + 1
-        wait_s = self._now_s() - self._idle_since_s
+        wait_s, began_unix_s = self._now_s() - self._idle_since_s, time.time()
         if step != self._config.max_steps:
             self._source.prepare()
         self._consistent = False
@@ -168,6 +170,12 @@ class Training(Actor):
         if result.skipped:
             await self._give_up(batch, result, step)
         elif await self._committed(batch, step):
+            report_step(
+                batch.traceparents,
+                step=step,
+                weight_version=self._record.weight_version,
+                began_unix_s=began_unix_s,
+            )
             publish_s = await self._publish_if_possible(step)
             times = step_metrics.StepTimes(
                 step_s=result.compute_s,

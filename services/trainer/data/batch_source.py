@@ -23,8 +23,10 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
+from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.traced_calls import traced_calls
 from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
 
 Planner = Callable[[Sequence[Sample]], BatchPlan]
@@ -68,6 +70,8 @@ class PreparedBatch:
     """Claims of the groups that replace flat ones."""
     samples: BatchSamples
     plan: BatchPlan
+    traceparents: tuple[str, ...] = ()
+    """Contexts of the traced rollouts of the batch, one for each trace."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -224,7 +228,13 @@ class BatchSource:
                 claim.renewal.cancel()
             raise
         first, *refills = draft.claims
-        return PreparedBatch(claim=first, refills=tuple(refills), samples=samples, plan=plan)
+        return PreparedBatch(
+            claim=first,
+            refills=tuple(refills),
+            samples=samples,
+            plan=plan,
+            traceparents=traced_calls(draft.groups) if is_tracing() else (),
+        )
 
     async def _claim(self, lease: scheduler_pb2.LeaseBatchResponse, draft: _Draft) -> None:
         """Add the leased groups to the draft, or tombstone those that the pool cannot read and
