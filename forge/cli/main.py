@@ -28,7 +28,6 @@ from forge.core.extras import require_extra
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export trained ones.")
@@ -107,6 +106,21 @@ def status(
         await show_status(of_run(directory) if directory else system.resolved(), as_json=json)
 
     finish(main, "")
+
+
+@app.command()
+@with_options
+def top(
+    at: Connection,
+    every: Annotated[str, typer.Option(help="Time between two readings, e.g. 5s.")] = "2s",
+) -> None:
+    """Watch a running stack: queue and window, reward, throughput, staleness, services. q leaves.
+
+    Without a terminal it prints one snapshot.
+    """
+    from forge.cli.top import show_top
+
+    finish(lambda: show_top(at, every_s=duration_s("every", every) or 2.0), "")
 
 
 @app.command()

@@ -26,6 +26,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from tests.support.runtime.otlp_collector import Collector, collecting
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun, still_alive, wait_for_death
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,6 +61,8 @@ class Observed:
     exit_code: int
     work: dict[str, float]
     """Count of each newcomer."""
+    collector: Collector
+    """The traces of every second rollout or so."""
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -67,7 +70,14 @@ async def observed(
     tmp_path_factory: pytest.TempPathFactory, forge_root: Path
 ) -> AsyncIterator[Observed]:
     """A run that has ended."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
+    with collecting() as (collector, endpoint), pytest.MonkeyPatch.context() as variables:
+        variables.setenv("FORGE_TRACING__ENDPOINT", endpoint)
+        variables.setenv("FORGE_TRACING__SAMPLE_RATIO", "0.5")
+        yield await observe(tmp_path_factory.mktemp("whole") / "run", forge_root, collector)
+
+
+async def observe(directory: Path, forge_root: Path, collector: Collector) -> Observed:
+    """Start the run, interrupt it, resume it with newcomers."""
     # More steps than it can take before the interrupt, however late that is.
     run = ForgeRun(directory, root=forge_root, steps=1000, extra=SMALL)
     run.start()
@@ -85,7 +95,7 @@ async def observed(
     run.start()
     await asyncio.to_thread(run.wait_for_step, taken + 1)
     exit_code, work = await joined(run)
-    yield Observed(
+    return Observed(
         run=run,
         trained=trained,
         held_out=held_out,
@@ -94,6 +104,7 @@ async def observed(
         interrupted_phase=phase,
         exit_code=exit_code,
         work=work,
+        collector=collector,
     )
 
 
@@ -216,6 +227,43 @@ async def test_resumed_run_continues_and_prints_the_table(observed: Observed) ->
     # Two tasks a domain, one attempt each.
     assert first["rollouts"] == 8 and first["length_tokens"] > 0
     assert "held-out after step 1 " in output and "while training" in output
+
+
+async def test_one_sample_is_one_trace_through_every_service(observed: Observed) -> None:
+    """From the runner over gateway, router and engines to the pool and the trainer: one root, each
+    other span below one of the trace. The step that trained it is linked in both directions."""
+    traces = observed.collector.by_trace()
+    whole = [
+        spans
+        for spans in traces.values()
+        if {"rollout", "train_rollout"} <= {span.name for span in spans}
+    ]
+    assert whole, {span.name for spans in traces.values() for span in spans}
+    steps = {
+        span.span_id: span
+        for spans in traces.values()
+        for span in spans
+        if span.name == "train_step"
+    }
+    for spans in whole:
+        ids = {span.span_id: span for span in spans}
+        (root,) = [span for span in spans if span.parent_id not in ids]
+        assert (root.name, root.service, root.parent_id) == ("rollout", "forge-runner", "")
+        services = {span.name.split(" ")[0]: span.service for span in spans}
+        assert services["chat"] == "forge-gateway"
+        assert (
+            services["sample"] == services["forge.v1.PrefillService/Prefill"] == "forge-inference"
+        )
+        assert services["append_turn"] == "forge-pool"
+        assert services["train_rollout"] == "forge-trainer"
+        for span in spans:
+            if span.name in ("append_turn", "sample", "train_rollout"):
+                assert ids[span.parent_id].name.startswith(("chat ", "text_completion "))
+            if span.name.startswith("forge.v1.PrefillService"):
+                assert ids[span.parent_id].name == "sample"
+            if span.name == "train_rollout":
+                (step,) = span.links
+                assert span.parent_id in steps[step].links
 
 
 def test_killed_run_leaves_no_process(tmp_path: Path, forge_root: Path) -> None:

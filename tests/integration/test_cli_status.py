@@ -1,10 +1,13 @@
-"""`forge status` of a system with missing services."""
+"""`forge status` and `forge top` of a system with missing services."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
+import sys
+import termios
 from importlib.metadata import version
 from pathlib import Path
 
@@ -122,3 +125,46 @@ async def test_status_shows_leaders_and_standbys(
     await asyncio.wait({campaign})
     assert not await stands_by()
     await first.resign()
+
+
+async def test_top_is_live_in_a_terminal_and_ends_with_q(
+    etcd: EtcdServer, cluster: str, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """It shows a process that registers meanwhile; the terminal is then as before. Without a
+    terminal it is one snapshot."""
+    key = tmp_path / "key"
+    Keyring.generate(key)
+    holder = await Coordinator.connect(
+        etcd.endpoint, cluster=cluster, signatures=Security(Keyring.from_file(key))
+    )
+    await holder.register("pool", "pool-1", "127.0.0.1:9", ttl_s=30.0)
+    words = ("--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(key))
+    ended = await run_command("top", *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "pool-1" in ended.stdout and "\x1b" not in ended.stdout
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    argv = [sys.executable, "-m", "forge.cli.main", "top", *words, "--every", "1s"]
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    live = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=terminal)
+    screen = bytearray()
+    try:
+
+        def read_until(part: bytes) -> None:
+            while part not in screen:
+                screen.extend(os.read(ours, 4096))
+
+        await asyncio.to_thread(read_until, b"pool-1")
+        await holder.register("pool", "pool-2", "127.0.0.1:9", ttl_s=30.0)
+        await asyncio.to_thread(read_until, b"pool-2")
+        os.write(ours, b"xq")
+        # What it still writes must be read, or its end waits.
+        await asyncio.to_thread(read_until, b"\x1b[?1049l")
+        assert await asyncio.to_thread(live.wait, 60) == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        live.kill()
+        live.wait()
+        os.close(ours)
+        os.close(theirs)
+        await holder.close()

@@ -1,4 +1,4 @@
-"""`forge doctor` on a host with many faults at once; `test_support_bundle` has one without."""
+"""`forge doctor` on a host with many faults at once; `test_observation` has one without."""
 
 from __future__ import annotations
 
