@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.prefix_tree import Sample, plan_trees
+from forge.rl.attention.kernels import Form
 from forge.rl.attention.schedule import AttentionSchedule
 from forge.rl.attention.tree_attention import tree_attention
 from forge.rl.config import LearnerConfig, ObjectiveConfig
@@ -90,9 +91,9 @@ def test_flex_attention_and_its_backward_equal_dense_calls(
     ]
     device = [x.detach().float().cuda().requires_grad_() for x in host]
     query, key, value = host
-    expected = tree_attention(query, key, value, schedule, scale=0.125, window=window)
+    expected = tree_attention(query, key, value, schedule, Form(scale=0.125, window=window))
     query, key, value = device
-    found = tree_attention(query, key, value, schedule, scale=0.125, window=window)
+    found = tree_attention(query, key, value, schedule, Form(scale=0.125, window=window))
     expected.sin().sum().backward()
     found.sin().sum().backward()
     assert torch.allclose(found.double().cpu(), expected, rtol=1e-3, atol=1e-4)

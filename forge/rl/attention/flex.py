@@ -9,13 +9,15 @@ Shapes: Q query blocks, K key blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from forge.rl.attention.kernels import Form
 from forge.rl.attention.schedule import AttentionSchedule
 
 BLOCK_TOKENS = 128
@@ -44,27 +46,44 @@ def flex_tree_attention(
     k: Tensor,
     v: Tensor,
     schedule: AttentionSchedule,
+    form: Form,
     *,
-    scale: float,
-    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Like `tree_attention`, in the type of v: under autocast, norms return queries and keys in
-    fp32, for which there are no tensor cores."""
+    """Like `tree_attention`, for heads of one size, in the type of v: under autocast, norms return
+    queries and keys in fp32, for which there are no tensor cores."""
+    window = form.window
     size = _FAR if window is None or window >= schedule.depth else window
     key = (size, q.device)
     if key not in schedule.block_masks:
         schedule.block_masks[key] = tree_block_mask(schedule, window=size, device=q.device)
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
-        out: Tensor = _kernel(q.device)(
+        made = _kernel(q.device)(
             q.to(v.dtype),
             k.to(v.dtype),
             v,
+            score_mod=_cap(form.softcap) if form.softcap else None,
             block_mask=schedule.block_masks[key],
-            scale=scale,
+            scale=form.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             kernel_options=_options(v),
+            return_aux=None if sinks_H is None else AuxRequest(lse=True),
         )
-    return out
+    if sinks_H is None:
+        return cast(Tensor, made)
+    out, more = made
+    kept = torch.sigmoid(more.lse - sinks_H.to(more.lse.dtype)[:, None])
+    return cast(Tensor, out * kept.unsqueeze(-1).to(out.dtype))
+
+
+@cache
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    """One function per cap: another function is another compilation."""
+
+    def capped(score: Tensor, *_places: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return capped
 
 
 def tree_block_mask(

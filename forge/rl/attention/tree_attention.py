@@ -15,6 +15,9 @@ backward of each call uses the merged output and log-sum-exp, so its probabiliti
 ones and partial gradients add up. In a sliding-window layer the few ancestors of a block inside the
 window are gathered, for one call per block.
 
+A sink, as of gpt-oss, is one more key of each head, with a learned score and a value of zero. It is
+added to the log-sum-exp of the merged result, so no call knows of it.
+
 Shapes: B is always 1 (one tree), H query heads, K key/value heads, L tokens of the pass, M tokens
 of its layout (more than L by the prefix), D head size.
 """
@@ -27,12 +30,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
 from forge.rl import numerics
 from forge.rl.attention.flex import flex_runs, flex_tree_attention
-from forge.rl.attention.kernels import Kernel, Shape, kernel_for
+from forge.rl.attention.kernels import Form, Kernel, Shape, kernel_for
 from forge.rl.attention.schedule import AttentionSchedule, Call
 
 TREE_ATTENTION = "forge_tree"
@@ -60,15 +64,21 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, calls: tuple[Call, ...], scale: float
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor | None,
+        calls: tuple[Call, ...],
+        form: Form,
     ) -> Tensor:
-        kernel = kernel_for(q.device)
+        kernel = kernel_for(q.device, softcap=form.softcap)
         _, heads, tokens, size = q.shape
         # [B, L, H, D] in memory: the layout of the kernel's output and the projection's input.
         out = q.new_empty((1, tokens, heads, size)).transpose(1, 2)
         lse = q.new_empty((1, tokens, heads)).transpose(1, 2)
         for call in calls:
-            rows, shape = call.queries, _shape(call, q, scale)
+            rows, shape = call.queries, _shape(call, q, form)
             part, part_lse = kernel.forward(
                 q[:, :, rows], _take(k, call.keys), _take(v, call.keys), shape
             )
@@ -76,18 +86,21 @@ class _TreeAttention(torch.autograd.Function):
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             else:
                 out[:, :, rows], lse[:, :, rows] = part, part_lse
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.calls, ctx.scale, ctx.kernel = calls, scale, kernel  # type: ignore[attr-defined]
+        if sinks_H is not None:
+            out.mul_(torch.sigmoid(lse - sinks_H[:, None]).unsqueeze(-1))
+            torch.logaddexp(lse, sinks_H[:, None], out=lse)
+        ctx.save_for_backward(q, k, v, sinks_H, out, lse)
+        ctx.calls, ctx.form, ctx.kernel = calls, form, kernel  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks_H, out, lse = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for call in ctx.calls:
-            rows, shape = call.queries, _shape(call, q, ctx.scale)
+            rows, shape = call.queries, _shape(call, q, ctx.form)
             part_q, part_k, part_v = kernel.backward(
                 grad[:, :, rows], q[:, :, rows], _take(k, call.keys), _take(v, call.keys),
                 out[:, :, rows], lse[:, :, rows], shape,
@@ -95,12 +108,17 @@ class _TreeAttention(torch.autograd.Function):
             dq[:, :, rows] += part_q
             _add(dk, call.keys, part_k)
             _add(dv, call.keys, part_v)
-        return dq, dk, dv, None, None
+        dsinks_H = None
+        if sinks_H is not None:
+            # Its value is zero, so its share of the gradient is what the output takes away.
+            probs = (sinks_H[:, None] - lse).exp_()
+            dsinks_H = -(probs * (grad * out).sum(-1)).sum((0, 2))
+        return dq, dk, dv, dsinks_H, None, None
 
 
-def _shape(call: Call, q: Tensor, scale: float) -> Shape:
+def _shape(call: Call, q: Tensor, form: Form) -> Shape:
     mask = None if call.sight is None else call.sight.mask(q)
-    return Shape(causal=call.causal, mask=mask, scale=scale)
+    return Shape(causal=call.causal, mask=mask, scale=form.scale, softcap=form.softcap)
 
 
 def _take(x: Tensor, keys: slice | Tensor) -> Tensor:
@@ -125,37 +143,52 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     schedule: AttentionSchedule,
+    form: Form,
     *,
-    scale: float,
-    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [1, H, L, D] for q [1, H, L, D] and k, v [1, K, M, D], differentiable.
+    """Attention output [1, H, L, E] for q [1, H, L, D], k [1, K, M, D] and v [1, K, M, E],
+    differentiable.
 
-    `window` is the number of tokens that a query sees, itself included; None: all. Computed by
-    FlexAttention where it runs, else in dense calls in fp32 or wider and returned in v's type: on a
-    CPU the backward of small bf16 calls is six times slower than fp32, and merging needs the
-    precision. Raises `InvalidArgument` for unsupported inputs.
+    `sinks_H` are the scores of the heads' sinks. Computed by FlexAttention where it runs, else in
+    dense calls in fp32 or wider and returned in v's type: on a CPU the backward of small bf16 calls
+    is six times slower than fp32, and merging needs the precision. Raises `InvalidArgument` for
+    unsupported inputs.
     """
-    if q.shape[0] != 1 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
+    if q.shape[0] != 1 or k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
         raise InvalidArgument(
-            f"tree attention takes one tree and equal head sizes; got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
+            "tree attention takes one tree, queries as wide as keys, and a value for each key; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if q.shape[2] != schedule.tokens - schedule.prefix or k.shape[2] != schedule.tokens:
         raise InvalidArgument(
             f"{q.shape[2]} queries and {k.shape[2]} keys for a tree of {schedule.tokens} tokens "
             f"with a prefix of {schedule.prefix}"
         )
+    size = v.shape[-1]
+    q, k, v = _equally_wide(q, k, v)
     if flex_runs(q):
-        return flex_tree_attention(q, k, v, schedule, scale=scale, window=window)
+        return flex_tree_attention(q, k, v, schedule, form, sinks_H=sinks_H)[..., :size]
     # As in an engine, whose keys and values are kept in this type.
     narrow = numerics.matrix_type(v)
     wide = torch.promote_types(narrow, torch.float32)
     q, k, v = (one.to(narrow).to(wide) for one in (q, k, v))
+    sinks_H = None if sinks_H is None else sinks_H.to(wide)
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, schedule.calls(window), scale
+        q, k, v, sinks_H, schedule.calls(form.window), form
     )
-    return result.to(narrow)
+    return result.to(narrow)[..., :size]
+
+
+def _equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros behind the narrower heads, which change no score and no value: kernels take one
+    size. Those of DeepSeek's values are two thirds of its keys'."""
+    short = k.shape[-1] - v.shape[-1]
+    if short > 0:
+        return q, k, pad(v, (0, short))
+    if short < 0:
+        return pad(q, (0, -short)), pad(k, (0, -short)), v
+    return q, k, v
 
 
 def _attention_forward(  # noqa: PLR0913
@@ -167,6 +200,8 @@ def _attention_forward(  # noqa: PLR0913
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     tree: TreeInput | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -175,14 +210,14 @@ def _attention_forward(  # noqa: PLR0913
         raise InvalidArgument(f"{TREE_ATTENTION} needs the forward keyword `tree`")
     if attention_mask is not None or dropout:
         raise InvalidArgument(f"{TREE_ATTENTION} takes no attention mask and no dropout")
-    for feature in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(feature) is not None:
-            raise InvalidArgument(f"{TREE_ATTENTION} does not support `{feature}`")
+    if kwargs.get("position_bias") is not None:
+        raise InvalidArgument(f"{TREE_ATTENTION} does not support `position_bias`")
     if tree.prefix is not None:
         layer: int = module.layer_idx  # type: ignore[assignment]
         key, value = tree.prefix.extend(layer, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = tree_attention(query, key, value, tree.schedule, scale=scale, window=sliding_window)
+    form = Form(scale=scale, window=sliding_window, softcap=softcap or 0.0)
+    out = tree_attention(query, key, value, tree.schedule, form, sinks_H=s_aux)
     return out.transpose(1, 2), None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
+from forge.rl.model.head_logprobs import Logits
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +72,13 @@ def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
     return 6 * width + 5 * queries + 5 * keys + 7 * inner
 
 
-def logit_scale(config: Any) -> float:
-    """Factor on the logits: Granite divides its logits, Cohere multiplies them."""
-    scale: float = getattr(config, "logit_scale", None) or (
+def logits_of(config: Any) -> Logits:
+    """What the model does to its logits: Granite divides them, Cohere multiplies them, Gemma caps
+    them."""
+    scale = getattr(config, "logit_scale", None) or (
         1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     )
-    return scale
+    return Logits(scale=scale, softcap=getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def unmergeable(model: Any) -> str:

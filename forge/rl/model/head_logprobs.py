@@ -10,7 +10,7 @@ Shapes: L tokens of a pass, R rows, r those of a chunk, E edges, C hidden channe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,18 @@ TABLE_STATES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """What a model does to its logits: it scales, then caps them."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    """Bound by a tanh; 0: none."""
+
+
+PLAIN = Logits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """The rows that a head computes, and how."""
 
@@ -43,11 +55,28 @@ class _Rows:
     """Ranges of rows, each with the range of edges that leave from it."""
     kept_elements: int
     entropy_gradient: bool
+    logits: Logits
 
     def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
-        """Normed states over temperature: the input of the head's matrix product."""
+        """The input of the head's matrix product: normed states times the logits' scale, over the
+        temperature unless the logits are capped before it."""
         normed_rC = (states_rC if self.norm is None else self.norm(states_rC)).to(self.wide)
-        return normed_rC / self.head.temperatures_R[chunk, None]
+        if self.logits.softcap:
+            return normed_rC * self.logits.scale
+        return normed_rC / (self._temperatures(chunk) / self.logits.scale)
+
+    def cap(self, logits_rV: Tensor, chunk: slice) -> Tensor | None:
+        """Caps logits in place and divides them by the temperature; returns the slopes of this."""
+        if not self.logits.softcap:
+            return None
+        temperatures_r1 = self._temperatures(chunk)
+        bent_rV = logits_rV.div_(self.logits.softcap).tanh_()
+        slopes_rV = (1 - bent_rV.square()).div_(temperatures_r1)
+        bent_rV.mul_(self.logits.softcap / temperatures_r1)
+        return slopes_rV
+
+    def _temperatures(self, chunk: slice) -> Tensor:
+        return self.head.temperatures_R[chunk, None].to(self.wide)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
@@ -61,9 +90,12 @@ class _EdgeLogprobs(torch.autograd.Function):
         logprobs_E = weight_VC.new_empty(head.rows_E.shape)
         entropy_R = weight_VC.new_empty(states_RC.shape[:1])
         left = rows.kept_elements if any(ctx.needs_input_grad) else 0
+        if rows.logits.softcap:
+            left = 0  # the backward needs the slopes, too
         ctx.kept = {}  # not saved_tensors: the backward frees each one after its use
         for chunk, edges in rows.chunks:
             logits_rV = rows.scaled(states_RC[chunk], chunk) @ weight_VC.T
+            rows.cap(logits_rV, chunk)
             probs_rV = logits_rV.softmax(-1)
             # log sum exp by the likeliest token, which costs two reads and no table of its own.
             lse_r = logits_rV.amax(-1) - probs_rV.amax(-1).log()
@@ -98,9 +130,12 @@ class _EdgeLogprobs(torch.autograd.Function):
             with torch.enable_grad():
                 graph_rC = rows.scaled(states_rC, chunk)
             scaled_rC = graph_rC.detach()
-            grad_rV = ctx.kept.pop(chunk.start, None)
+            grad_rV, slopes_rV = ctx.kept.pop(chunk.start, None), None
             if grad_rV is None:
-                grad_rV = (scaled_rC @ weight_VC.T).softmax(-1)
+                logits_rV = scaled_rC @ weight_VC.T
+                slopes_rV = rows.cap(logits_rV, chunk)
+                grad_rV = logits_rV.softmax(-1)
+                del logits_rV
             rows_E = head.rows_E[edges] - chunk.start
             total_r = grad_rV.new_zeros(grad_rV.shape[0]).index_add_(0, rows_E, grad_E[edges])
             # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
@@ -113,6 +148,8 @@ class _EdgeLogprobs(torch.autograd.Function):
                 grad_rV.mul_(-total_r[:, None]).add_(surprise_rV)
                 del surprise_rV
             grad_rV.index_put_((rows_E, head.targets_E[edges]), grad_E[edges], accumulate=True)
+            if slopes_rV is not None:
+                grad_rV.mul_(slopes_rV)
             if grad_weight_VC is not None:
                 grad_weight_VC.addmm_(grad_rV.T, scaled_rC)
             grad_states_RC[chunk], *shares = torch.autograd.grad(
@@ -120,7 +157,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             )
             for total, share in zip(grad_norm, shares, strict=True):
                 total += share
-            del grad_rV  # ahead of the next one
+            del grad_rV, slopes_rV  # ahead of the next ones
         given = iter(grad_norm)
         grads = (next(given) if one.requires_grad else None for one in norm)
         return grad_states_RC, grad_weight_VC, None, *grads
@@ -132,6 +169,7 @@ def edge_logprobs(
     head: HeadRows,
     *,
     norm: nn.Module | None = None,
+    logits: Logits = PLAIN,
     chunk_rows: int = 0,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -153,6 +191,7 @@ def edge_logprobs(
             chunks=list(_chunks(head, len(states_RC), size)),
             kept_elements=kept_elements(states_LC.numel()),
             entropy_gradient=entropy_gradient,
+            logits=logits,
         )
         parameters = () if norm is None else tuple(norm.parameters())
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -162,14 +201,14 @@ def edge_logprobs(
 
 
 def distributions(
-    states_RC: Tensor, weight_VC: Tensor, temperatures_R: Tensor, *, scale: float, softcap: float
+    states_RC: Tensor, weight_VC: Tensor, temperatures_R: Tensor, logits: Logits
 ) -> Tensor:
     """[R, V] log-probs over the next token, fp32 or wider; logits are scaled, then capped, then
     divided by the temperature."""
     wide = torch.promote_types(states_RC.dtype, torch.float32)
-    logits_RV = states_RC.to(wide) @ (weight_VC.to(wide).T * scale)
-    if softcap:
-        logits_RV = torch.tanh(logits_RV / softcap) * softcap
+    logits_RV = states_RC.to(wide) @ (weight_VC.to(wide).T * logits.scale)
+    if logits.softcap:
+        logits_RV = torch.tanh(logits_RV / logits.softcap) * logits.softcap
     return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
 
 
@@ -193,7 +232,7 @@ def edge_columns(
     weight_VC: Tensor,
     head: HeadRows,
     *,
-    logit_scale: float = 1.0,
+    logits: Logits = PLAIN,
     value_head: nn.Linear | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -203,14 +242,12 @@ def edge_columns(
     if logits_RV is not None:
         logprobs_E, entropy_R = logits_logprobs(logits_RV, head, entropy_gradient=entropy_gradient)
     else:
-        scaled = head
-        if logit_scale != 1.0:
-            scaled = replace(head, temperatures_R=head.temperatures_R / logit_scale)
         logprobs_E, entropy_R = edge_logprobs(
             backbone.states_LC,
             weight_VC,
-            scaled,
+            head,
             norm=backbone.norm,
+            logits=logits,
             entropy_gradient=entropy_gradient,
         )
     columns = [logprobs_E]

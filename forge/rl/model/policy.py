@@ -29,7 +29,7 @@ from forge.rl.model.capabilities import (
     Way,
     depends_on_length,
     forget_lengths,
-    logit_scale,
+    logits_of,
     one_line,
     pair_cost,
     prefix_cost,
@@ -105,8 +105,7 @@ class TreePolicy:
         self._backbone = Backbone(model)
         self._entry = Entry(model)
         weight_of(model)
-        self._logit_scale = logit_scale(config)
-        self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
+        self._logits = logits_of(config)
         self.way = Way()
         """How trees are computed."""
         if way is None:
@@ -204,9 +203,7 @@ class TreePolicy:
         """[R, V] log-probs over the next token from states as in `states`, fp32 or wider;
         differentiable with respect to the states alone."""
         weight_VC = weight_of(self.model).detach()
-        return distributions(
-            states_RC, weight_VC, temperatures_R, scale=self._logit_scale, softcap=self._softcap
-        )
+        return distributions(states_RC, weight_VC, temperatures_R, self._logits)
 
     def plain(self) -> TreePolicy:
         """The same model for log-probs alone: without values, states and load balance."""
@@ -341,7 +338,7 @@ class TreePolicy:
             logits_RV,
             weight_of(self.model),
             head,
-            logit_scale=self._logit_scale,
+            logits=self._logits,
             value_head=self.value_head,
             entropy_gradient=self.entropy_gradient,
         )

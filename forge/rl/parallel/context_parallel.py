@@ -77,26 +77,29 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, prefix: GatheredPrefix) -> tuple[Tensor, ...]:
         ctx.prefix, slots = prefix, prefix.slots.to(key.device)
-        own = torch.cat([key, value])
+        # One exchange for both; the heads of values may have another size.
+        own = torch.cat([key, value], dim=3)
         shared = own.new_zeros((*own.shape[:2], prefix.size, own.shape[3]))
         shared[:, :, slots.own_slots] = own[:, :, slots.own]
         all_reduce(shared, prefix.group)
         whole = torch.cat([shared[:, :, slots.prefix_slots], own], dim=2)
-        return whole[:1], whole[1:]
+        keys, values = whole.split([key.shape[3], value.shape[3]], dim=3)
+        return keys, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         prefix: GatheredPrefix = ctx.prefix
         slots, count = prefix.slots.to(grads[0].device), len(prefix.slots.prefix_slots)
-        whole = torch.cat(list(grads))
+        whole = torch.cat(grads, dim=3)
         wide = torch.promote_types(whole.dtype, torch.float32)
         owed = whole.new_zeros((*whole.shape[:2], prefix.size, whole.shape[3]), dtype=wide)
         owed[:, :, slots.prefix_slots] = whole[:, :, :count].to(wide)
         all_reduce(owed, prefix.group)
         own = whole[:, :, count:].clone()
         own[:, :, slots.own] += owed[:, :, slots.own_slots].to(own.dtype)
-        return own[:1], own[1:], None
+        key, value = own.split([one.shape[3] for one in grads], dim=3)
+        return key, value, None
 
 
 def gather_edges(values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:

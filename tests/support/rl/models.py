@@ -17,8 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -34,6 +40,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
@@ -89,6 +97,35 @@ def tiny_model(family: str, dtype: torch.dtype) -> Any:
                 **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=layers, pad_token_id=None
             )
             model = Gemma3ForCausalLM(gemma)
+        case "gemma2":  # caps of scores and logits, far below both
+            layers = ["sliding_attention", "full_attention"]
+            caps = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9}
+            gemma2 = Gemma2Config(
+                **SHAPE, **caps, head_dim=8, sliding_window=WINDOW, layer_types=layers
+            )
+            model = Gemma2ForCausalLM(gemma2)
+        case "gpt_oss":  # sinks, windows, experts
+            layers = ["sliding_attention", "full_attention"]
+            gpt = GptOssConfig(
+                **SHAPE,
+                head_dim=8,
+                sliding_window=WINDOW,
+                layer_types=layers,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                pad_token_id=None,
+            )
+            model = GptOssForCausalLM(gpt)
+        case "deepseek_v3":  # values narrower than keys
+            latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6}
+            parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+            groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+            model = DeepseekV3ForCausalLM(
+                DeepseekV3Config(
+                    **{**SHAPE, **EXPERTS, **latent, **parts, **groups, "num_key_value_heads": 4},
+                    first_k_dense_replace=1,
+                )
+            )
         case "mamba":  # a state instead of attention
             mamba = MambaConfig(
                 vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2
@@ -127,10 +164,13 @@ def wide_norms() -> Iterator[None]:
         normed: Tensor = self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
         return normed
 
-    narrow, softmax = Tensor.float, nn.functional.softmax
+    narrow, retyped, softmax = Tensor.float, Tensor.type, nn.functional.softmax
 
     def as_wide(self: Tensor) -> Tensor:
         return self if self.dtype == torch.float64 else narrow(self)
+
+    def retyped_wide(self: Tensor, *types: Any) -> Any:
+        return self if self.dtype == torch.float64 else retyped(self, *types)
 
     def wide_softmax(scores: Tensor, *places: Any, **options: Any) -> Tensor:
         if scores.dtype == torch.float64:
@@ -144,9 +184,12 @@ def wide_norms() -> Iterator[None]:
             modeling_qwen3_moe.Qwen3MoeRMSNorm,
             modeling_mixtral.MixtralRMSNorm,
             modeling_mistral.MistralRMSNorm,
+            modeling_gpt_oss.GptOssRMSNorm,
+            modeling_deepseek_v3.DeepseekV3RMSNorm,
         ):
             patch.setattr(norm, "forward", forward)
         patch.setattr(Tensor, "float", as_wide)
+        patch.setattr(Tensor, "type", retyped_wide)
         patch.setattr(nn.functional, "softmax", wide_softmax)
         yield
 

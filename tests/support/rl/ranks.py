@@ -40,7 +40,10 @@ from tests.support.rl.short_memory import memory_for
 
 RANKS = 4
 BALANCE = 0.1
-FAMILIES = ("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
+FAMILIES = (
+    *("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral"),
+    *("gemma2", "gpt_oss", "deepseek_v3"),
+)
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
 """Full attention, windows, balanced experts: the families that ranks compute differently."""
 CUT = ("think_stripped", "compacted", "roots")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from forge.core.errors import InvalidArgument
-from forge.rl.model.capabilities import logit_scale
+from forge.rl.model.capabilities import logits_of
 from forge.rl.mtp.heads import MtpHead, MtpHeads
 from services.inference.engines.tensor_bytes import is_finite
 
@@ -28,8 +28,7 @@ class ModelHead:
         self._weight: torch.Tensor | None = weight if isinstance(weight, torch.Tensor) else None
         self._embedding: torch.nn.Module = model.get_input_embeddings()
         config = model.config.get_text_config(decoder=True)
-        self._scale = logit_scale(config)
-        self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
+        self._form = logits_of(config)
         self.channels: int = 0 if self._weight is None else self._weight.shape[1]
         """Width of the states; 0 for a model without a separate head."""
         self.states = torch.zeros(0, self.channels)
@@ -69,10 +68,10 @@ class ModelHead:
         assert self._weight is not None
         wide_RC = states_RC.to(self._weight.dtype)
         logits_RV = torch.nn.functional.linear(wide_RC, self._weight).float()
-        if self._scale != 1.0:
-            logits_RV = logits_RV * self._scale
-        if self._softcap:
-            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
+        if self._form.scale != 1.0:
+            logits_RV = logits_RV * self._form.scale
+        if self._form.softcap:
+            logits_RV = torch.tanh(logits_RV / self._form.softcap) * self._form.softcap
         return logits_RV
 
 

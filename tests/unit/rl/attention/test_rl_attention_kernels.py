@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention as flex_kernel
 from forge.core.prefix_tree import plan_trees
 from forge.rl.attention import flex, kernels, tree_attention
 from forge.rl.attention.flex import flex_tree_attention
-from forge.rl.attention.kernels import Portable
+from forge.rl.attention.kernels import Form, Portable
 from forge.rl.attention.schedule import AttentionSchedule
 from forge.rl.tree.batch import build_tree_batch
 from forge.rl.tree.parts import cut_part
@@ -63,12 +63,63 @@ def test_portable_kernel_equals_the_cpu_kernel(
             monkeypatch.setattr(kernels, "CHUNK_SCORES", 5000)
             monkeypatch.setattr(tree_attention, "kernel_for", lambda _: Portable())
         q, k, v = inputs(schedule)
-        out = tree_attention.tree_attention(q, k, v, schedule, scale=0.3, window=window)
+        out = tree_attention.tree_attention(q, k, v, schedule, Form(scale=0.3, window=window))
         out.sin().sum().backward()
         found.append([out.detach(), q.grad, k.grad, v.grad])
     for own, other in zip(*found, strict=True):
         assert own is not None and other is not None
         assert torch.allclose(own, other, rtol=1e-12, atol=1e-12)
+
+
+def one_softmax(
+    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, schedule: AttentionSchedule, form: Form
+) -> Tensor:
+    """The definition: all pairs at once."""
+    keys, queries = torch.arange(schedule.tokens), torch.arange(schedule.prefix, schedule.tokens)
+    seen = (keys <= queries[:, None]) & (queries[:, None] < schedule.ends_K)
+    if form.window is not None:
+        places = schedule.positions_K
+        seen &= places[queries][:, None] - places < form.window
+    scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) * form.scale
+    if form.softcap:
+        scores = (scores / form.softcap).tanh() * form.softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    sinks = sinks_H[None, :, None, None].expand(*scores.shape[:3], 1)
+    probs = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return probs @ v.repeat_interleave(2, dim=1)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("start", [0, 200])
+@pytest.mark.parametrize(("size", "softcap"), [(16, 0.7), (10, 0.0), (22, 0.7)])
+def test_softcaps_sinks_and_sizes_of_values_are_exact(
+    size: int, softcap: float, start: int, window: int | None
+) -> None:
+    """Output and all gradients, those of the sinks too, equal one softmax over all pairs."""
+    schedule, form = schedule_of(start=start), Form(scale=0.3, window=window, softcap=softcap)
+    q, k, _ = inputs(schedule)
+    v = torch.randn(1, 2, schedule.tokens, size, dtype=torch.float64, requires_grad=True)
+    sinks_H = torch.tensor([-2.0, 0.0, 1.5, 4.0], dtype=torch.float64, requires_grad=True)
+    roots = [q, k, v, sinks_H]
+    found = tree_attention.tree_attention(q, k, v, schedule, form, sinks_H=sinks_H)
+    expected = one_softmax(q, k, v, sinks_H, schedule, form)
+    upstream = torch.randn_like(expected)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(found, roots, upstream)
+    for mine, its in zip(gradients, torch.autograd.grad(expected, roots, upstream), strict=True):
+        assert torch.allclose(mine, its, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_flex_attention_has_softcaps_and_sinks(softcap: float) -> None:
+    """It computes what the dense calls do."""
+    schedule, form = schedule_of(start=200), Form(scale=0.3, window=70, softcap=softcap)
+    q, k, v = (x.detach().float() for x in inputs(schedule))
+    sinks_H = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+    expected = tree_attention.tree_attention(q, k, v, schedule, form, sinks_H=sinks_H)
+    found = flex_tree_attention(q, k, v, schedule, form, sinks_H=sinks_H)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -78,8 +129,8 @@ def test_flex_attention_computes_the_same_tree(start: int, window: int | None) -
     """Its block mask, made from bounds alone, masks exactly what the dense calls leave out."""
     schedule = schedule_of(start=start)
     q, k, v = (x.detach().float() for x in inputs(schedule))
-    expected = tree_attention.tree_attention(q, k, v, schedule, scale=0.3, window=window)
-    found = flex_tree_attention(q, k, v, schedule, scale=0.3, window=window)
+    expected = tree_attention.tree_attention(q, k, v, schedule, Form(scale=0.3, window=window))
+    found = flex_tree_attention(q, k, v, schedule, Form(scale=0.3, window=window))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     (mask,) = schedule.block_masks.values()
     assert mask.full_kv_num_blocks is not None and mask.sparsity() > 0
@@ -98,7 +149,7 @@ def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.M
     monkeypatch.setattr(flex, "_kernel", lambda _: watch)
     schedule = schedule_of()
     q, k, v = (x.detach().float() for x in inputs(schedule))
-    out = flex_tree_attention(q, k, v.bfloat16(), schedule, scale=0.3)
+    out = flex_tree_attention(q, k, v.bfloat16(), schedule, Form(scale=0.3))
     assert {*given, out.dtype} == {torch.bfloat16}
 
 
@@ -125,7 +176,7 @@ def test_block_sizes_fit_the_gpus_shared_memory(
     monkeypatch.setattr(flex, "_kernel", lambda _: watch)
     schedule = schedule_of()
     x = torch.zeros(1, 1, schedule.tokens, size, dtype=dtype)
-    flex_tree_attention(x, x, x, schedule, scale=0.3)
+    flex_tree_attention(x, x, x, schedule, Form(scale=0.3))
     (options,) = given
     assert options["BACKEND"] == "TRITON"
     assert ("fwd_BLOCK_M" in options) == small
@@ -146,5 +197,5 @@ def test_flex_attention_needs_few_compilations_for_all_trees(
             for window in (None, 70, 90):
                 schedule = schedule_of(start=start)
                 q, k, v = (x.detach().to(dtype) for x in inputs(schedule))
-                flex_tree_attention(q[:, :heads], k, v, schedule, scale=0.3, window=window)
+                flex_tree_attention(q[:, :heads], k, v, schedule, Form(scale=0.3, window=window))
     assert 8 < counter.frame_count <= 4 * len(kinds)

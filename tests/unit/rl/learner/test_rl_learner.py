@@ -10,10 +10,6 @@ from random import Random
 import pytest
 import torch
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -199,46 +195,3 @@ def test_sliding_window_model_passes_the_merge_check() -> None:
     policy = TreePolicy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)))
     check_policy(policy)
     assert not policy.unmerged
-
-
-def test_model_with_capped_logits_is_trained_by_sequence(caplog: pytest.LogCaptureFixture) -> None:
-    """A head that is more than a matrix; one line says so."""
-    model = Gemma2ForCausalLM(
-        Gemma2Config(
-            **SMALL,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=0.5,
-            layer_types=["full_attention"] * 2,
-            initializer_range=1.0,
-        )
-    )
-    policy = TreePolicy(model)
-    check_policy(policy)
-    assert "differ from its own forward" in policy.unmerged
-    (record,) = caplog.records
-    assert record.getMessage().startswith("Gemma2ForCausalLM is trained sequence by sequence")
-
-
-def test_model_with_latent_attention_is_trained_by_sequence() -> None:
-    """Keys and values of unequal size have no merged attention."""
-    model = DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **{**SMALL, "num_key_value_heads": 2, "head_dim": 4},
-            moe_intermediate_size=8,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=6,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-        )
-    )
-    policy = TreePolicy(model)
-    check_policy(policy)
-    assert "equal head sizes" in policy.unmerged
-    one = Learner(policy, LearnerConfig())
-    assert one.step(one.plan(samples()), weight_version=1).skipped == ""

@@ -37,6 +37,8 @@ FUZZ = settings.get_current_profile_name() == "fuzz"
 UNSPLIT = 1 << 30
 DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
+FORMS = ("gemma2", "gpt_oss", "deepseek_v3")
+"""Softcaps, sinks, values of another size than keys."""
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
 """Full attention, windows, experts: the families that a tree's code treats differently."""
 WAYS = ("whole", "split", "relayed")
@@ -101,7 +103,7 @@ def test_every_plan_cuts_every_shape(kind: str) -> None:
 
 FP64 = [
     (family, kind, way)
-    for family in DENSE + EXPERTS
+    for family in DENSE + EXPERTS + FORMS
     for kind in KINDS
     for way in WAYS
     if FUZZ or family in DIFFERENT or kind in CUT

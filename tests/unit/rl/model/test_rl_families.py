@@ -44,18 +44,20 @@ WAYS = {
     "mixtral, windows": "merged",
     "llama, yarn rotary": "merged",
     "gemma4_text": "merged",
+    "gemma2": "merged",
+    "deepseek_v3": "merged",
+    "gpt_oss": "merged",
+    "mimo_v2_flash": "merged",
     "llama, dynamic rotary": "alone",
     "phi3, longrope rotary": "alone",
     "doge": "alone",
     "qwen2_moe, windows": "by sequence",
     "phimoe, windows": "by sequence",
-    "nanochat": "by sequence",
+    "nanochat": "merged",
     "gemma3n_text": "by sequence",
     "llama4_text": "by sequence",
     "llama4_text, full attention": "by sequence",
-    "deepseek_v3": "by sequence",
     "phi": "by sequence",
-    "gpt_oss": "by sequence",
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.rl.model import head_logprobs
-from forge.rl.model.head_logprobs import edge_logprobs
+from forge.rl.model.head_logprobs import Logits, edge_logprobs
 from forge.rl.tree.parts import HeadRows
 
 TOKENS, CHANNELS, VOCABULARY = 7, 5, 11
@@ -23,11 +23,16 @@ def head_rows() -> HeadRows:
     )
 
 
-def expected(hidden: Tensor, weight: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+def expected(
+    hidden: Tensor, weight: Tensor, norm: nn.Module | None, form: Logits
+) -> tuple[Tensor, Tensor]:
     """The plain formula, over all logits."""
     head = head_rows()
     rows = hidden[head.places_R] if norm is None else norm(hidden[head.places_R])
-    everything = ((rows @ weight.T) / head.temperatures_R[:, None]).log_softmax(-1)
+    logits = (rows @ weight.T) * form.scale
+    if form.softcap:
+        logits = (logits / form.softcap).tanh() * form.softcap
+    everything = (logits / head.temperatures_R[:, None]).log_softmax(-1)
     entropy = -(everything.exp() * everything).sum(-1)
     return everything[head.rows_E, head.targets_E], entropy
 
@@ -35,11 +40,12 @@ def expected(hidden: Tensor, weight: Tensor, norm: nn.Module | None) -> tuple[Te
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 100])
 @pytest.mark.parametrize("kept_rows", [0, 2, 100])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("form", [Logits(), Logits(scale=0.3), Logits(scale=2.0, softcap=0.8)])
 def test_chunks_change_neither_values_nor_gradients(
-    chunk_rows: int, kept_rows: int, normed: bool, monkeypatch: pytest.MonkeyPatch
+    chunk_rows: int, kept_rows: int, normed: bool, form: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any cut of the rows, kept or recomputed, fp64 values and gradients equal the plain
-    formula's, also those of the norm."""
+    formula's, also those of the norm; with scaled and capped logits, too."""
     monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
@@ -48,9 +54,11 @@ def test_chunks_change_neither_values_nor_gradients(
     upstream = torch.randn(len(head_rows().rows_E), dtype=torch.float64)
     roots = [hidden, weight, *(norm.parameters() if norm else ())]
 
-    values, entropies = expected(hidden, weight, norm)
+    values, entropies = expected(hidden, weight, norm, form)
     gradients = torch.autograd.grad(values, roots, upstream)
-    actual, entropy = edge_logprobs(hidden, weight, head_rows(), norm=norm, chunk_rows=chunk_rows)
+    actual, entropy = edge_logprobs(
+        hidden, weight, head_rows(), norm=norm, logits=form, chunk_rows=chunk_rows
+    )
     torch.testing.assert_close(actual, values, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(entropy, entropies, rtol=1e-13, atol=1e-13)
     for mine, theirs in zip(torch.autograd.grad(actual, roots, upstream), gradients, strict=True):
@@ -110,7 +118,7 @@ def test_frozen_head_gets_no_gradient_and_states_get_theirs() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
     weight, norm = torch.randn(VOCABULARY, CHANNELS), nn.LayerNorm(CHANNELS).requires_grad_(False)
-    values, _ = expected(hidden, weight, norm)
+    values, _ = expected(hidden, weight, norm, Logits())
     (gradient,) = torch.autograd.grad(values.sum(), [hidden])
     edge_logprobs(hidden, weight, head_rows(), norm=norm)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None and norm.weight.grad is None

@@ -186,7 +186,7 @@ def test_draft_head_target_is_the_policys_distribution(which: str) -> None:
     all_RV = policy.distributions(states_RC, head.temperatures_R)
     found_T = all_RV[head.rows_E, head.targets_E][tree.edges_T]
     assert torch.allclose(found_T, logprobs_T, atol=1e-5)
-    assert bool(policy.unmerged) == (which in ("soft-capped", "no attention"))
+    assert bool(policy.unmerged) == (which == "no attention")
 
 
 def test_chunked_rows_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
