@@ -24,18 +24,20 @@ of its layout (more than L by the prefix), D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
 from forge.rl import numerics
 from forge.rl.attention.flex import flex_runs, flex_tree_attention
+from forge.rl.attention.forks import Forks, State
 from forge.rl.attention.kernels import Form, Kernel, Shape, kernel_for
 from forge.rl.attention.schedule import AttentionSchedule, Call
 
@@ -51,12 +53,29 @@ class Prefix(Protocol):
         ...
 
 
+class PrefixStates(Protocol):
+    """States of recurrent layers that a pass gets from others, and those that others get."""
+
+    def before(self, layer: int, token: int) -> State:
+        """The state after a token of the prefix, differentiable."""
+        ...
+
+    def keep(self, layer: int, output_LC: Tensor, states: Mapping[int, State]) -> Tensor:
+        """Keep the states after tokens for other passes; returns the output, whose backward takes
+        their gradients."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeInput:
-    """The tree of a pass, for attention; the keyword `tree` of the model's forward."""
+    """The tree of a pass, for attention and recurrent layers; the keyword `tree` of the model's
+    forward."""
 
     schedule: AttentionSchedule
     prefix: Prefix | None = None
+    forks: Forks | None = None
+    """For models with recurrent layers."""
+    states: PrefixStates | None = None
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -64,7 +83,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -90,7 +109,7 @@ class _TreeAttention(torch.autograd.Function):
             out.mul_(torch.sigmoid(lse - sinks_H[:, None]).unsqueeze(-1))
             torch.logaddexp(lse, sinks_H[:, None], out=lse)
         ctx.save_for_backward(q, k, v, sinks_H, out, lse)
-        ctx.calls, ctx.form, ctx.kernel = calls, form, kernel  # type: ignore[attr-defined]
+        ctx.calls, ctx.form, ctx.kernel = calls, form, kernel
         return out
 
     @staticmethod

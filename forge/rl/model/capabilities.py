@@ -19,6 +19,17 @@ log = logging.getLogger(__name__)
 
 MERGED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types whose outputs depend only on a token's ancestors and their positions."""
+FORKED_LAYERS = (
+    "attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "linear_attention",
+    "mamba",
+    "mlp",
+    "moe",
+)
+"""Types beside and of recurrent layers (`forge.rl.model.forked_states`)."""
 LENGTH_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings that depend on the length of the whole sequence."""
 
@@ -81,14 +92,16 @@ def logits_of(config: Any) -> Logits:
     return Logits(scale=scale, softcap=getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
-def unmergeable(model: Any) -> str:
-    """Why a token's state depends on more than its ancestors' keys and values; "" if not."""
+def unmergeable(model: Any, *, forked: bool = False) -> str:
+    """Why a token's output depends on more than its ancestors' keys, values and states; "" if not.
+    `forked`: it has recurrent layers that compute trees."""
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ())
-    others = sorted(map(str, layers.difference(MERGED_LAYERS)))
+    known = {*MERGED_LAYERS, *(FORKED_LAYERS if forked else ())}
+    others = sorted(map(str, layers.difference(known)))
     if others:
         return f"layer types {', '.join(others)}"
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not forked:
         return "its layers carry a state from token to token"
     lengths = _length_rotary(config)
     return f"rotary embeddings of type {', '.join(lengths)}" if lengths else ""

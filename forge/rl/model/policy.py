@@ -22,7 +22,7 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Span
 from forge.rl import numerics
-from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
+from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, register
 from forge.rl.losses.moe_load_balance import RouterBalance
 from forge.rl.model.backbone import Backbone
 from forge.rl.model.capabilities import (
@@ -38,6 +38,7 @@ from forge.rl.model.capabilities import (
     weight_of,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
+from forge.rl.model.forked_states import fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
@@ -104,12 +105,14 @@ class TreePolicy:
         self._prefix_cost = prefix_cost(config)
         self._backbone = Backbone(model)
         self._entry = Entry(model)
+        self._forked = fork_states(model)
         weight_of(model)
         self._logits = logits_of(config)
         self.way = Way()
         """How trees are computed."""
         if way is None:
-            self.settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
+            reason = unmergeable(model, forked=self._forked)
+            self.settle(Way(unmerged=reason, separate=depends_on_length(model)))
         else:
             self.use_way(way)
 
@@ -132,6 +135,13 @@ class TreePolicy:
     def unmerged(self) -> str:
         """Why trees are computed sequence by sequence; "" if they are not."""
         return self.way.unmerged
+
+    @property
+    def undividable(self) -> str:
+        """Why several ranks cannot share a tree; "" if they can."""
+        if self.unmerged:
+            return f"it is trained sequence by sequence, since {self.unmerged}"
+        return "its layers hand a state from token to token" if self._forked else ""
 
     @property
     def family(self) -> str:
@@ -233,6 +243,8 @@ class TreePolicy:
     def _edges(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
         if self.states is not None:
             self.states.begin(batch.tokens)
+        if self.group is not None and (reason := self.undividable):
+            raise InvalidArgument(f"ranks cannot share a tree of {self.family}: {reason}")
         if self.unmerged:
             return self._by_sequence(batch, passes)
         if self.group is not None:
@@ -248,10 +260,6 @@ class TreePolicy:
         return self._several(parts, [*[None] * empty, *relay_prefixes(batch.parts)], kept=1)
 
     def _by_sequence(self, batch: TreeBatch, passes: int) -> tuple[Tensor, Tensor]:
-        if self.group is not None:
-            raise InvalidArgument(
-                f"{self.family} cannot be trained by a group of ranks per tree: {self.unmerged}"
-            )
         parts = with_empty(batch.layout, self._sequences(batch), passes)
         held = accumulate(part.tokens for part in reversed(parts))
         kept = max(1, sum(tokens <= batch.pass_tokens for tokens in held))
@@ -331,7 +339,7 @@ class TreePolicy:
                 backbone, logits_RV = self._backbone.with_head(inputs, head.places_R, states=wanted)
             else:
                 inputs["position_ids"] = part.positions_L.to(self.device)[None]
-                inputs["tree"] = TreeInput(schedule=part.schedule, prefix=prefix)
+                inputs["tree"] = tree_input(part, prefix, forked=self._forked)
                 backbone = self._backbone(inputs, normed=self.states is not None)
         columns_E, entropy_E = edge_columns(
             backbone,

@@ -83,7 +83,7 @@ class _Exchanged(torch.autograd.Function):
         shared[:, :, slots.own_slots] = own[:, :, slots.own]
         all_reduce(shared, prefix.group)
         whole = torch.cat([shared[:, :, slots.prefix_slots], own], dim=2)
-        keys, values = whole.split([key.shape[3], value.shape[3]], dim=3)
+        keys, values = torch.split(whole, [key.shape[3], value.shape[3]], dim=3)
         return keys, values
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Exchanged(torch.autograd.Function):
         all_reduce(owed, prefix.group)
         own = whole[:, :, count:].clone()
         own[:, :, slots.own] += owed[:, :, slots.own_slots].to(own.dtype)
-        key, value = own.split([one.shape[3] for one in grads], dim=3)
+        key, value = torch.split(own, [one.shape[3] for one in grads], dim=3)
         return key, value, None
 
 

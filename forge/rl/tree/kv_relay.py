@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge.rl.tree.parts import TreePart
+from forge.rl.tree.state_relay import RelayedStates, relayed_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ class RelayPrefix:
 
     relay: Relay
     slots: Slots
+    states: RelayedStates
+    """Those of recurrent layers."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values for later parts; returns them with the prefix before them."""
@@ -109,7 +112,10 @@ def relay_prefixes(parts: Sequence[TreePart]) -> list[RelayPrefix]:
     spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
     slots = shared_slots(spans, [part.prefix_P for part in parts])
     relay = Relay(sum(len(one.own) for one in slots))
-    return [RelayPrefix(relay=relay, slots=one) for one in slots]
+    return [
+        RelayPrefix(relay=relay, slots=one, states=states)
+        for one, states in zip(slots, relayed_states(parts), strict=True)
+    ]
 
 
 class _Relayed(torch.autograd.Function):

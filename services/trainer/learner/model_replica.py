@@ -128,10 +128,10 @@ class ModelReplica:
                 check_policy(policy)
             except InvalidArgument as error:
                 raise ConfigError(f"{name}: {error}") from error
-            if policy.unmerged and self._world.tree is not None:
+            if policy.undividable and self._world.tree is not None:
                 raise ConfigError(
-                    f"mesh.cp = {self._world.shape.cp} is not allowed: {policy.family} is trained "
-                    f"sequence by sequence, since {policy.unmerged}. Use mesh.dp_shard"
+                    f"mesh.cp = {self._world.shape.cp} is not allowed for {policy.family}: "
+                    f"{policy.undividable}. Use mesh.dp_shard"
                 )
         if self._teacher is not None:
             check_teacher(

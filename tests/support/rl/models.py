@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -131,6 +133,17 @@ def tiny_model(family: str, dtype: torch.dtype) -> Any:
                 vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2
             )
             model = MambaForCausalLM(mamba)
+        case "falcon_h1":  # attention beside Mamba 2 in each layer
+            falcon = FalconH1Config(
+                **SHAPE,
+                mamba_d_ssm=16,
+                mamba_n_heads=4,
+                mamba_d_head=4,
+                mamba_n_groups=1,
+                mamba_d_state=8,
+                mamba_chunk_size=4,
+            )
+            model = FalconH1ForCausalLM(falcon)
         case _:
             assert family == "qwen3_next"  # linear attention beside full, and experts
             hybrid = Qwen3NextConfig(
@@ -164,13 +177,26 @@ def wide_norms() -> Iterator[None]:
         normed: Tensor = self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
         return normed
 
-    narrow, retyped, softmax = Tensor.float, Tensor.type, nn.functional.softmax
+    narrow, retyped, moved = Tensor.float, Tensor.type, Tensor.to
+    softmax = nn.functional.softmax
 
     def as_wide(self: Tensor) -> Tensor:
         return self if self.dtype == torch.float64 else narrow(self)
 
     def retyped_wide(self: Tensor, *types: Any) -> Any:
         return self if self.dtype == torch.float64 else retyped(self, *types)
+
+    def moved_wide(self: Tensor, *places: Any, **options: Any) -> Tensor:
+        if self.dtype == torch.float64:
+            wide = {torch.float32: torch.float64}
+            places = tuple(
+                wide.get(one, one) if isinstance(one, torch.dtype) else one for one in places
+            )
+            options = {
+                name: wide.get(one, one) if name == "dtype" else one
+                for name, one in options.items()
+            }
+        return moved(self, *places, **options)
 
     def wide_softmax(scores: Tensor, *places: Any, **options: Any) -> Tensor:
         if scores.dtype == torch.float64:
@@ -190,6 +216,7 @@ def wide_norms() -> Iterator[None]:
             patch.setattr(norm, "forward", forward)
         patch.setattr(Tensor, "float", as_wide)
         patch.setattr(Tensor, "type", retyped_wide)
+        patch.setattr(Tensor, "to", moved_wide)
         patch.setattr(nn.functional, "softmax", wide_softmax)
         yield
 

@@ -61,7 +61,7 @@ def test_portable_kernel_equals_the_cpu_kernel(
     for portable in (False, True):
         if portable:
             monkeypatch.setattr(kernels, "CHUNK_SCORES", 5000)
-            monkeypatch.setattr(tree_attention, "kernel_for", lambda _: Portable())
+            monkeypatch.setattr(tree_attention, "kernel_for", lambda _, softcap: Portable())
         q, k, v = inputs(schedule)
         out = tree_attention.tree_attention(q, k, v, schedule, Form(scale=0.3, window=window))
         out.sin().sum().backward()

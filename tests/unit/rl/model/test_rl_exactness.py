@@ -39,6 +39,8 @@ DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 FORMS = ("gemma2", "gpt_oss", "deepseek_v3")
 """Softcaps, sinks, values of another size than keys."""
+RECURRENT = ("qwen3_next", "falcon_h1")
+"""States that nodes hand to their children."""
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
 """Full attention, windows, experts: the families that a tree's code treats differently."""
 WAYS = ("whole", "split", "relayed")
@@ -103,7 +105,7 @@ def test_every_plan_cuts_every_shape(kind: str) -> None:
 
 FP64 = [
     (family, kind, way)
-    for family in DENSE + EXPERTS + FORMS
+    for family in DENSE + EXPERTS + FORMS + RECURRENT
     for kind in KINDS
     for way in WAYS
     if FUZZ or family in DIFFERENT or kind in CUT
@@ -151,8 +153,10 @@ def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.M
     assert max(found) <= 1e-12
 
 
-@pytest.mark.parametrize("family", ["mamba", "qwen3_next"])
-def test_recurrent_model_is_not_merged(family: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("family", ["mamba"])
+def test_model_that_takes_no_state_is_not_merged(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is trained sequence by sequence, exactly, and one line says so."""
     samples = forest("think_stripped")
     expected = reference_gradient(tiny_model(family, torch.float32), samples)
@@ -164,11 +168,12 @@ def test_recurrent_model_is_not_merged(family: str, caplog: pytest.LogCaptureFix
         assert "sequence by sequence" in record.getMessage()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
 @pytest.mark.parametrize("way", WAYS)
-def test_gradient_checkpointing_changes_no_gradient(way: str) -> None:
-    """Recomputed layers get the same tree, and the same keys of other parts."""
+def test_gradient_checkpointing_changes_no_gradient(way: str, family: str) -> None:
+    """Recomputed layers get the same tree, and the same keys and states of other parts."""
     samples = forest("forked")
-    model = tiny_model("qwen3", torch.float32)
+    model = tiny_model(family, torch.float32)
     expected = reference_gradient(model, samples)
     recompute_activations(model)
     learner = Learner(TreePolicy(model), LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP)))

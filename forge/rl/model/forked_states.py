@@ -1,0 +1,158 @@
+"""Recurrent layers over a prefix tree: a node hands its state to each of its children.
+
+Owns the forward that replaces a recurrent layer's own in a merged pass. It runs the layer's own
+forward on one batch of nodes after the other (`forge.rl.tree.forks`), and stands in for the cache
+that transformers hands to such layers: that of a node begins with the state after its parent, and
+is differentiable. `forge.rl.model.probe` decides by computing which models this is right for.
+
+A layer's state is what its cache has: the last inputs of its convolution, and the recurrent state.
+It may have pending tokens besides.
+
+Shapes: B nodes of a batch, T tokens of each, L tokens of the pass, C hidden channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.core.errors import InvalidArgument
+from forge.rl.attention.forks import ROOT, After, ForkBatch, State, plan_forks
+from forge.rl.attention.tree_attention import Prefix, TreeInput
+from forge.rl.tree.kv_relay import RelayPrefix
+from forge.rl.tree.parts import TreePart
+
+CACHE_NAMES = ("cache_params", "past_key_values")
+"""Names of the cache in the forward of recurrent layers."""
+PENDING = ("pending", 0)
+"""In a state: inputs of the layer that are still to be computed, [1, tokens, C]."""
+
+
+def fork_states(model: nn.Module) -> bool:
+    """Let the recurrent layers of a model compute trees; whether it has any. Passes without the
+    keyword `tree` stay as they are. Idempotent."""
+    layers = [one for one in model.modules() if _cache_name(one)]
+    for index, layer in enumerate(layers):
+        layer._forge_index = index  # type: ignore[assignment]
+        # A bound method, so that a copy of the model has its own.
+        layer.forward = MethodType(_forward, layer)
+    return bool(layers)
+
+
+def tree_input(part: TreePart, prefix: Prefix | None, *, forked: bool) -> TreeInput:
+    """The tree of a pass; `forked`: the model has recurrent layers."""
+    schedule = part.schedule
+    if not forked:
+        return TreeInput(schedule=schedule, prefix=prefix)
+    states = prefix.states if isinstance(prefix, RelayPrefix) else None
+    wanted = frozenset[int]() if states is None else states.wanted
+    forks = plan_forks(schedule.nodes, prefix=schedule.prefix, wanted=wanted)
+    return TreeInput(schedule=schedule, prefix=prefix, forks=forks, states=states)
+
+
+def _cache_name(module: nn.Module) -> str:
+    """ "" for a module that is no recurrent layer."""
+    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return ""
+    parameters = signature(type(module).forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "")
+
+
+def _forward(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    *places: Any,
+    tree: TreeInput | None = None,
+    **named: Any,
+) -> Tensor:
+    """The layer's own forward, on each batch of nodes if there is a tree."""
+    own = type(layer).forward
+    if tree is None or tree.forks is None:
+        plain: Tensor = own(layer, hidden_states, *places, **named)
+        return plain
+    index: int = layer._forge_index  # type: ignore[assignment]
+    name, states, outputs = _cache_name(layer), dict[int, State](), []
+    for batch in tree.forks.batches:
+        nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
+        before = _before(batch, index, states, tree)
+        pending = before.pop(PENDING, nodes_BTC[:, :0])
+        cache = _NodeCache(before)
+        output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
+        if not isinstance(output, Tensor):
+            raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
+        outputs.append(output[:, pending.shape[1] :].flatten(0, 1))
+        if batch.after is After.PENDING:
+            after = before | {PENDING: torch.cat([pending, nodes_BTC[:, :1]], dim=1)}
+        else:
+            after = cache.after
+        if batch.after is not After.NOTHING:
+            for row, last in enumerate(batch.lasts):
+                states[last] = {key: one[row : row + 1] for key, one in after.items()}
+    output_LC = torch.cat(outputs)[tree.forks.outputs_L.to(hidden_states.device)]
+    if tree.states is not None:
+        output_LC = tree.states.keep(index, output_LC, states)
+    return output_LC[None]
+
+
+def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: TreeInput) -> State:
+    """The states that the nodes of a batch begin with, stacked; empty at roots."""
+    if batch.parents[0] == ROOT:
+        return {}
+    found = []
+    for parent in batch.parents:
+        if parent in states:
+            found.append(states[parent])
+        else:
+            assert tree.states is not None, "only a relayed part has parents elsewhere"
+            found.append(tree.states.before(index, parent))
+    return {key: torch.cat([one[key] for one in found]) for key in found[0]}
+
+
+class _NodeCache:
+    """The cache of one layer for a batch of nodes, as transformers' layers use it."""
+
+    def __init__(self, before: State) -> None:
+        self._before = before
+        self.after: State = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Inputs of the convolution before the first token, [B, C, at most the kernel's size]."""
+        return self._before.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state before the first token, [B, ...]."""
+        return self._before.get(("recurrent", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Whether the nodes have a parent."""
+        return bool(self._before)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: a single token then takes the path of several."""
+        return True
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """The inputs with those before them."""
+        before = self._before.get(("conv", state_idx))
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        self.after["conv", state_idx] = whole[..., -(conv_kernel_size or whole.shape[-1]) :]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Note the state after the last token."""
+        self.after["recurrent", state_idx] = recurrent_states
+        return recurrent_states
