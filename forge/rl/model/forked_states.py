@@ -59,6 +59,8 @@ def _cache_name(module: nn.Module) -> str:
     """ "" for a module that is no recurrent layer."""
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return ""
+    if hasattr(module, "dt_proj"):
+        return ""  # Mamba 1: its scan takes no state
     parameters = signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), "")
 

@@ -47,7 +47,7 @@ SAMPLES = 200
 ROOTS, LONGEST = 8, 10
 UNSPLIT = 1 << 30
 # What takes longest comes up less often.
-FAMILIES = ("qwen3", "qwen3", "qwen3", "gemma3")
+FAMILIES = ("qwen3", "qwen3", "qwen3", "gemma3", *(["falcon_h1"] if FUZZ else []))
 EXPERTS = "qwen3_moe"
 BALANCE = 0.1
 BUDGETS = (UNSPLIT, UNSPLIT, UNSPLIT, 12, 12, 3, 1)

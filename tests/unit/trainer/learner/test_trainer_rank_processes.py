@@ -99,7 +99,7 @@ def test_model_without_rank_support_is_refused(tmp_path: Path) -> None:
     config = TrainerConfig(model_path=str(tmp_path / "model"), torch_threads=1, ranks=2)
     actor = LearnerActor(config, CheckpointStore(tmp_path / "checkpoints"))
     with pytest.raises(
-        ConfigError, match=r"mesh.cp = 2 is not allowed: Mamba.*sequence by sequence"
+        ConfigError, match=r"mesh.cp = 2 is not allowed for Mamba.*sequence by sequence"
     ):
         actor.started()
     assert actor._ranks is not None
