@@ -1,0 +1,92 @@
+"""Workers on vLLM and on the embedded engine behind one router: load, swaps and kill -9.
+
+Runs in the environment of `make engine-vllm` alone: `make test-engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib import import_module
+
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from tests.contract import engines
+from tests.contract.engines import prompt_ids, save_tokenizer
+from tests.support.inference.cluster import InferenceCluster
+from tests.support.inference.version_tables import VersionTables
+from tests.support.runtime.etcd import EtcdServer
+
+pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
+
+VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv.mib", "64", "--kv.cache-mib", "1")
+EMBEDDED = ("--dtype", "float32")
+MOST = 300
+
+
+@pytest_asyncio.fixture
+async def inference(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[InferenceCluster]:
+    """A router, and a publisher in the trainer's place."""
+    # The machine's memory holds one vLLM: that of the contract suite ends first.
+    await import_module("tests.contract.vllm_engine").stop()
+    folder = tmp_path_factory.mktemp("mixed")
+    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="mixed")
+    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "mixed")
+    await cluster.publisher.start()
+    cluster.start("router")
+    yield cluster
+    await cluster.stop()
+    await coordinator.close()
+
+
+async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: InferenceCluster) -> None:
+    """The weights change under load, then a worker is killed, for each engine. Every answer is
+    whole, each token has the log-prob of the version that it names, and an answer with penalties,
+    which vLLM begins and does not resume, is whole, too."""
+    vllm = inference.start("both", *VLLM)
+    embedded = [inference.start("both", *EMBEDDED) for _ in range(2)]
+    versions = VersionTables(inference)
+    first = await versions.publish(vllm, *embedded)
+    await inference.known_to_router(vllm, *embedded)
+    plain = [prompt_ids(20 + n, seed=n) for n in range(10)]
+    stateful = [prompt_ids(30 + n, seed=n) for n in range(4)]
+    calls = [
+        *(inference.sample(ids, max_tokens=MOST, temperature=1.0) for ids in plain),
+        *(
+            inference.sample(ids, max_tokens=MOST, temperature=1.0, presence_penalty=0.5)
+            for ids in stateful
+        ),
+    ]
+    running = [asyncio.create_task(call) for call in calls]
+    left = [vllm, *embedded]
+    for killed in (vllm, embedded[0]):
+        await inference.sampling_on(killed)
+        await versions.publish(*left)
+        await inference.sampling_on(killed)
+        inference.kill(killed)
+        left.remove(killed)
+    samples = await asyncio.gather(*running)
+    assert {len(sample.ids) for sample in samples} == {MOST}
+    assert {name for sample in samples for name in sample.engines} == {"embedded", "vllm"}
+    for ids, sample in zip(plain, samples, strict=False):
+        versions.check(ids, sample)
+    for sample in samples[len(plain) :]:
+        assert sample.versions == sorted(sample.versions)
+    assert {version for sample in samples for version in sample.versions} >= {first, first + 1}
+
+    # A new worker of vLLM takes its part again, with the newest weights.
+    second = inference.start("both", *VLLM)
+    newest = await versions.publish(second, *left)
+    await inference.known_to_router(second)
+    calls = [inference.sample(ids, max_tokens=40, temperature=1.0) for ids in plain]
+    later = await asyncio.gather(*calls)
+    for ids, sample in zip(plain, later, strict=True):
+        assert set(sample.versions) == {newest}
+        versions.check(ids, sample)
+    assert {name for sample in later for name in sample.engines} == {"embedded", "vllm"}
