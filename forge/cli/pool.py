@@ -81,13 +81,34 @@ def _names_replica(copy: str) -> bool:
 def backup(
     directory: Directory,
     target: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    incremental: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASE", help="Store only what changed since this backup, full or incremental."
+        ),
+    ] = None,
 ) -> None:
     """Copy a snapshot of a shard, running or not.
 
     The copy is consistent, compact and a complete shard. Run it on the host of the shard, as its
-    user: it reads the files, and neither stops nor slows the service.
+    user: it reads the files, and neither stops nor slows the service. With --incremental it reads
+    all records of shard and base and writes the difference; a restore needs the base beside it.
+
+    [dim]forge pool backup /var/lib/forge/pool-0 s0-tue --incremental s0-mon[/dim]
     """
-    _tool("backup", directory, target)
+    _tool("backup", directory, target, *([f"--incremental={incremental}"] if incremental else []))
+
+
+@pool_app.command()
+def watermark(
+    backups: Annotated[list[Path], typer.Argument(help="One backup of each shard.")],
+) -> None:
+    """Show the last step whose groups are trained in all of these backups.
+
+    A checkpoint of that step, or of an earlier one, fits the restored shards: no group is trained a
+    second time. Clocks of pool hosts may differ by 5 s.
+    """
+    _tool("watermark", *backups)
 
 
 @pool_app.command()
@@ -95,11 +116,12 @@ def restore(
     backup: Annotated[Path, typer.Argument(help="Directory of `forge pool backup`.")],
     directory: Annotated[Path, typer.Argument(help="data_dir to make; must not exist.")],
 ) -> None:
-    """Make a data directory from a backup, and verify every record of it.
+    """Make a data directory from a backup, full or incremental, and verify every record of it.
 
-    Overwrites nothing, and removes the copy of a damaged backup. Then start the pool with that
-    data_dir: it takes over the shard's name from the copied store, unless a live process serves
-    that store. The copied store is refused from then on.
+    A backup of an earlier release is brought to the present schema. Overwrites nothing, and removes
+    the copy of a damaged backup. Then start the pool with that data_dir: it takes over the shard's
+    name from the copied store, unless a live process serves that store. The copied store is refused
+    from then on.
     """
     _tool("restore", backup, directory)
 

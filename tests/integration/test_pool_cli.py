@@ -169,6 +169,10 @@ async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
         run_command("pool", "backup", shard, str(tmp_path / "copy")),
     )
     assert [one.returncode for one in ended] == [0, 0], ended
+    words = ("backup", shard, str(tmp_path / "more"), "--incremental", str(tmp_path / "copy"))
+    more = await run_command("pool", *words)
+    assert (more.returncode, more.stderr) == (0, ""), more
+    assert more.stdout.startswith(f"{tmp_path / 'more'}: 0 changed and 0 deleted records since ")
 
 
 async def test_running_pool_is_compacted_by_its_directory(pool, client, tmp_path):

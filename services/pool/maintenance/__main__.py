@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -17,13 +18,16 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge.cli.connection import Connection
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, ForgeError
 from forge.v1 import pool_pb2
 from services.pool.maintenance import backup
 from services.pool.maintenance.backup_erasure import erase_in
+from services.pool.maintenance.increments import back_up_changes
 from services.pool.maintenance.integrity import Damage
+from services.pool.maintenance.manifests import common_step, read_manifest
 from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
+from services.pool.maintenance.restore import restore
 from services.pool.storage.file_locks import InUse
 
 DAMAGED, REFUSED, SERVED = 1, 2, 3
@@ -46,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         ("check", _check, ["directory"]),
         ("backup", _backup, ["directory", "target"]),
         ("restore", _restore, ["backup", "directory"]),
+        ("watermark", _watermark, []),
         ("adopt", _adopt, ["directory"]),
         ("compact", _compact, ["directory"]),
         ("erase", _erase, ["directory"]),
@@ -61,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("--insecure", action="store_true")
         if name == "backup":
             command.add_argument("--purge", action="store_true")
+            command.add_argument("--incremental", metavar="BASE", type=Path)
+        if name == "watermark":
+            command.add_argument("backups", nargs="+", type=Path)
         if name == "erase":
             command.add_argument("--task", action="append")
             command.add_argument("--user")
@@ -100,6 +108,14 @@ def _copy(options: argparse.Namespace) -> OpenCopy:
 
 
 def _backup(options: argparse.Namespace) -> int:
+    if options.incremental is not None:
+        with _bar("comparing") as progress:
+            made = back_up_changes(options.directory, options.incremental, options.target, progress)
+        _say(
+            f"{options.target}: {made.changed} changed and {made.deleted} deleted records since "
+            f"{options.incremental}, {decimal(made.size_bytes)}"
+        )
+        return 0
     with _bar("copying") as progress:
         size_bytes = backup.backup(options.directory, options.target, progress, purge=options.purge)
     _say(f"{options.target}: {decimal(size_bytes)}; verify it with `forge pool check`")
@@ -108,11 +124,30 @@ def _backup(options: argparse.Namespace) -> int:
 
 def _restore(options: argparse.Namespace) -> int:
     with _bar("restoring") as progress:
-        damage = backup.restore(options.backup, options.directory, progress)
+        damage = restore(options.backup, options.directory, progress)
     code = _tell(iter(damage), f"{options.directory} is restored and whole")
+    with suppress(ConfigError):
+        steps = read_manifest(options.backup).steps
+        _say(
+            f"its newest step is {steps[0][0] if steps else 0}; `forge pool watermark` shows the "
+            "last step that the backups of all shards have"
+        )
     if code:
         sys.stderr.write(f"forge: {options.backup} is damaged: nothing was restored\n")
     return code
+
+
+def _watermark(options: argparse.Namespace) -> int:
+    manifests = [read_manifest(directory) for directory in options.backups]
+    for directory, manifest in zip(options.backups, manifests, strict=True):
+        taken = datetime.fromtimestamp(manifest.taken_unix_s, UTC)
+        newest = manifest.steps[0][0] if manifest.steps else 0
+        _say(
+            f"{directory}: shard {manifest.shard}, {taken:%Y-%m-%d %H:%M:%S} UTC, newest step "
+            f"{newest}" + (f", follows {manifest.base}" if manifest.base else "")
+        )
+    _say(f"step {common_step(manifests)}")
+    return 0
 
 
 def _adopt(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Copies of a shard's files: checked, made, restored, compacted.
+"""Copies of a shard's files: checked, made, compacted.
 
 Owns the tools that run outside the serving process. A copy is of one snapshot, without free pages.
 Another process on the same host makes it: the service spends no thread and no memory, its map may
@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from forge.core.errors import (
     ConfigError,
     DataLoss,
     FailedPrecondition,
+    ForgeError,
     ResourceExhausted,
 )
 from services.pool.maintenance.integrity import Checker, Damage
+from services.pool.maintenance.manifests import manifest_of, write_manifest
 from services.pool.storage.file_locks import (
     DATA,
     LOCK,
@@ -146,29 +149,15 @@ def backup(source: Path, target: Path, progress: Progress, *, purge: bool = Fals
     Raises `FailedPrecondition` if `target` exists, `ConfigError` if it cannot be written,
     `ResourceExhausted` if it does not fit.
     """
-    with _opened(source) as environment, _new_directory(target) as copy:
+    taken_unix_s = time.time()
+    with _opened(source) as environment, new_directory(target) as copy:
         (_copy_records if purge else _copy)(environment, copy, progress)
-        return (copy / DATA).stat().st_size
-
-
-def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
-    """Copies a backup into a new data directory and checks the copy. Returns its damage;
-    then nothing is restored. Raises as `backup` does."""
-    if not (backup_ / DATA).exists():
-        raise ConfigError(f"{backup_} holds no backup: there is no {DATA}")
-    size_bytes = (backup_ / DATA).stat().st_size
-    damage: list[Damage] = []
-    with _new_directory(target, keep=lambda: not damage) as copy:
-        _copy_file(backup_ / DATA, copy / DATA, lambda done: progress(done, 2 * size_bytes))
-
-        def checked(done: int, of: int) -> None:
-            progress(size_bytes + size_bytes * done // max(of, 1), 2 * size_bytes)
-
-        damage.extend(check(copy, checked))
-        # What reading has left there belongs to this copy's old name.
+        # Without a manifest for a shard that is damaged or of another schema: no increment follows.
+        with suppress(ForgeError, lmdb.Error), snapshot(copy) as (transaction, databases):
+            manifest = manifest_of(Records(transaction, databases), taken_unix_s=taken_unix_s)
+            write_manifest(copy, manifest)
         (copy / LOCK).unlink(missing_ok=True)
-        set_hand_over_mark(copy)
-    return damage
+        return (copy / DATA).stat().st_size
 
 
 def adopt(directory: Path) -> str:
@@ -191,7 +180,7 @@ def compact(directory: Path, progress: Progress, *, purge: bool = False) -> tupl
     try:
         drop_compacted(directory)
         before = (directory / DATA).stat().st_size
-        with _opened(directory) as environment, _new_directory(copy) as unfinished_copy:
+        with _opened(directory) as environment, new_directory(copy) as unfinished_copy:
             (_copy_records if purge else _copy)(environment, unfinished_copy, progress)
             _compare(environment, unfinished_copy)
         after = (copy / DATA).stat().st_size
@@ -235,7 +224,7 @@ def _compare(environment: lmdb.Environment, copy: Path) -> None:
 
 
 @contextmanager
-def _new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> Iterator[Path]:
+def new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> Iterator[Path]:
     """A directory beside `target` that gets its name once it is complete and on disk."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FailedPrecondition(f"{target} is there already and not empty: name another")
@@ -318,7 +307,8 @@ def _copy_records(environment: lmdb.Environment, into: Path, progress: Progress)
     progress(total, total)
 
 
-def _copy_file(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+def copy_file(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+    """Copies a file; it is on disk at the end. `progress` receives the bytes so far."""
     with source.open("rb") as reader, target.open("xb") as writer:
         while block := reader.read(COPY_BYTES):
             writer.write(block)

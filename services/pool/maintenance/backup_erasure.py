@@ -16,6 +16,7 @@ from forge.v1 import pool_pb2
 from services.pool.data.commands import EraseTasks
 from services.pool.data.erasing import Erased, erase, tasks_with
 from services.pool.maintenance.backup import Progress, compact, shard_name
+from services.pool.maintenance.manifests import draw_new_id
 from services.pool.storage.erasures import put_purged, unpurged_erasure
 from services.pool.storage.lmdb_env import opened_alone
 from services.pool.storage.records import Records
@@ -45,6 +46,7 @@ def erase_in(
         command = EraseTasks(task_ids=task_ids, max_records=_MAX_RECORDS, now_unix_s=time.time())
         total = total.plus(_write(directory, partial(erase, command=command)))
     erasure = _write(directory, unpurged_erasure)
+    draw_new_id(directory)
     if erasure:
         compact(directory, progress, purge=True)
         _write(directory, partial(put_purged, erasure=erasure))

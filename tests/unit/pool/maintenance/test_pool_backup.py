@@ -14,6 +14,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.data.query import query
 from services.pool.maintenance import backup
+from services.pool.maintenance.restore import restore
 from services.pool.storage.change_log import Change, change_key
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.lmdb_env import Environment
@@ -223,7 +224,7 @@ def test_backup_of_a_live_shard_is_whole(open_store, tmp_path):
     assert second.returncode == 2
     assert second.stderr.count("\n") == 1 and "is there already and not empty" in second.stderr
     expected = [fetch(store, f"t:{number}:0") for number in range(20)]
-    assert backup.restore(target, tmp_path / "restored", quiet) == []
+    assert restore(target, tmp_path / "restored", quiet) == []
     store.close()
     (tmp_path / "shard").rename(tmp_path / "old")
     (tmp_path / "restored").rename(tmp_path / "shard")
@@ -265,7 +266,7 @@ def test_damaged_backup_is_not_restored(shard, tmp_path):
     """The damage is reported, and the target stays empty."""
     backup.backup(shard, tmp_path / "copy", quiet)
     damage(tmp_path / "copy", b"NEEDLE")
-    (first, *_) = backup.restore(tmp_path / "copy", tmp_path / "restored", quiet)
+    (first, *_) = restore(tmp_path / "copy", tmp_path / "restored", quiet)
     assert str(first) == "turns a:0:0 turn 2: the checksum does not match"
     assert not (tmp_path / "restored").exists()
     assert not list(tmp_path.glob(".*"))
@@ -276,7 +277,7 @@ def test_backup_and_restore_overwrite_no_directory(shard, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
-    for make in (backup.backup, backup.restore):
+    for make in (backup.backup, restore):
         with pytest.raises(FailedPrecondition, match="taken is there already and not empty"):
             make(shard, taken, quiet)
     assert (taken / "file").read_text() == "mine"

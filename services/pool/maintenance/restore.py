@@ -1,0 +1,40 @@
+"""Restores a backup, full or incremental, into a new data directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.core.errors import ConfigError
+from services.pool.maintenance.backup import Progress, check, copy_file, new_directory
+from services.pool.maintenance.increments import is_increment, write_restored
+from services.pool.maintenance.integrity import Damage
+from services.pool.storage.file_locks import DATA, LOCK, set_hand_over_mark
+from services.pool.storage.lmdb_env import opened_alone
+
+
+def restore(backup: Path, target: Path, progress: Progress) -> list[Damage]:
+    """Writes a backup into a new data directory, brings it to the present schema, and checks it.
+    Returns its damage; then nothing is restored. Raises as `backup` and `write_restored` do."""
+    if not (backup / DATA).exists() and not is_increment(backup):
+        raise ConfigError(f"{backup} holds no backup: there is no {DATA}")
+    damage: list[Damage] = []
+    with new_directory(target, keep=lambda: not damage) as copy:
+
+        def written(done: int, of: int) -> None:
+            progress(done, 2 * of)
+
+        def checked(done: int, of: int) -> None:
+            progress(of + done, 2 * of)
+
+        if is_increment(backup):
+            write_restored(backup, copy, written)
+        else:
+            size_bytes = (backup / DATA).stat().st_size
+            copy_file(backup / DATA, copy / DATA, lambda done: written(done, size_bytes))
+        with opened_alone(copy):
+            pass  # Migrates a backup of an earlier release.
+        damage.extend(check(copy, checked))
+        # What reading has left there belongs to this copy's old name.
+        (copy / LOCK).unlink(missing_ok=True)
+        set_hand_over_mark(copy)
+    return damage
