@@ -29,11 +29,12 @@ _FORMS = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
     re.compile(r"\b(?:sk|hf|ghp|xox[abp])[-_][\w-]{8,}"),
     re.compile(r"(?i)(?<=bearer )\S{6,}"),
-    # user:password@ of an address.
-    re.compile(r"(?<=://)[^/\s@\"']+:[^/\s@\"']*(?=@)"),
+    # user:password@ of an address, or a token in its place.
+    re.compile(r"(?<=://)[^/\s@\"']+(?=@)"),
+    re.compile(r"(?i)\b[\w-]*(?:key|token)\s*:\s*[\w.-]{16,}"),
     re.compile(r"(?i)(?<=[?&])(?:key|token|access_token|api_key|password)=[^&\s\"']+"),
     re.compile(r"(?i)(?<=--)(?:\w+-)*(?:key|token|secret|password)[= ](?![/.])[^\s\"',]{6,}"),
-    re.compile(r"(?i)\b\w*(?:api_key|token|secret|password)=(?![/.])[^\s\"',]{6,}"),
+    re.compile(r"(?i)\b\w*(?:key|token|secret|password)=(?![/.])[^\s\"',]{6,}"),
 )
 _SETTING = re.compile(r'^(?P<name>[\w.]+) = (?P<value>".+"|\[.+\])$', re.M)
 _QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`")

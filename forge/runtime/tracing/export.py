@@ -35,8 +35,9 @@ from opentelemetry.trace import (
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import DISTRIBUTION
-from forge.runtime.telemetry import counter, log
+from forge.runtime.telemetry import log
 from forge.runtime.tracing import Kind, Span, Value
+from forge.runtime.tracing.metrics import DROPPED, EXPORTED
 from forge.runtime.tracing.traceparent import TraceContext, read_traceparent
 
 EXPORT_S = 5.0
@@ -48,12 +49,6 @@ STOP_S = 2.0
 """Longest wait for the collector when the process stops."""
 MOST_LINKS = 128
 
-_EXPORTED = counter("forge_tracing_spans_exported_total", "Spans that the collector has taken.")
-_DROPPED = counter(
-    "forge_tracing_spans_dropped_total",
-    "Spans that are lost: the queue was full, or the collector did not take them.",
-    ["reason"],
-)
 _identity: ContextVar[TraceContext | None] = ContextVar("forge_span_identity", default=None)
 
 
@@ -191,9 +186,9 @@ class _CountingExporter(SpanExporter):  # type: ignore[misc]  # untyped where it
             self.waiting -= len(spans)
         taken = result is SpanExportResult.SUCCESS
         if taken:
-            _EXPORTED.inc(len(spans))
+            EXPORTED.inc(len(spans))
         else:
-            _DROPPED.labels("collector").inc(len(spans))
+            DROPPED.labels("collector").inc(len(spans))
         if taken == self._fails:
             self._fails = not taken
             if taken:
@@ -224,7 +219,7 @@ class _BoundedProcessor(BatchSpanProcessor):  # type: ignore[misc]  # untyped wh
             full = self._counts.waiting >= self._most
             self._counts.waiting += not full
         if full:
-            _DROPPED.labels("queue_full").inc()
+            DROPPED.labels("queue_full").inc()
             return
         super().on_end(span)
 

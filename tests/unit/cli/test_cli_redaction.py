@@ -23,6 +23,8 @@ def logged(row: dict[str, Any] | str, *, handles_texts: bool) -> str:
         "v1.eyJzdWIiOiJ4In0.c2lnbmF0dXJl",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.abc",
         "root:pass-word",
+        "OPENAI_KEY=abcdefgh",
+        "x-api-key: abcdefghijklmnop",
         "-----BEGIN EC PRIVATE KEY-----\nabc\n-----END EC PRIVATE KEY-----",
     ],
 )
