@@ -15,7 +15,7 @@ import typer
 
 from forge.cli.command_exit import finish, say
 from forge.cli.connection import Connection
-from forge.cli.options import Json, SystemOptions, with_options
+from forge.cli.options import Json, SystemOptions, duration_s, with_options
 from forge.cli.trajectories import export, ls, tail
 from forge.core.extras import require_extra
 
@@ -112,6 +112,42 @@ def watermark(
 
 
 @pool_app.command()
+def archive(
+    directory: Directory,
+    to: Annotated[
+        str, typer.Option("--to", metavar="URL", help="Any URL of fsspec: file://, s3://, ...")
+    ],
+    older_than: Annotated[
+        str, typer.Option(help="Settled at least so long ago: 90s, 15m, 2h or 7d.")
+    ] = "0s",
+) -> None:
+    """Copy settled groups with all their records to an archive, before retention frees them.
+
+    Groups that are there as they are now are skipped, so the command may be killed and repeated,
+    and run from a timer. Each segment is read back before it counts. Damaged groups are named and
+    left out; the exit code is then 1. Nothing is deleted from the shard, which may be served.
+
+    [dim]forge pool archive /var/lib/forge/pool-0 --to s3://forge/archive --older-than 1d[/dim]
+    """
+    seconds = duration_s("older-than", older_than) or 0.0
+    _tool("archive", directory, f"--to={to}", f"--older-than-s={seconds}")
+
+
+@pool_app.command("restore-archive")
+def restore_archive(
+    url: Annotated[str, typer.Argument(help="The folder of one store in an archive, or above it.")],
+    directory: Annotated[Path, typer.Argument(help="data_dir to make; must not exist.")],
+    shard: Annotated[str, typer.Option(help="Name of the new shard.")] = "archive",
+) -> None:
+    """Make the data directory of a new shard from an archive, and verify every record of it.
+
+    Serve it in a cluster of its own: python -m services.pool --cluster archive. Its trajectories
+    can then be listed, shown and exported as those of any pool.
+    """
+    _tool("restore-archive", directory, f"--url={url}", f"--shard={shard}")
+
+
+@pool_app.command()
 def restore(
     backup: Annotated[Path, typer.Argument(help="Directory of `forge pool backup`.")],
     directory: Annotated[Path, typer.Argument(help="data_dir to make; must not exist.")],
@@ -173,21 +209,26 @@ def erase(
     backup: Annotated[
         Path | None, typer.Option(help="Erase in this directory of `forge pool backup` instead.")
     ] = None,
+    archive: Annotated[
+        str, typer.Option(metavar="URL", help="Erase in the archives at this URL instead.")
+    ] = "",
 ) -> None:
     """Erase every trajectory of tasks, in all replicas, for good.
 
     Prompts, answers, rewards, payloads, tags and users go, also from free pages: each file is
     rewritten. An absent replica erases when it returns; the exit code is then 1. Task ids, counts
-    and digests stay. Erase in each kept backup, and delete exports yourself.
+    and digests stay. Erase in each kept backup and archive, and delete exports yourself.
 
     [dim]forge pool erase --user alice[/dim]
     """
     from forge.v1 import pool_pb2
 
     wanted = pool_pb2.EraseTrajectoriesRequest(task_ids=task or (), user=user, tag=tag)
+    options = [f"--task={one}" for one in wanted.task_ids] + [f"--user={user}", f"--tag={tag}"]
     if backup is not None:
-        options = [f"--task={one}" for one in wanted.task_ids]
-        _tool("erase", backup, *options, f"--user={user}", f"--tag={tag}")
+        _tool("erase", backup, *options)
+    if archive:
+        _tool("erase-archive", f"--url={archive}", *options)
 
     from forge.cli.pool_reading import erase_trajectories
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -21,6 +22,9 @@ from forge.cli.connection import Connection
 from forge.core.errors import ConfigError, ForgeError
 from forge.v1 import pool_pb2
 from services.pool.maintenance import backup
+from services.pool.maintenance.archive import archive_settled, erase_in_archives
+from services.pool.maintenance.archive_restore import restore_archive
+from services.pool.maintenance.backup import room
 from services.pool.maintenance.backup_erasure import erase_in
 from services.pool.maintenance.increments import back_up_changes
 from services.pool.maintenance.integrity import Damage
@@ -29,6 +33,8 @@ from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
 from services.pool.maintenance.restore import restore
 from services.pool.storage.file_locks import InUse
+from services.pool.storage.records import Records
+from services.pool.validation import check_erase
 
 DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
@@ -51,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
         ("backup", _backup, ["directory", "target"]),
         ("restore", _restore, ["backup", "directory"]),
         ("watermark", _watermark, []),
+        ("archive", _archive, ["directory"]),
+        ("restore-archive", _restore_archive, ["directory"]),
+        ("erase-archive", _erase_archive, []),
         ("adopt", _adopt, ["directory"]),
         ("compact", _compact, ["directory"]),
         ("erase", _erase, ["directory"]),
@@ -67,9 +76,17 @@ def main(argv: Sequence[str]) -> int:
         if name == "backup":
             command.add_argument("--purge", action="store_true")
             command.add_argument("--incremental", metavar="BASE", type=Path)
+        if name == "archive":
+            command.add_argument("--to", required=True)
+            command.add_argument("--older-than-s", type=float, required=True)
+        if name == "restore-archive":
+            command.add_argument("--url", required=True)
+            command.add_argument("--shard", required=True)
+        if name == "erase-archive":
+            command.add_argument("--url", required=True)
         if name == "watermark":
             command.add_argument("backups", nargs="+", type=Path)
-        if name == "erase":
+        if name in ("erase", "erase-archive"):
             command.add_argument("--task", action="append")
             command.add_argument("--user")
             command.add_argument("--tag")
@@ -137,6 +154,32 @@ def _restore(options: argparse.Namespace) -> int:
     return code
 
 
+def _archive(options: argparse.Namespace) -> int:
+    before_unix_s = time.time() - options.older_than_s
+    with _bar("archiving") as progress, room(), backup.snapshot(options.directory) as opened:
+        made = archive_settled(
+            Records(*opened),
+            options.to,
+            settled_before_unix_s=before_unix_s,
+            progress=lambda done: progress(done, done + 1),
+        )
+    for task_id in made.damaged:
+        sys.stderr.write(f"forge: group {task_id} is damaged and not archived\n")
+    _say(
+        f"{options.to}: {made.groups} groups in {made.segments} segments, "
+        f"{decimal(made.size_bytes)}; {made.known} were there"
+    )
+    return DAMAGED if made.damaged else 0
+
+
+def _restore_archive(options: argparse.Namespace) -> int:
+    with _bar("restoring") as progress, room():
+        damage = restore_archive(
+            options.url, options.directory, shard=options.shard, progress=progress
+        )
+    return _tell(iter(damage), f"{options.directory} is restored and whole")
+
+
 def _watermark(options: argparse.Namespace) -> int:
     manifests = [read_manifest(directory) for directory in options.backups]
     for directory, manifest in zip(options.backups, manifests, strict=True):
@@ -170,10 +213,23 @@ def _compact(options: argparse.Namespace) -> int:
     return 0
 
 
-def _erase(options: argparse.Namespace) -> int:
-    request = pool_pb2.EraseTrajectoriesRequest(
+def _erase_archive(options: argparse.Namespace) -> int:
+    request = _erasure(options)
+    check_erase(request)
+    with room():
+        erased = erase_in_archives(options.url, request)
+    _say(f"{options.url}: {erased.groups} groups erased, {erased.segments} segments rewritten")
+    return 0
+
+
+def _erasure(options: argparse.Namespace) -> pool_pb2.EraseTrajectoriesRequest:
+    return pool_pb2.EraseTrajectoriesRequest(
         task_ids=options.task, user=options.user, tag=options.tag
     )
+
+
+def _erase(options: argparse.Namespace) -> int:
+    request = _erasure(options)
     with _bar("erasing") as progress:
         erased = erase_in(options.directory, request, progress)
     _say(
