@@ -6,6 +6,7 @@ Runs in the environment of `make engine-vllm` alone: `make test-engines`.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from importlib import import_module
 
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from forge.v1.common_pb2 import Grammar
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, save_tokenizer
 from tests.support.inference.cluster import InferenceCluster
@@ -90,3 +92,10 @@ async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: Inferenc
         assert set(sample.versions) == {newest}
         versions.check(ids, sample)
     assert {name for sample in later for name in sample.engines} == {"embedded", "vllm"}
+
+    # vLLM declares grammars and min_tokens, and refuses them together.
+    regex = Grammar(regex="[a-z]{6,8}")
+    held = {"grammar": regex, "min_tokens": 3, "stop_token_ids": [engines.END]}
+    for sample in await asyncio.gather(*(inference.sample(ids, **held) for ids in plain)):
+        assert sample.engines == ["embedded"]
+        assert re.fullmatch("[a-z]{6,8}", engines.text_of(sample.ids[:-1]))

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from forge.core.errors import DeadlineExceeded, Unavailable
+from forge.core.errors import DeadlineExceeded, Unavailable, UnsupportedByEngines
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
@@ -65,6 +65,9 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
         self.refusals = 0
         """Decodes that are yet to be refused, before anything was fetched."""
         self.held: set[str] = set()
+        self.prefills = 0
+        self.unsupported = ""
+        """Why it refuses each prefill; "" if it does not."""
         self.freezes = ""
         """The RPC that gives no answer, the first time: Prefill, FetchKv or Decode."""
         self.frozen = asyncio.Event()
@@ -80,6 +83,10 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
             self.now_s += self.takes_s.pop(0)
             of_ours = ((ERROR_KEY, "Unavailable"),)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gave way", of_ours)
+        self.prefills += 1
+        if self.unsupported:
+            refusal = ((ERROR_KEY, "UnsupportedByEngines"),)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.unsupported, refusal)
         await self._freeze("Prefill")
         self.held.add(request.request_id)
         return pb.PrefillResponse(first=tokens(0, top=request.sampling.top_logprobs))
@@ -321,6 +328,17 @@ async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> Non
                 assert await running == list(range(200))
         assert await one.running() == [0, 0]
     assert anew._value.get() == before + (not stream)
+
+
+async def test_refused_ability_is_an_error_at_once_without_another_engine() -> None:
+    """The engine declares each field and refuses them together: no second try there."""
+    worker = Worker()
+    worker.unsupported = "min_tokens beside a grammar"
+    async with routed(worker) as one:
+        with pytest.raises(UnsupportedByEngines, match=r"no worker can serve .* beside a grammar"):
+            await _ids_of(one.run(most=9))
+        assert worker.prefills == 1
+        assert await one.running() == [0, 0]
 
 
 async def test_drained_worker_keeps_its_calls() -> None:

@@ -94,8 +94,13 @@ class Agreement:
 
 def agreed_of(instance: Instance) -> Mapping[str, str]:
     """Return the agreed values of an instance; none from an earlier release."""
+    return read_agreed(instance.metadata.get(AGREED_KEY, "{}"))
+
+
+def read_agreed(text: str) -> Mapping[str, str]:
+    """Return the agreed values of a metadata entry; none from an unreadable one."""
     with suppress(ValueError):
-        agreed = json.loads(instance.metadata.get(AGREED_KEY, "{}"))
+        agreed = json.loads(text)
         if isinstance(agreed, dict):
             return agreed
     return {}

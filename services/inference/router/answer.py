@@ -27,6 +27,7 @@ class Answer:
         """The engine of the last token."""
         self._engines: list[str] = []
         """Names of the engines that sampled, in order, none twice in a row."""
+        self._refused_by: dict[Engine, str] = {}
         self.is_sent = False
         """Whether the caller has a token."""
         self.version = 0
@@ -57,6 +58,7 @@ class Answer:
             seeded=self._params.HasField("seed") and sampling.temperature > 0,
             sampled_tokens=self.tokens,
             begun_on=self._engine,
+            refused_by=dict(self._refused_by),
         )
 
     def rest(self) -> SamplingParams:
@@ -83,6 +85,10 @@ class Answer:
             self.finish = Finish.STOP
         elif self.tokens >= self._most_tokens:
             self.finish = Finish.LENGTH
+
+    def refuse(self, engine: Engine, words: str) -> None:
+        """Note that an engine cannot serve this request, though its capabilities do not say so."""
+        self._refused_by[engine] = words
 
     def flush(self) -> list[SampledTokens]:
         """Return the tokens that the caller does not have yet, split into messages."""

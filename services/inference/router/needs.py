@@ -12,8 +12,8 @@ seed and position: each has noise of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from forge.core.errors import Unavailable, UnsupportedByEngines
@@ -44,9 +44,14 @@ class Needs:
     sampled_tokens: int = 0
     begun_on: Engine | None = None
     """The engine that sampled the last token; None before the first."""
+    refused_by: Mapping[Engine, str] = field(default_factory=dict)
+    """Engines that have refused the request for a reason beyond their capabilities, and their
+    words."""
 
     def lacks(self, engine: Engine) -> bool:
         """Whether an engine cannot serve the rest of the answer."""
+        if engine in self.refused_by:
+            return True
         rest = self._rest
         return engine.able is not None and rest is not None and bool(lacking(rest, engine.able))
 
@@ -74,10 +79,11 @@ class Needs:
     def refusals(self, engines: Iterable[Engine]) -> str:
         """Return what each engine lacks, in words."""
         rest = self._rest
-        if rest is None:
-            return ""
-        ables = {one.able for one in engines if one.able is not None}
-        return "; ".join(sorted(refusal(rest, able) for able in ables if lacking(rest, able)))
+        words = {self.refused_by[one] for one in engines if one in self.refused_by}
+        for able in {one.able for one in engines}:
+            if able is not None and rest is not None and lacking(rest, able):
+                words.add(refusal(rest, able))
+        return "; ".join(sorted(words))
 
     @property
     def unresumed(self) -> str:

@@ -22,6 +22,7 @@ from forge.core.errors import (
     NotFound,
     ResourceExhausted,
     Unavailable,
+    UnsupportedByEngines,
 )
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef
@@ -245,7 +246,7 @@ class Run:
             )
             worker = placement.worker
             call = self._prefill_stub(worker.address).Prefill(request, timeout=self._left_s())
-            with worker.calls.during(call):
+            with worker.calls.during(call), self._refused(worker):
                 read = await call
             settle(
                 Prefilled(
@@ -342,6 +343,19 @@ class Run:
         finally:
             if not settled:
                 self._tell(Abandoned(placement=placement))
+
+    @contextmanager
+    def _refused(self, worker: Worker) -> Iterator[None]:
+        """Around a call to a worker. A refusal for an ability excludes its engine, and the request
+        moves to another one."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            refused = from_rpc_error(error)
+            if isinstance(refused, UnsupportedByEngines):
+                self._answer.refuse(worker.engine, str(refused))
+                raise Unavailable(str(refused)) from error
+            raise
 
     def _take(self, tokens: SampledTokens, worker: Worker) -> None:
         self._answer.take(tokens, worker.engine)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from forge.core.placement.cache_view import CacheView
 from forge.runtime.coordination import Instance
-from forge.runtime.process.agreement import agreed_of
+from forge.runtime.process.agreement import AGREED_KEY, read_agreed
 from forge.runtime.serving_groups import role_of
 from forge.runtime.telemetry import log
 from services.inference.engines.capabilities import Capabilities
@@ -127,13 +127,13 @@ def engine_of(one: Instance) -> Engine:
     """Return the engine of a directory entry: the same object for the same content."""
     data = one.metadata
     role = data.get("role", role_of(one.kind))
-    files = {name.rpartition("model ")[2]: value for name, value in agreed_of(one).items()}
-    model = " ".join(files.get(file, "") for file in _MODEL_FILES).strip()
-    return _engine(role, data.get("capabilities", ""), model)
+    return _engine(role, data.get("capabilities", ""), data.get(AGREED_KEY, "{}"))
 
 
 @lru_cache(maxsize=1024)
-def _engine(role: str, announced: str, model: str) -> Engine:
+def _engine(role: str, announced: str, agreed: str) -> Engine:
+    files = {name.rpartition("model ")[2]: value for name, value in read_agreed(agreed).items()}
+    model = " ".join(files.get(file, "") for file in _MODEL_FILES).strip()
     able = None
     if announced:
         try:

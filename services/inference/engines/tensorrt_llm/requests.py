@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forge.core.errors import ForgeError, InvalidArgument
+from forge.core.errors import ForgeError, UnsupportedByEngines
 from services.inference.engines.base import Finish, Likeliest, Sampling
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.tensorrt_llm.library import Library
@@ -68,7 +68,7 @@ class Sampled:
 
 
 def check_sampling(library: Library, sampling: Sampling) -> None:
-    """Raises `InvalidArgument` for what this engine cannot do exactly."""
+    """Raises `UnsupportedByEngines` for what this engine cannot do exactly."""
     refused = {
         "grammar": sampling.grammar is not None,
         "min_tokens": sampling.min_tokens > 0,
@@ -77,11 +77,11 @@ def check_sampling(library: Library, sampling: Sampling) -> None:
     }
     for name, asked in refused.items():
         if asked:
-            raise InvalidArgument(f"engine 'tensorrt_llm' has no sampling.{name}")
+            raise UnsupportedByEngines(f"engine 'tensorrt_llm' has no sampling.{name}")
     cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     tempered = sampling.temperature not in (0.0, 1.0)
     if (cuts or tempered) and Feature.PROCESSED_LOGPROBS not in library.features:
-        raise InvalidArgument(
+        raise UnsupportedByEngines(
             "engine 'tensorrt_llm' of this version returns log-probs of the model's own "
             "distribution alone: sample at temperature 1 without top_p, top_k and min_p, or "
             f"install tensorrt_llm {TARGET}"

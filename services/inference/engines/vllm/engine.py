@@ -23,7 +23,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from forge.core.errors import ForgeError, InvalidArgument, Unavailable
+from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_array
 from forge.runtime.actors.actor import Actor
@@ -166,7 +166,7 @@ class VllmEngine:
         except EngineDeadError as error:
             raise Unavailable(f"vLLM's process ended: {error}") from error
         except (VLLMClientError, ValueError) as error:
-            raise InvalidArgument(f"the engine vllm refuses the request: {error}") from error
+            raise UnsupportedByEngines(f"the engine vllm refuses the request: {error}") from error
 
     async def _tried(self, versions: list[int]) -> None:
         """Wait for the trial of the newest version. Raises Unavailable if it was refused."""

@@ -11,7 +11,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from forge.core.errors import InvalidArgument, Unavailable
+from forge.core.errors import Unavailable, UnsupportedByEngines
 from forge.grammar.answer_grammar import guided, source
 from services.inference.engines.base import (
     BrokenWeights,
@@ -33,7 +33,7 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 def to_params(prompt: Prompt, limits: ModelLimits, *, end_token: int | None) -> SamplingParams:
     """Return vLLM's parameters. `end_token`: the tokenizer's, with which alone a grammar ends.
 
-    Raises InvalidArgument for a grammar that cannot end with one of the stop tokens.
+    Raises UnsupportedByEngines for a grammar that cannot end with one of the stop tokens.
     """
     asked = prompt.sampling
     change = asked.reweighting
@@ -71,17 +71,17 @@ def _structured(
     if grammar is None:
         return None
     if end_token is None:
-        raise InvalidArgument(
+        raise UnsupportedByEngines(
             "sampling.grammar: the engine vllm reads grammars with the model's tokenizer, and "
             "there is no tokenizer.json in model_path"
         )
     if end_token not in asked.stop_ids:
-        raise InvalidArgument(
+        raise UnsupportedByEngines(
             f"sampling.grammar: the engine vllm ends an answer under a grammar with token "
             f"{end_token} alone, which is not in stop_token_ids"
         )
     if asked.min_tokens:
-        raise InvalidArgument(
+        raise UnsupportedByEngines(
             f"sampling.min_tokens = {asked.min_tokens} beside sampling.grammar: the engine vllm "
             "has no token left where a complete answer is shorter"
         )

@@ -317,6 +317,17 @@ async def test_worker_that_returns_with_another_engine_is_a_new_one() -> None:
     assert found.engine.name == "least"
 
 
+async def test_engine_that_has_refused_a_request_gets_it_no_more() -> None:
+    """Another one does; when all have refused, their words are the error."""
+    router = await fleet(worker("a", STREAM), worker("b", STREAM), worker("c", EMBEDDED))
+    refused = {one.engine: "not with min_tokens" for one in router.workers[:1]}
+    for _ in range(6):
+        assert await place(router, Needs(sampling=GRAMMAR, refused_by=refused)) == "c"
+    router = await fleet(worker("a", STREAM))
+    with pytest.raises(UnsupportedByEngines, match=r"this request: not with min_tokens$"):
+        await place(router, Needs(sampling=GRAMMAR, refused_by=refused))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 async def test_canary_gets_its_share_of_the_sessions(share: float) -> None:
     """At any load, and all turns of a session go to one engine, whichever router places them."""
