@@ -61,15 +61,19 @@ def check(
     """
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
-        at = system.resolved()
-        at.keyring()
-        options += [
-            *(f"--etcd={at.etcd}", f"--cluster={at.cluster}", f"--key-file={at.key_file}"),
-            *(f"--tls-ca={at.tls_ca}", f"--tls-cert={at.tls_cert}", f"--tls-key={at.tls_key}"),
-            *(f"--etcd-user={at.etcd_user}", f"--etcd-password-file={at.etcd_password_file}"),
-            *(["--insecure"] if at.insecure else []),
-        ]
+        options += _connection(system)
     _tool("check", directory, *options)
+
+
+def _connection(system: SystemOptions) -> list[str]:
+    at = system.resolved()
+    at.keyring()
+    return [
+        *(f"--etcd={at.etcd}", f"--cluster={at.cluster}", f"--key-file={at.key_file}"),
+        *(f"--tls-ca={at.tls_ca}", f"--tls-cert={at.tls_cert}", f"--tls-key={at.tls_key}"),
+        *(f"--etcd-user={at.etcd_user}", f"--etcd-password-file={at.etcd_password_file}"),
+        *(["--insecure"] if at.insecure else []),
+    ]
 
 
 def _names_replica(copy: str) -> bool:
@@ -112,7 +116,9 @@ def watermark(
 
 
 @pool_app.command()
+@with_options
 def archive(
+    system: SystemOptions,
     directory: Directory,
     to: Annotated[
         str, typer.Option("--to", metavar="URL", help="Any URL of fsspec: file://, s3://, ...")
@@ -120,17 +126,28 @@ def archive(
     older_than: Annotated[
         str, typer.Option(help="Settled at least so long ago: 90s, 15m, 2h or 7d.")
     ] = "0s",
+    free: Annotated[
+        bool,
+        typer.Option(
+            "--free", help="Then have the running shard free the groups that the archive has."
+        ),
+    ] = False,
 ) -> None:
-    """Copy settled groups with all their records to an archive, before retention frees them.
+    """Copy settled groups with all their records to an archive.
 
     Groups that are there as they are now are skipped, so the command may be killed and repeated,
     and run from a timer. Each segment is read back before it counts. Damaged groups are named and
-    left out; the exit code is then 1. Nothing is deleted from the shard, which may be served.
+    left out; the exit code is then 1. The shard may be served.
+
+    With --free the shard then frees the archived groups, whatever their age, unless they changed
+    meanwhile or were trained after the oldest checkpoint that is kept. Each segment is read once
+    more before. Needs the cluster's key.
 
     [dim]forge pool archive /var/lib/forge/pool-0 --to s3://forge/archive --older-than 1d[/dim]
     """
     seconds = duration_s("older-than", older_than) or 0.0
-    _tool("archive", directory, f"--to={to}", f"--older-than-s={seconds}")
+    options = ["--free", *_connection(system)] if free else []
+    _tool("archive", directory, f"--to={to}", f"--older-than-s={seconds}", *options)
 
 
 @pool_app.command("restore-archive")

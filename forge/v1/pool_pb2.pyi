@@ -246,6 +246,50 @@ class ExportGroupsResponse(_message.Message):
 Global___ExportGroupsResponse: _TypeAlias = ExportGroupsResponse  # noqa: Y015
 
 @_typing.final
+class FreeArchivedGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDigest]:
+        """Digests as of the archived records: see GroupDigest."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupDigest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeArchivedGroupsRequest: _TypeAlias = FreeArchivedGroupsRequest  # noqa: Y015
+
+@_typing.final
+class FreeArchivedGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def freed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tasks whose groups are freed, now or before."""
+
+    def __init__(
+        self,
+        *,
+        freed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed", b"freed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeArchivedGroupsResponse: _TypeAlias = FreeArchivedGroupsResponse  # noqa: Y015
+
+@_typing.final
 class MarkGroupsMovedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

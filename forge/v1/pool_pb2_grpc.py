@@ -109,6 +109,11 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
                 _registered_method=True)
+        self.FreeArchivedGroups = channel.unary_unary(
+                '/forge.v1.PoolService/FreeArchivedGroups',
+                request_serializer=forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsResponse.FromString,
+                _registered_method=True)
         self.ListGroupsToMove = channel.unary_unary(
                 '/forge.v1.PoolService/ListGroupsToMove',
                 request_serializer=forge_dot_v1_dot_pool__pb2.ListGroupsToMoveRequest.SerializeToString,
@@ -308,6 +313,16 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FreeArchivedGroups(self, request, context):
+        """Frees settled groups that the caller has archived, whatever their age: turns, rewards and payload
+        go, as by retention. Skips a group that changed since its digest, is not settled, or was trained
+        after the oldest checkpoint that is kept. Continues an interrupted freeing. INVALID_ARGUMENT for
+        more than 1000 groups. Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGroupsToMove(self, request, context):
         """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
         `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
@@ -422,6 +437,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.EraseTrajectories,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.SerializeToString,
+            ),
+            'FreeArchivedGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.FreeArchivedGroups,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsResponse.SerializeToString,
             ),
             'ListGroupsToMove': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroupsToMove,
@@ -849,6 +869,33 @@ class PoolService(object):
             '/forge.v1.PoolService/EraseTrajectories',
             forge_dot_v1_dot_pool__pb2.EraseTrajectoriesRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.EraseTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FreeArchivedGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/FreeArchivedGroups',
+            forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.FreeArchivedGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -147,6 +147,12 @@ class PoolServiceStub:
     exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
     not answer: nothing is erased then. Idempotent; safe to retry.
     """
+    FreeArchivedGroups: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FreeArchivedGroupsRequest, _pool_pb2.FreeArchivedGroupsResponse]
+    """Frees settled groups that the caller has archived, whatever their age: turns, rewards and payload
+    go, as by retention. Skips a group that changed since its digest, is not settled, or was trained
+    after the oldest checkpoint that is kept. Continues an interrupted freeing. INVALID_ARGUMENT for
+    more than 1000 groups. Idempotent; safe to retry.
+    """
     ListGroupsToMove: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]
     """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
     `limit`. For the scheduler's leader, which moves them while the shard retires. Safe to retry.
@@ -282,6 +288,12 @@ class PoolServiceAsyncStub(PoolServiceStub):
     is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
     exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
     not answer: nothing is erased then. Idempotent; safe to retry.
+    """
+    FreeArchivedGroups: _aio.UnaryUnaryMultiCallable[_pool_pb2.FreeArchivedGroupsRequest, _pool_pb2.FreeArchivedGroupsResponse]  # type: ignore[assignment]
+    """Frees settled groups that the caller has archived, whatever their age: turns, rewards and payload
+    go, as by retention. Skips a group that changed since its digest, is not settled, or was trained
+    after the oldest checkpoint that is kept. Continues an interrupted freeing. INVALID_ARGUMENT for
+    more than 1000 groups. Idempotent; safe to retry.
     """
     ListGroupsToMove: _aio.UnaryUnaryMultiCallable[_pool_pb2.ListGroupsToMoveRequest, _pool_pb2.ListGroupsToMoveResponse]  # type: ignore[assignment]
     """Returns groups of this shard that are not MOVED: settled ones first, then pending ones, at most
@@ -505,6 +517,18 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
         exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
         not answer: nothing is erased then. Idempotent; safe to retry.
+        """
+
+    @_abc_1.abstractmethod
+    def FreeArchivedGroups(
+        self,
+        request: _pool_pb2.FreeArchivedGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.FreeArchivedGroupsResponse, _abc.Awaitable[_pool_pb2.FreeArchivedGroupsResponse]]:
+        """Frees settled groups that the caller has archived, whatever their age: turns, rewards and payload
+        go, as by retention. Skips a group that changed since its digest, is not settled, or was trained
+        after the oldest checkpoint that is kept. Continues an interrupted freeing. INVALID_ARGUMENT for
+        more than 1000 groups. Idempotent; safe to retry.
         """
 
     @_abc_1.abstractmethod

@@ -28,6 +28,7 @@ from services.pool.service import (
     FULL_NAME,
     REPLICA_FULL_NAME,
     SCOPES,
+    Limits,
     PoolReplicaServicer,
     PoolServicer,
 )
@@ -137,8 +138,10 @@ class PoolApp:
             GroupMover(
                 store, writer, readers, self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
             ),
-            max_turn_bytes=config.max_turn_bytes,
-            max_agent_rewards=config.max_agent_rewards,
+            self._retention(store, writer, readers),
+            Limits(
+                max_turn_bytes=config.max_turn_bytes, max_agent_rewards=config.max_agent_rewards
+            ),
         )
         self._context.server.add_service(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,
@@ -161,18 +164,20 @@ class PoolApp:
             await self._replica.drain()
 
     def _retain(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+        if self._context.config.retention.mode != "keep":
+            retention = self._retention(store, writer, readers)
+            self._context.keep_running(retention.run(), name="retention")
+
+    def _retention(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> Retention:
         settings: RetentionSettings = self._context.config.retention
-        if settings.mode == "keep":
-            return
         trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
-        retention = Retention(
+        return Retention(
             store,
             writer,
             readers,
             policy=RetentionPolicy(keep_age_s=settings.keep_age_s, keep_bytes=settings.keep_bytes),
             coverage=TrainersCoverage(trainers),
         )
-        self._context.keep_running(retention.run(), name="retention")
 
     async def stop(self) -> None:
         """Closes the store, then gives up the shard's name."""

@@ -19,10 +19,10 @@ from forge.v1 import common_pb2, pool_pb2, replica_pb2
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
+from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import (
     CONTENT,
     content_page,
-    group_digest,
     group_page,
     has_records,
 )

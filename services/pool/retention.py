@@ -17,19 +17,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError
+from forge.core.trajectory import TaskId
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.data.freeing import Freed
+from services.pool.data.freeing import Freed, is_freed
 from services.pool.metrics import (
     COVERED_STEP,
     DAMAGED_ENTRIES,
@@ -38,7 +39,7 @@ from services.pool.metrics import (
     FREED_RECORDS,
     ORPHANS,
 )
-from services.pool.readers import Readers
+from services.pool.readers import ReaderRef
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.store import PoolStore
 
@@ -115,7 +116,7 @@ class Retention:
         self,
         store: PoolStore,
         writer: WriterRef,
-        readers: Readers,
+        readers: ReaderRef,
         *,
         policy: RetentionPolicy,
         coverage: Coverage,
@@ -166,7 +167,9 @@ class Retention:
                 batch = page[start : start + BATCH]
                 chosen = [group for group in batch if due(group)]
                 if chosen:
-                    total = _sum(total, await self._free(chosen, covered_step))
+                    total = _sum(
+                        total, await self._free([one.task_id for one in chosen], covered_step)
+                    )
                 for group in batch:
                     passed.add(
                         group,
@@ -216,12 +219,32 @@ class Retention:
             limit and self._store.environment.live_bytes > limit
         )
 
-    async def _free(self, groups: Sequence[SettledGroup], covered_step: int) -> Freed:
+    async def free_archived(self, digests: Mapping[str, bytes]) -> list[str]:
+        """Frees groups that are archived, of any age, unless they changed since their digest; the
+        tasks whose groups are freed, now or before."""
+        covered_step = await self._coverage()
+        tasks = [TaskId(task_id) for task_id in digests]
+        for start in range(0, len(tasks), BATCH):
+            await self._free(tasks[start : start + BATCH], covered_step, digests=digests)
+        return await self._readers.run(
+            lambda: self._store.read(
+                lambda records: [task_id for task_id in tasks if is_freed(records, task_id)]
+            )
+        )
+
+    async def _free(
+        self,
+        task_ids: Sequence[TaskId],
+        covered_step: int,
+        *,
+        digests: Mapping[str, bytes] | None = None,
+    ) -> Freed:
         command = FreeGroups(
-            task_ids=tuple(group.task_id for group in groups),
+            task_ids=tuple(task_ids),
             covered_step=covered_step,
             max_records=MAX_RECORDS,
             now_unix_s=self._now_unix_s(),
+            digests=digests,
         )
         total = Freed()
         unfinished = True

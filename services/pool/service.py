@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from services.pool.maintenance.purge import Purger
 from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef
 from services.pool.replication.replica import Replica
+from services.pool.retention import Retention
 from services.pool.storage.records import DamagedRecord
 from services.pool.store import PoolStore
 from services.pool.streams.append import COMMIT_TIMEOUT_S, AppendStream
@@ -44,6 +45,7 @@ SCOPES = {
     "GetSummaries": "operator",
     "FetchTrajectories": "admin",
     "EraseTrajectories": "admin",
+    "FreeArchivedGroups": "admin",
     "QueryTrajectories": "operator",
     # Its answers show contents.
     "SearchTrajectories": "admin",
@@ -51,8 +53,17 @@ SCOPES = {
     "GetPoolStats": "viewer",
     "CompactShard": "operator",
 }
-AUDITED = frozenset({"CompactShard", "EraseTrajectories"})
+AUDITED = frozenset({"CompactShard", "EraseTrajectories", "FreeArchivedGroups"})
 """Changes by people: calls in the audit log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of what senders may store."""
+
+    max_turn_bytes: int
+    max_agent_rewards: int = 0
+    """Of one trajectory."""
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
@@ -66,18 +77,17 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         compactor: Compactor,
         erasure: Erasure,
         moves: GroupMover,
-        *,
-        max_turn_bytes: int,
-        max_agent_rewards: int = 0,
+        retention: Retention,
+        limits: Limits,
     ) -> None:
         self._store = store
         self._moves = moves
+        self._retention = retention
         self._compactor = compactor
         self._erasure = erasure
         self._writer = writer
         self._readers = readers
-        self._max_turn_bytes = max_turn_bytes
-        self._max_agent_rewards = max_agent_rewards
+        self._limits = limits
         self._streams: set[AppendStream] = set()
         self._tails = Tails(store, readers)
         self._draining = False
@@ -118,7 +128,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request_iterator: AsyncIterator[pool_pb2.AppendTurnsRequest], context: Any
     ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
         """Stores a stream of turns, with one answer per turn."""
-        stream = AppendStream(self._writer, max_turn_bytes=self._max_turn_bytes)
+        stream = AppendStream(self._writer, max_turn_bytes=self._limits.max_turn_bytes)
         self._streams.add(stream)
         if self._draining:
             stream.drain()
@@ -133,7 +143,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> pool_pb2.AppendRewardsResponse:
         """Stores rewards of a trajectory."""
         command = validation.append_rewards(request)
-        command = replace(command, max_agent_rewards=self._max_agent_rewards)
+        command = replace(command, max_agent_rewards=self._limits.max_agent_rewards)
         await self._commit(command, context)
         self._tails.announce()
         return pool_pb2.AppendRewardsResponse()
@@ -143,7 +153,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> pool_pb2.SealTrajectoryResponse:
         """Closes a trajectory."""
         command = validation.seal_trajectory(request, now_unix_s=time.time())
-        command = replace(command, max_agent_rewards=self._max_agent_rewards)
+        command = replace(command, max_agent_rewards=self._limits.max_agent_rewards)
         summary = await self._commit(command, context)
         self._tails.announce()
         return pool_pb2.SealTrajectoryResponse(summary=summary)
@@ -242,6 +252,15 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> pool_pb2.MarkGroupsMovedResponse:
         """Marks groups that another shard imported."""
         return await self._moves.mark(request)
+
+    async def FreeArchivedGroups(
+        self, request: pool_pb2.FreeArchivedGroupsRequest, context: Any
+    ) -> pool_pb2.FreeArchivedGroupsResponse:
+        """Frees groups that an archive has."""
+        validation.check_move([group.task_id for group in request.groups])
+        digests = {group.task_id: group.digest for group in request.groups}
+        freed = await self._retention.free_archived(digests)
+        return pool_pb2.FreeArchivedGroupsResponse(freed=freed)
 
     async def EraseTrajectories(
         self, request: pool_pb2.EraseTrajectoriesRequest, context: Any

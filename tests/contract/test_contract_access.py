@@ -88,6 +88,7 @@ MATRIX = {
     "PoolService/CompactShard": OPERATOR,
     "PoolService/FetchTrajectories": ADMIN,
     "PoolService/EraseTrajectories": ADMIN,
+    "PoolService/FreeArchivedGroups": ADMIN,
     "PoolService/ListGroupsToMove": SERVICE,
     "PoolService/ImportGroups": SERVICE,
     "PoolService/ExportGroups": SERVICE,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from pyarrow import parquet
@@ -18,11 +19,13 @@ from pyarrow import parquet
 from forge.cli.rundir import RunDirectory
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
-from forge.v1 import pool_pb2
+from forge.v1 import common_pb2, pool_pb2
 from services.pool.storage.file_locks import lock_directory
+from services.pool.store import PoolStore
 from tests.support.pool.damage import flip_served
-from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import fetch
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 
@@ -270,3 +273,29 @@ async def test_trajectories_are_found_by_labels_and_text(pool, client):
     assert match["excerpt"] == "A Needle."
     assert "1 turns without messages on record" in by_text.stderr
     assert (wrong.code, wrong.stderr) == (2, "forge: --where 'level' must be KEY=VALUE\n")
+
+
+async def test_archived_group_is_freed_by_the_running_pool(pool, client, tmp_path):
+    """The files are archived first, then the service frees what the archive has; a new shard has
+    the group."""
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group("kept", 11)], fence=1))
+    await client.append([make_turn("kept:0:0")])
+    await client.seal("kept:0:0", 1, [make_reward()])
+    settled = pool_pb2.SetGroupStatesRequest.Change(
+        task_id="kept", state=common_pb2.GROUP_STATE_TOMBSTONED, reason="tried"
+    )
+    await client.stub.SetGroupStates(
+        pool_pb2.SetGroupStatesRequest(changes=[settled], fence=1), timeout=CALL_S
+    )
+    before = await client.fetch("kept:0:0")
+    url = f"file://{tmp_path}/archive"
+    done = await forge(pool, "archive", str(pool.data_dir), "--to", url, "--free")
+    assert (done.code, done.stderr) == (0, ""), done
+    assert "1 groups in 1 segments" in done.stdout and "1 archived groups are freed" in done.stdout
+    with pytest.raises(grpc.aio.AioRpcError, match="freed"):
+        await client.fetch("kept:0:0")
+    copy = await run_command("pool", "restore-archive", url, str(tmp_path / "copy"))
+    assert (copy.returncode, copy.stderr) == (0, "")
+    store = PoolStore(tmp_path / "copy")
+    assert [fetch(store, "kept:0:0")] == before
+    store.close()

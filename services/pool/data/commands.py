@@ -102,6 +102,8 @@ class FreeGroups:
     max_bytes: int = 8 << 20
     """Bytes of them that may be deleted."""
     now_unix_s: float
+    digests: Mapping[str, bytes] | None = None
+    """By task: groups with another digest are skipped; None: all are freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from forge.core.trajectory import TrajectoryName
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
+from services.pool.data.group_digest import group_digest
 from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
@@ -163,6 +164,10 @@ def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
     if records.get(Table.SETTLED, settled_key(state.settled_unix_s, task_id)) is None:
         return False
     if not state.freed_unix_s:
+        if command.digests is not None and (
+            group_digest(records, task_id) != command.digests.get(task_id)
+        ):
+            return False
         for key, header in _marked_trajectories(records, task_id):
             delete_changes(records, header)
             freed = msgspec.structs.replace(header, closed_change=0, rewarded_change=0)

@@ -15,7 +15,6 @@ of the import.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import msgspec
 
@@ -23,6 +22,7 @@ from forge.core.errors import Conflict
 from forge.v1 import common_pb2
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
 from services.pool.data.freeing import forget_orphan, put_state
+from services.pool.data.group_digest import group_digest
 from services.pool.data.store_groups import check_fence, raise_fence
 from services.pool.storage.change_log import delete_changes, log_closed, log_rewarded
 from services.pool.storage.erasures import put_erasure
@@ -34,7 +34,7 @@ from services.pool.storage.group_index import (
 )
 from services.pool.storage.group_records import group_record, intact_state
 from services.pool.storage.keys import SHARD_KEY, group_key, queue_key, task_prefix
-from services.pool.storage.moved_groups import add_moved, is_moved
+from services.pool.storage.moved_groups import add_moved
 from services.pool.storage.records import (
     DamagedRecord,
     Records,
@@ -47,29 +47,9 @@ from services.pool.storage.settled_index import index_settled, remove_settled
 from services.pool.storage.tables import Key, Table
 
 CONTENT = (Table.TURNS, Table.REWARDS)
-_DIGEST_BYTES = 16
-_DIGESTED = (Table.TRAJECTORIES, Table.REWARDS)
 
 
 # At the source
-
-
-def group_digest(records: Records, task_id: str) -> bytes:
-    """Digest of all records of a group; b"" for a group that is not here or has moved. Of turns,
-    which never change, it has the keys."""
-    key = group_key(task_id)
-    if not records.has(Table.GROUPS, key) or is_moved(records, task_id):
-        return b""
-    digest = blake2b(digest_size=_DIGEST_BYTES)
-    for table in (Table.GROUPS, Table.STATES):
-        digest.update(records.get_sealed(table, key) or b"")
-    for table in _DIGESTED:
-        for found, value in records.scan_sealed(table, prefix=task_prefix(task_id)):
-            digest.update(found)
-            digest.update(value)
-    for found in records.keys(Table.TURNS, prefix=task_prefix(task_id)):
-        digest.update(found)
-    return digest.digest()
 
 
 def content_page(

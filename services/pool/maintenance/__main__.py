@@ -22,7 +22,8 @@ from forge.cli.connection import Connection
 from forge.core.errors import ConfigError, ForgeError
 from forge.v1 import pool_pb2
 from services.pool.maintenance import backup
-from services.pool.maintenance.archive import archive_settled, erase_in_archives
+from services.pool.maintenance.archive import archive_settled, erase_in_archives, freeable
+from services.pool.maintenance.archive_release import free_archived
 from services.pool.maintenance.archive_restore import restore_archive
 from services.pool.maintenance.backup import room
 from services.pool.maintenance.backup_erasure import erase_in
@@ -43,7 +44,8 @@ _CONNECTION = (
     *("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key"),
     *("--etcd-user", "--etcd-password-file"),
 )
-"""Connection to the system of the replica in `--repair`; without them that is a directory."""
+"""Connection to the system of the shard: of `--free`, and of `--repair` unless its copy is a
+directory."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,28 +70,7 @@ def main(argv: Sequence[str]) -> int:
         for argument in names:
             command.add_argument(argument, type=Path)
         command.set_defaults(run=run)
-        if name == "check":
-            command.add_argument("--repair", metavar="COPY")
-            for option in _CONNECTION:
-                command.add_argument(option, default="")
-            command.add_argument("--insecure", action="store_true")
-        if name == "backup":
-            command.add_argument("--purge", action="store_true")
-            command.add_argument("--incremental", metavar="BASE", type=Path)
-        if name == "archive":
-            command.add_argument("--to", required=True)
-            command.add_argument("--older-than-s", type=float, required=True)
-        if name == "restore-archive":
-            command.add_argument("--url", required=True)
-            command.add_argument("--shard", required=True)
-        if name == "erase-archive":
-            command.add_argument("--url", required=True)
-        if name == "watermark":
-            command.add_argument("backups", nargs="+", type=Path)
-        if name in ("erase", "erase-archive"):
-            command.add_argument("--task", action="append")
-            command.add_argument("--user")
-            command.add_argument("--tag")
+        _add_options(command, name)
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)
@@ -97,6 +78,33 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"forge: {error}\n")
         return REFUSED
     return code
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    if name == "check":
+        command.add_argument("--repair", metavar="COPY")
+    if name in ("check", "archive"):
+        for option in _CONNECTION:
+            command.add_argument(option, default="")
+        command.add_argument("--insecure", action="store_true")
+    if name == "backup":
+        command.add_argument("--purge", action="store_true")
+        command.add_argument("--incremental", metavar="BASE", type=Path)
+    if name == "archive":
+        command.add_argument("--to", required=True)
+        command.add_argument("--older-than-s", type=float, required=True)
+        command.add_argument("--free", action="store_true")
+    if name == "restore-archive":
+        command.add_argument("--url", required=True)
+        command.add_argument("--shard", required=True)
+    if name == "erase-archive":
+        command.add_argument("--url", required=True)
+    if name == "watermark":
+        command.add_argument("backups", nargs="+", type=Path)
+    if name in ("erase", "erase-archive"):
+        command.add_argument("--task", action="append")
+        command.add_argument("--user")
+        command.add_argument("--tag")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -110,7 +118,11 @@ def _check(options: argparse.Namespace) -> int:
 def _copy(options: argparse.Namespace) -> OpenCopy:
     if not options.etcd:
         return copy_in(Path(options.repair))
-    at = Connection(
+    return copy_at(_connection(options), options.repair)
+
+
+def _connection(options: argparse.Namespace) -> Connection:
+    return Connection(
         etcd=options.etcd,
         cluster=options.cluster,
         key_file=Path(options.key_file),
@@ -121,7 +133,6 @@ def _copy(options: argparse.Namespace) -> OpenCopy:
         etcd_user=options.etcd_user,
         etcd_password_file=options.etcd_password_file,
     )
-    return copy_at(at, options.repair)
 
 
 def _backup(options: argparse.Namespace) -> int:
@@ -169,7 +180,21 @@ def _archive(options: argparse.Namespace) -> int:
         f"{options.to}: {made.groups} groups in {made.segments} segments, "
         f"{decimal(made.size_bytes)}; {made.known} were there"
     )
+    if options.free:
+        _free_archived(options, before_unix_s)
     return DAMAGED if made.damaged else 0
+
+
+def _free_archived(options: argparse.Namespace, before_unix_s: float) -> None:
+    with room(), backup.snapshot(options.directory) as opened:
+        digests = freeable(Records(*opened), options.to, settled_before_unix_s=before_unix_s)
+    shard = backup.shard_name(options.directory)
+    freed = free_archived(_connection(options), shard, digests)
+    left = len(digests) - len(freed)
+    _say(
+        f"{len(freed)} archived groups are freed"
+        + (f"; {left} are kept: no checkpoint covers them yet, or they changed" if left else "")
+    )
 
 
 def _restore_archive(options: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@
 Owns the format and the order of writes: a segment counts once its entry is there, and the entry is
 written after the segment was read back. The id is a digest of the content, so the same work done
 again writes the same names, and kill -9 at any moment costs nothing but a segment without an entry.
-Deletes nothing from the store: retention does, by its own rules.
+Deletes nothing from the store: the service frees a group on request, if it has still the archived
+digest (`FreeArchivedGroups`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from isal import igzip
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.extras import extras_named
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data.moving import content_page, group_digest, group_page
+from services.pool.data.group_digest import group_digest
+from services.pool.data.moving import content_page, group_page
 from services.pool.data.record_repair import is_whole
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.group_records import intact_state
@@ -200,9 +202,7 @@ def archive_settled(
 ) -> Archived:
     """Writes the groups that were settled before a time and are not in the archive as they are.
     `progress` receives the number of groups so far."""
-    files, root = open_url(url)
-    name = f"{records.meta_text(SHARD_KEY)}-{records.meta_text(LINEAGE_KEY)[:12]}"
-    archive = Archive(files, f"{root}/{name}")
+    archive = _archive_of(records, url)
     known = {
         task_id: digest
         for entry in archive.entries(past_damage=True)
@@ -239,6 +239,38 @@ def archive_settled(
             size_bytes = 0
     _flush(archive, pending, result)
     return result
+
+
+def freeable(records: Records, url: str, *, settled_before_unix_s: float) -> dict[str, bytes]:
+    """The groups that were settled before a time and are in the archive as they are, each with its
+    digest; also those that are freed in part. Reads every segment that has one. Raises `DataLoss`
+    for a damaged segment."""
+    archive = _archive_of(records, url)
+    newest = {task_id: entry for entry in archive.entries() for task_id in entry.groups}
+    found: dict[str, bytes] = {}
+    segments: dict[str, Entry] = {}
+    for group in settled_after(records, b""):
+        entry = newest.get(group.task_id)
+        if group.damaged or entry is None or group.settled_unix_s >= settled_before_unix_s:
+            continue
+        state = intact_state(records, group.task_id)
+        digest = bytes.fromhex(entry.groups[group.task_id])
+        if state is None or not (
+            state.freed_unix_s or group_digest(records, group.task_id) == digest
+        ):
+            continue
+        found[group.task_id] = digest
+        segments[entry.segment_id] = entry
+    for entry in segments.values():
+        for _ in archive.groups(entry):
+            pass
+    return found
+
+
+def _archive_of(records: Records, url: str) -> Archive:
+    files, root = open_url(url)
+    name = f"{records.meta_text(SHARD_KEY)}-{records.meta_text(LINEAGE_KEY)[:12]}"
+    return Archive(files, f"{root}/{name}")
 
 
 def _flush(archive: Archive, pending: list[Group], result: Archived) -> None:

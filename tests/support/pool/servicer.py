@@ -8,7 +8,8 @@ from services.pool.erasure import Erasure
 from services.pool.maintenance.compaction import Compactor
 from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, Readers
-from services.pool.service import PoolServicer
+from services.pool.retention import Retention
+from services.pool.service import Limits, PoolServicer
 from services.pool.store import PoolStore
 from tests.support.runtime.unused import unused
 
@@ -24,5 +25,6 @@ def make_servicer(
         unused(Compactor),
         unused(Erasure),
         unused(GroupMover),
-        max_turn_bytes=1,
+        unused(Retention),
+        Limits(max_turn_bytes=1),
     )

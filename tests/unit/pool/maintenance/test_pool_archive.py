@@ -13,10 +13,11 @@ import pytest
 from isal import igzip
 
 from forge.core.errors import ConfigError, DataLoss
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.maintenance import archive
-from services.pool.maintenance.archive import Archived, archive_settled, archives_at
+from services.pool.maintenance.archive import Archived, archive_settled, archives_at, freeable
 from services.pool.maintenance.archive_restore import restore_archive
 from services.pool.store import PoolStore
 from tests.support.pool.records import damage, make_group, make_reward, make_turn
@@ -31,6 +32,7 @@ from tests.support.pool.store import (
     seal,
     set_states,
 )
+from tests.support.pool.sweeper import Sweeper
 
 Open = Callable[..., PoolStore]
 NAMES = [f"t{task}:{rollout}:0" for task in range(4) for rollout in range(2)]
@@ -192,6 +194,74 @@ def test_interrupted_archive_is_completed_by_the_next_run(
         else:
             break
     assert number == 13, "two segments and two entries: before, half way, and before the name"
+
+
+def found_freeable(store: PoolStore, url: str) -> dict[str, bytes]:
+    return store.read(lambda records: freeable(records, url, settled_before_unix_s=100.0))
+
+
+async def test_archived_groups_are_freed(
+    store: PoolStore, sweeper: Sweeper, tmp_path: Path
+) -> None:
+    """Of any age, if a checkpoint covers their step, and unless they changed since; a restore from
+    the archive has them as they were."""
+    url = f"file://{tmp_path}/archive"
+    expected = trajectories(store)
+    archived(store, url)
+    reward(store, make_reward("late"), trajectory_id="t1:0:0")
+    digests = found_freeable(store, url)
+    assert sorted(digests) == ["t0", "t2", "t3"]
+    # Also one that changes once it was found.
+    reward(store, make_reward("late"), trajectory_id="t2:0:0")
+    sweeper.covered_step = 3
+    retention = sweeper.retention()
+    assert await retention.free_archived(digests) == ["t0"]
+    assert await retention.free_archived(digests) == ["t0"]
+    assert [one.freed for one in summaries(store)] == [name.startswith("t0") for name in NAMES]
+    copy = restored(url, tmp_path / "copy")
+    assert trajectories(copy) == expected
+    copy.close()
+
+
+async def test_interrupted_freeing_is_continued(
+    store: PoolStore, sweeper: Sweeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After kill -9 between two of its transactions: the group is named again, and then has no
+    record left."""
+    url = f"file://{tmp_path}/archive"
+    archived(store, url)
+    sweeper.covered_step = 9
+    digests = found_freeable(store, url)
+    monkeypatch.setattr("services.pool.retention.MAX_RECORDS", 2)
+    commits = itertools.count()
+
+    def stop() -> None:
+        if next(commits) == 2:
+            raise Interrupted
+
+    sweeper.writer.before = stop
+    with pytest.raises(Interrupted):
+        await sweeper.retention().free_archived(digests)
+    sweeper.writer.before = lambda: None
+    again = found_freeable(store, url)
+    assert again == digests
+    assert sorted(await sweeper.retention().free_archived(again)) == ["t0", "t1", "t2", "t3"]
+    assert found_freeable(store, url) == {}
+    assert damage_of(store) == []
+
+
+def test_damaged_segment_frees_nothing(store: PoolStore, url: str) -> None:
+    """Each segment is read again before its groups are freed."""
+    archived(store, url)
+    files, path = fsspec.core.url_to_fs(url)
+    (name,) = [each for each in files.find(path) if each.endswith(".segment")]
+    files.rm_file(name)
+    with pytest.raises(DataLoss, match="is not there"):
+        found_freeable(store, url)
+
+
+def summaries(store: PoolStore) -> list[common_pb2.TrajectorySummary]:
+    return store.summaries([parse_trajectory_id(name) for name in NAMES])
 
 
 def texts(url: str) -> bytes:
