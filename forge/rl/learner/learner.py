@@ -123,6 +123,8 @@ class Learner:
             # Columns that belong to the weights before the first update.
             fixed, cut_short = self._freeze(rest)
             parts[0].grad_norm, skipped = self._update(parts[0].loss)
+            if cut_short:  # lower the budget for the next batch
+                self._smaller(max(rest, key=lambda one: one.largest_tree))
         if not skipped and not cut_short:
             cut_short = self._later_updates(parts, fixed, weight_version)
         self._optimizer.zero_grad()

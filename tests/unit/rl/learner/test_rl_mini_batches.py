@@ -20,7 +20,7 @@ from forge.rl.learner.mini_batches import mini_batches
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.per_sample import columns_of
-from tests.support.rl.short_memory import NO_MACHINE_HAS
+from tests.support.rl.short_memory import NO_MACHINE_HAS, memory_for
 
 GROUPS = 5
 
@@ -162,3 +162,18 @@ def test_short_memory_in_a_later_mini_batch(old: str, monkeypatch: pytest.Monkey
     else:
         assert (result.updates, result.memory_retries) == (1, 0) and result.cut_short
     assert one.token_budget < 64
+
+
+def test_short_memory_for_the_old_log_probs_leaves_one_update() -> None:
+    """The later mini-batches do not fit even without a gradient; the next batch is cut smaller."""
+    one = learner(2, algorithm="ppo_clip", old_logprobs="recomputed")
+    one.config = replace(one.config, token_budget_floor=8)
+    plan = one.plan(samples())
+    first, second = (part.largest_tree for part in plan.updates)
+    assert first < second
+    with memory_for(one, first):
+        result = one.step(plan, weight_version=1)
+        assert result.skipped == "" and "out of memory" in result.cut_short
+        assert (result.updates, result.memory_retries) == (1, 0)
+        again = one.step(one.plan(samples()), weight_version=2)
+    assert (again.updates, again.memory_retries, again.cut_short) == (2, 0, "")
