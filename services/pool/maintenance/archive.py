@@ -12,10 +12,12 @@ digest (`FreeArchivedGroups`).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import content_page, group_page
 from services.pool.data.record_repair import is_whole
 from services.pool.storage.erasures import is_erased
+from services.pool.storage.file_locks import sync_directory
 from services.pool.storage.group_records import intact_state
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY, group_key, task_prefix
 from services.pool.storage.records import Records, open_value
@@ -130,7 +133,7 @@ class Archive:
             archived_unix_s=archived_unix_s,
             groups={group.task_id: group.digest.hex() for group in groups},
         )
-        self._files.makedirs(self.folder, exist_ok=True)
+        self._make_folder()
         self._write(self._path(entry.segment_id, _SEGMENT), packed)
         for _ in self.groups(entry):
             pass
@@ -141,9 +144,28 @@ class Archive:
         return entry
 
     def _write(self, path: str, data: bytes) -> None:
-        """Writes a file that has its name once it is complete."""
-        self._files.pipe_file(path + _UNFINISHED, data)
-        self._files.mv(path + _UNFINISHED, path)
+        """Writes a file that has its name once it is complete, and is on disk at the end: the shard
+        may free its groups next. Object stores confirm a write once it is durable."""
+        unfinished = path + _UNFINISHED
+        self._files.pipe_file(unfinished, data)
+        if self._is_local:
+            with Path(unfinished).open("rb") as file:
+                os.fsync(file.fileno())
+        self._files.mv(unfinished, path)
+        if self._is_local:
+            sync_directory(Path(self.folder))
+
+    def _make_folder(self) -> None:
+        if self._files.exists(self.folder):
+            return
+        self._files.makedirs(self.folder, exist_ok=True)
+        for parent in Path(self.folder).parents if self._is_local else ():
+            sync_directory(parent)
+
+    @property
+    def _is_local(self) -> bool:
+        protocol: str | Sequence[str] = self._files.protocol
+        return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def remove(self, entry: Entry) -> None:
         """Deletes a segment: first its entry."""
