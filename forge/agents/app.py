@@ -25,6 +25,7 @@ from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
 from forge.core.errors import FailedPrecondition
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.process.drain import serve_drain
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
@@ -76,6 +77,7 @@ class RunnerApp:
             await self._rewards.close()
             await self._scaffolds.close()
             raise
+        serve_drain(self._context, running=lambda: self._runner.running, apply=self._runner.pause)
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
         self._context.keep_running(self._follow_leader(), name="leadership")

@@ -80,7 +80,7 @@ class Runner:
         self._changed = asyncio.Event()
         """Set after each change of `_leased`."""
         self._renewal = LeaseRenewal(renew, on_lost=self._stop_lost, patience_s=patience_s)
-        self._draining = False
+        self._draining = self._paused = False
         self._tasks: asyncio.TaskGroup
         self._leasing: asyncio.Task[None] | None = None
 
@@ -101,6 +101,18 @@ class Runner:
         """Renews all leases, for a new leader, which waits for them only a short time."""
         self._renewal.renew_now()
 
+    @property
+    def running(self) -> int:
+        """Leased rollouts, with those whose results are not reported yet."""
+        return len(self._leased)
+
+    async def pause(self, paused: bool) -> None:
+        """Lease no more rollouts, or lease again; running ones continue."""
+        self._paused = paused
+        self._changed.set()
+        if paused:
+            await self._answer_waiting_call()
+
     async def drain(self, *, patience_s: float) -> None:
         """Leases no more rollouts; waits for running ones, and stops them after `patience_s`."""
         self._draining = True
@@ -118,18 +130,22 @@ class Runner:
                 self._leasing.cancel()
 
     async def _leave(self) -> None:
-        """Makes the scheduler answer the waiting LeaseRollouts call. A cancel instead could lose
-        leases that were just granted, until they expire."""
         self._changed.set()
         if self._leasing is None or self._leasing.done():
             return
+        if await self._answer_waiting_call():
+            await asyncio.wait([self._leasing], timeout=CALL_S)
+
+    async def _answer_waiting_call(self) -> bool:
+        """Makes the scheduler answer the waiting LeaseRollouts call. A cancel instead could lose
+        leases that were just granted, until they expire. Returns whether it was reached."""
         request = pb.LeaseRolloutsRequest(runner_id=self._identity.runner_id, leaving=True)
         try:
             await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
             log.info("leave_failed", error=str(error))
-            return
-        await asyncio.wait([self._leasing], timeout=CALL_S)
+            return False
+        return True
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -138,7 +154,7 @@ class Runner:
     async def _lease_work(self) -> None:
         while not self._draining:
             free = self._concurrency - len(self._leased)
-            if free == 0:
+            if free == 0 or self._paused:
                 await self._change()
                 continue
             request = pb.LeaseRolloutsRequest(max_rollouts=free, wait_s=self._lease_wait_s)

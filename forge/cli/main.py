@@ -138,10 +138,10 @@ def console(
         str, typer.Option(help="Model directory, for the texts of tokens. Default: the run's.")
     ] = "",
 ) -> None:
-    """Serve the web console: curves, the window, trajectories, services. It changes nothing.
+    """Serve the web console: curves, the window, trajectories, weights, services.
 
-    On loopback without login; beyond it readers log in with a token of
-    [bold]forge token issue[/bold].
+    On loopback it needs no login and changes nothing; beyond it readers log in with a token of
+    [bold]forge token issue[/bold], and operators can steer.
     """
     from forge.cli.web_console import serve_console
 

@@ -35,20 +35,25 @@ class WeightSteering:
         )
         return answer
 
-    async def roll_back(self, version: int) -> pb.WeightsHold:
+    async def roll_back(self, version: int, *, on_behalf_of: str = "") -> pb.WeightsHold:
         """Hold one version for all workers. Raises `NotFound`, `ResourceExhausted`."""
-        request = pb.RollBackWeightsRequest(weight_version=version)
+        request = pb.RollBackWeightsRequest(weight_version=version, on_behalf_of=on_behalf_of)
         return await self._change("RollBackWeights", request)
 
-    async def start_canary(self, version: int, *, share: float) -> pb.WeightsHold:
+    async def start_canary(
+        self, version: int, *, share: float, on_behalf_of: str = ""
+    ) -> pb.WeightsHold:
         """Hold a second version for a share of the workers. Raises as `roll_back`, and
         `FailedPrecondition`."""
-        request = pb.StartWeightCanaryRequest(weight_version=version, share=share)
+        request = pb.StartWeightCanaryRequest(
+            weight_version=version, share=share, on_behalf_of=on_behalf_of
+        )
         return await self._change("StartWeightCanary", request)
 
-    async def promote(self) -> pb.WeightsHold:
+    async def promote(self, *, on_behalf_of: str = "") -> pb.WeightsHold:
         """End the hold: all workers follow the newest version."""
-        return await self._change("PromoteWeights", pb.PromoteWeightsRequest())
+        request = pb.PromoteWeightsRequest(on_behalf_of=on_behalf_of)
+        return await self._change("PromoteWeights", request)
 
     async def _change(self, method: str, request: Any) -> pb.WeightsHold:
         hold: pb.WeightsHold = (await self._call(method, request, timeout_s=CHANGE_S)).hold

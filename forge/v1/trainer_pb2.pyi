@@ -224,15 +224,19 @@ class RollBackWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
+    on_behalf_of: _builtins.str
+    """The person for whom a service calls."""
     def __init__(
         self,
         *,
         weight_version: _builtins.int = ...,
+        on_behalf_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on_behalf_of", b"on_behalf_of", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,18 +268,22 @@ class StartWeightCanaryRequest(_message.Message):
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     share: _builtins.float
     """Above 0, below 1. At least one worker is in the canary, and at least one is not."""
+    on_behalf_of: _builtins.str
+    """The person for whom a service calls."""
     def __init__(
         self,
         *,
         weight_version: _builtins.int = ...,
         share: _builtins.float = ...,
+        on_behalf_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on_behalf_of", b"on_behalf_of", "share", b"share", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,12 +313,17 @@ Global___StartWeightCanaryResponse: _TypeAlias = StartWeightCanaryResponse  # no
 class PromoteWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
+    on_behalf_of: _builtins.str
+    """The person for whom a service calls."""
     def __init__(
         self,
+        *,
+        on_behalf_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on_behalf_of", b"on_behalf_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,1 +1,1 @@
-"""The web console: a page over the public RPCs that shows a running system. It changes nothing."""
+"""The web console: a page over the public RPCs that shows a running system and steers it."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from forge.client.operator import Operator
 from forge.client.pool import PoolReader
+from forge.client.weights import WeightSteering
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import pool_pb2
 from services.console.config import ConsoleConfig
@@ -20,7 +21,9 @@ from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
 from services.console.data.trajectory_list import TrajectoryList
+from services.console.data.weights_view import WeightsView
 from services.console.http.access import Access
+from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
 
@@ -46,6 +49,14 @@ class ConsoleApp:
         queue = QueueView(operator)
         news = News()
         topics = self._topics(config, operator, queue, news)
+        steering = WeightSteering(context.coordinator, context.channels, retry_for_s=0.0)
+        topics["weights"] = Poll(
+            "weights",
+            news,
+            WeightsView(steering).read,
+            period_s=config.poll_s,
+            timeout_s=2 * config.call_timeout_s,
+        )
         topics["closes"] = Closes(news, partial(_changes, reader))
         services = ServicesView(
             context.coordinator, context.channels, reader, cluster=config.cluster
@@ -66,6 +77,13 @@ class ConsoleApp:
             trajectories=TrajectoryList(reader),
             cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
             texts=texts,
+            actions=Actions(
+                operator,
+                steering,
+                context.coordinator,
+                context.channels,
+                timeout_s=config.action_timeout_s,
+            ),
         )
         access = Access(config, context.security)
         self._http = HttpServer(config, access, sources)

@@ -23,6 +23,9 @@ class HttpSettings:
     login: Literal["auto", "always"] = "auto"
     """When a token is demanded: auto (unless the console is on loopback without other hosts),
     always."""
+    steering: bool = False
+    """Let readers without login change things, too: on loopback every user of the host. With a
+    login, operators can always."""
     max_viewers: Annotated[int, Meta(ge=1)] = 64
     """Most pages with live updates; further ones get 429."""
     max_requests: Annotated[int, Meta(ge=1)] = 16
@@ -31,7 +34,7 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleConfig(ServiceConfig):
-    """A web page that shows a running system: curves, the window, trajectories, services."""
+    """A web page of a running system: curves, the window, trajectories, weights, services."""
 
     model_path: str = ""
     """Model directory with tokenizer.json, for the texts of tokens; empty: ids alone."""
@@ -39,6 +42,8 @@ class ConsoleConfig(ServiceConfig):
     """Deadline of a call to a service."""
     fetch_timeout_s: Annotated[float, Meta(ge=1)] = 30.0
     """Deadline of a request of the browser, such as the read of a long trajectory."""
+    action_timeout_s: Annotated[float, Meta(ge=1)] = 600.0
+    """Deadline of a change by an operator; a rollback writes a version to the trainer's disk."""
     poll_s: Annotated[float, Meta(ge=0.2)] = 1.0
     """Pause between two reads of the scheduler, the trainer and inference, while a page is open."""
     services_poll_s: Annotated[float, Meta(ge=1)] = 5.0

@@ -118,7 +118,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.RollBackWeightsRequest, context: Any
     ) -> pb.RollBackWeightsResponse:
         """Holds one version for all workers."""
-        change = RollBack(version=request.weight_version, subject=current_claims().subject)
+        change = RollBack(version=request.weight_version, subject=_subject(request))
         return pb.RollBackWeightsResponse(hold=await self._steer(change, context))
 
     async def StartWeightCanary(
@@ -126,7 +126,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     ) -> pb.StartWeightCanaryResponse:
         """Holds a second version for a share of the workers."""
         change = StartCanary(
-            version=request.weight_version, share=request.share, subject=current_claims().subject
+            version=request.weight_version, share=request.share, subject=_subject(request)
         )
         return pb.StartWeightCanaryResponse(hold=await self._steer(change, context))
 
@@ -134,7 +134,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.PromoteWeightsRequest, context: Any
     ) -> pb.PromoteWeightsResponse:
         """Ends the hold."""
-        change = Promote(subject=current_claims().subject)
+        change = Promote(subject=_subject(request))
         return pb.PromoteWeightsResponse(hold=await self._steer(change, context))
 
     async def _steer(
@@ -142,6 +142,16 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     ) -> pb.WeightsHold:
         timeout_s = context.time_remaining() or UNBOUNDED_S
         return _hold(await self._steering.ask(change, timeout_s=timeout_s))
+
+
+def _subject(
+    request: pb.RollBackWeightsRequest | pb.StartWeightCanaryRequest | pb.PromoteWeightsRequest,
+) -> str:
+    """Who asks; a service may ask for a person."""
+    claims = current_claims()
+    if request.on_behalf_of and claims.allows("service"):
+        return f"{request.on_behalf_of[:200]} by {claims.subject}"
+    return claims.subject
 
 
 def _hold(hold: WeightHold) -> pb.WeightsHold:

@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 
 from forge import v1
 from forge.core.errors import NotFound
+from forge.runtime.process import drain
 from forge.runtime.rpc import RpcServer, current_claims
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
@@ -120,6 +121,7 @@ MATRIX = {
     "TrainerService/StartWeightCanary": OPERATOR,
     "TrainerService/PromoteWeights": OPERATOR,
     "TrainerService/FetchCheckpoint": SERVICE,
+    "DrainService/SetDraining": OPERATOR,
     "ClockService/GetClock": ALL,
     "GET /healthz": ALL,
     "POST /v1/chat/completions": SESSIONS,
@@ -160,7 +162,7 @@ SERVICES = {
     for file in FILES
     for service in file.DESCRIPTOR.services_by_name.values()
 }
-MODULES = {module.FULL_NAME: module for module in (scheduler, pool, gateway, trainer)}
+MODULES = {module.FULL_NAME: module for module in (scheduler, pool, gateway, trainer, drain)}
 SCOPES: dict[str, Any] = {name: module.SCOPES for name, module in MODULES.items()}
 SCOPES["forge.v1.InferenceService"] = ROUTER
 """Of the services that register any; the others need "service"."""

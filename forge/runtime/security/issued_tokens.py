@@ -24,7 +24,9 @@ KEY = "tokens"
 MAX_LIFE_S = 366 * 86_400.0
 KEPT_S = 604_800.0
 """A record outlives its token by the largest `clock_tolerance_s`."""
-_READ = frozenset({"SchedulerService", "PoolService", "InferenceService", "TrainerService"})
+_READ = frozenset(
+    {"SchedulerService", "PoolService", "InferenceService", "TrainerService", "DrainService"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

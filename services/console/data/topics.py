@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ class News:
         return self._event
 
 
-class Topic:
+class Topic(ABC):
     """The base of all topics."""
 
     name: ClassVar[str]
@@ -78,13 +79,13 @@ class Topic:
         """Set while a page watches."""
         return self._watched
 
+    @abstractmethod
     def since(self, cursor: Cursor) -> tuple[bytes | None, Cursor]:
         """JSON of the changes after a cursor, None without any; and the cursor after it."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def run(self) -> None:
         """Keeps the topic up to date while it is watched; endless."""
-        raise NotImplementedError
 
 
 class Poll(Topic):

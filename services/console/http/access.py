@@ -1,9 +1,9 @@
-"""Who may read what: host names, tokens, and the headers of every answer.
+"""Who may read and change what: host names, tokens, and the headers of every answer.
 
 A reader needs the token and scope that the RPC behind a page needs, so the console opens nothing.
 Without login the console is for the users of its own host alone: it accepts only requests that name
 it as a loopback host, so that no page of another site reads it through a renamed address (DNS
-rebinding).
+rebinding). Without login nobody changes anything, unless `http.steering` allows it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from forge.core.errors import PermissionDenied, Unauthenticated
+from forge.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from forge.runtime.security.audit import write_audit
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tls import is_loopback
@@ -21,6 +21,8 @@ from forge.runtime.security.tokens import Claims
 from services.console.config import ConsoleConfig
 
 COOKIE = "forge_console"
+NO_LOGIN = "without login"
+"""Subject of changes on loopback that `http.steering` allows."""
 HEADERS = {
     "Content-Security-Policy": "; ".join(
         (
@@ -59,6 +61,9 @@ TRAINING = Right("TrainerService", "viewer")
 QUEUE = Right("SchedulerService", "viewer")
 SUMMARIES = Right("PoolService", "operator")
 CONTENT = Right("PoolService", "admin")
+WEIGHTS = Right("TrainerService", "operator")
+QUEUE_CHANGES = Right("SchedulerService", "operator")
+DRAIN = Right("DrainService", "operator")
 
 
 class WrongHost(PermissionDenied):
@@ -78,6 +83,7 @@ class Access:
 
     def __init__(self, config: ConsoleConfig, security: Security) -> None:
         self.login_needed = needs_login(config)
+        self._steering = config.http.steering
         self._security = security
         own = (config.host, config.advertise_host)
         self._names = {name.lower() for name in (*own, *config.http.hosts) if name}
@@ -113,7 +119,7 @@ class Access:
         if not claims.allows(right.scope):
             error = f"the token of {claims.subject} has no scope {right.scope}"
             write_audit(
-                f"GET {request.path}",
+                f"{request.method} {request.path}",
                 claims,
                 peer=request.remote or "",
                 code="PERMISSION_DENIED",
@@ -121,6 +127,28 @@ class Access:
             )
             raise PermissionDenied(error)
         return claims
+
+    def actor(self, request: web.Request, right: Right) -> Claims:
+        """The claims of a person who changes something. Raises `Unauthenticated` or
+        `PermissionDenied`, and `InvalidArgument` for a body that a form of another site could
+        send."""
+        if request.content_type != "application/json":
+            raise InvalidArgument("the body must be JSON")
+        claims = self.claims(request, right)
+        if claims is not None:
+            return claims
+        if not self._steering:
+            raise PermissionDenied(
+                "without login this console only reads: set http.steering = true to let every "
+                'user of this host change things, or http.login = "always" to log in'
+            )
+        return Claims(subject=NO_LOGIN, scopes=frozenset())
+
+    def may_steer(self, reader: Claims | None) -> bool:
+        """Whether to offer changes to a reader."""
+        if not self.login_needed:
+            return self._steering
+        return reader is not None and reader.allows("operator")
 
     def verify(self, token: str, right: Right) -> Claims:
         """The claims of a token. Raises `Unauthenticated`."""

@@ -36,6 +36,7 @@ from services.console.http.access import (
     Access,
     Right,
 )
+from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.metrics import REQUESTS
 
@@ -47,6 +48,7 @@ TOPIC_RIGHTS: Mapping[str, Right] = {
     "queue": QUEUE,
     "closes": SUMMARIES,
     "services": QUEUE,
+    "weights": TRAINING,
 }
 _TRAJECTORY = "{trajectory:[a-zA-Z0-9._:-]{1,240}}"
 MAX_BODY_BYTES = 16 << 10
@@ -68,6 +70,7 @@ class Sources:
     trajectories: TrajectoryList
     cache: TrajectoryCache
     texts: TokenTexts
+    actions: Actions
 
 
 class HttpServer:
@@ -114,6 +117,7 @@ class HttpServer:
         add("/api/session", self._session)
         app.router.add_post("/api/login", self._login)
         app.router.add_post("/api/logout", self._logout)
+        self._sources.actions.add_to(app, self._access, _json)
         add("/api/events", self._events)
         add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._position))
         add("/api/trajectories", self._data(SUMMARIES, self._newest))
@@ -189,6 +193,7 @@ class HttpServer:
                 "cluster": self._config.cluster,
                 "subject": claims.subject if claims else "",
                 "scopes": sorted(claims.scopes) if claims else [],
+                "may_steer": self._access.may_steer(claims),
             },
         )
 

@@ -16,6 +16,7 @@ from forge.core.placement.homes import Homes
 from forge.core.placement.routing import Candidate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
+from forge.runtime.process.drain import DRAINING_KEY
 from services.inference.router.canary import Canary
 from services.inference.router.costs import Costs
 from services.inference.router.metrics import (
@@ -79,7 +80,9 @@ class Fleet:
             known = self.workers.get(one.instance_id)
             if known is None:
                 self.workers[one.instance_id] = new_worker(one)
-            elif version != known.version:
+                continue
+            known.draining = DRAINING_KEY in one.metadata
+            if version != known.version:
                 # The worker emptied its cache at the swap; one that reports says so itself.
                 known.version = version
                 known.cached.forget_guess()
@@ -188,7 +191,7 @@ class Fleet:
         self, workers: Sequence[Worker], needs: Needs, role: str, *, now_s: float
     ) -> list[Worker]:
         """Return the workers that can serve a request now. Raises Unavailable without any."""
-        sound = [one for one in able_of(needs, workers) if one.suspect_until_s <= now_s]
+        sound = [one for one in able_of(needs, workers) if one.is_available(now_s)]
         if not sound:
             raise Unavailable(f"no {role} instance is available")
         return sound
@@ -252,7 +255,7 @@ class Fleet:
 
     def serves(self, *, now_s: float) -> bool:
         """Whether a worker that decodes is available."""
-        return any(one.suspect_until_s <= now_s for one in self.samplers)
+        return any(one.is_available(now_s) for one in self.samplers)
 
     def suspect(self, instance_id: str, *, now_s: float) -> None:
         """Avoid a worker after a failed call: it may be dead, with a lease that has not expired."""

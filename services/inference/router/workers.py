@@ -8,6 +8,7 @@ from functools import lru_cache
 from forge.core.placement.cache_view import CacheView
 from forge.runtime.coordination import Instance
 from forge.runtime.process.agreement import AGREED_KEY, read_agreed
+from forge.runtime.process.drain import DRAINING_KEY
 from forge.runtime.serving_groups import role_of
 from forge.runtime.telemetry import log
 from services.inference.engines.capabilities import Capabilities
@@ -81,7 +82,13 @@ class Worker:
     stored_tokens: int = 0
     """Capacity of the KV store that it shares; 0: none."""
     reports_cache: bool = False
+    draining: bool = False
+    """An operator drains it."""
     calls: OpenCalls = field(default_factory=OpenCalls)
+
+    def is_available(self, now_s: float) -> bool:
+        """Whether it gets new requests."""
+        return not self.draining and self.suspect_until_s <= now_s
 
     @property
     def role(self) -> str:
@@ -105,6 +112,7 @@ def new_worker(one: Instance) -> Worker:
     capacity = max(1, int(one.metadata.get("capacity", 1))) if engine.samples else 0
     return Worker(
         instance_id=one.instance_id,
+        draining=DRAINING_KEY in one.metadata,
         address=one.address,
         engine=engine,
         capacity=capacity,

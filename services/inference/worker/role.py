@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from forge.runtime import weights
+from forge.runtime.process.drain import serve_drain
 from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
@@ -33,6 +34,7 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     engine = await _start_engine(context)
     context.metadata["capabilities"] = engine.capabilities.encode()
     _report_cache(context, engine)
+    serve_drain(context, running=lambda: engine.status().running)
     if context.config.weights == "frozen":
         await load_frozen(context, engine)
         return engine.idle

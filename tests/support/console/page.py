@@ -7,14 +7,18 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
 
 from forge.client.operator import Operator
 from forge.client.pool import Page, PoolReader
+from forge.client.weights import WeightSteering
 from forge.core.errors import NotFound
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2, trainer_pb2
@@ -25,13 +29,17 @@ from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
 from services.console.data.trajectory_list import TrajectoryList
+from services.console.data.weights_view import WeightsView
 from services.console.http.access import Access
+from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
 from tests.support.pool.records import make_reward
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
-PERSONS = ("SchedulerService", "PoolService", "InferenceService", "TrainerService")
+PERSONS = (
+    *("SchedulerService", "PoolService", "InferenceService", "TrainerService", "DrainService"),
+)
 
 
 def token_of(scope: str, *, life_s: float = 3600.0, audience: tuple[str, ...] = PERSONS) -> str:
@@ -52,6 +60,7 @@ class FakeOperator:
     def __init__(self) -> None:
         self.groups = {3: scheduler_pb2.QueuedGroup(queue_index=3, task_id="t", domain="code")}
         self.reads = 0
+        self.activity = scheduler_pb2.ACTIVITY_UNSPECIFIED
         self.steps: asyncio.Queue[trainer_pb2.StepMetrics] = asyncio.Queue()
 
     async def queue(self, **asked: Any) -> scheduler_pb2.GetQueueResponse:
@@ -65,9 +74,39 @@ class FakeOperator:
             groups=[self.groups[index]] if index in self.groups else [],
         )
 
+    async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
+        self.activity = activity
+
     async def tail(self, after: int) -> AsyncIterator[trainer_pb2.StepMetrics]:
         while True:
             yield await self.steps.get()
+
+
+class FakeSteering:
+    """The trainer's hold."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Any, ...]] = []
+        self.hold = trainer_pb2.WeightsHold()
+
+    async def listing(self) -> trainer_pb2.ListWeightsResponse:
+        versions = [
+            trainer_pb2.PublishedWeights(weight_version=1, trajectories=2, mean_reward=0.5),
+            trainer_pb2.PublishedWeights(weight_version=2),
+        ]
+        workers = [trainer_pb2.WeightsWorker(instance_id="decode-1", role="both", weight_version=2)]
+        return trainer_pb2.ListWeightsResponse(versions=versions, workers=workers, hold=self.hold)
+
+    async def roll_back(self, version: int, *, on_behalf_of: str) -> None:
+        if version > 2:
+            raise NotFound(f"weight version {version} is not held")
+        self.changes.append(("roll back", version, on_behalf_of))
+
+    async def start_canary(self, version: int, *, share: float, on_behalf_of: str) -> None:
+        self.changes.append(("canary", version, share, on_behalf_of))
+
+    async def promote(self, *, on_behalf_of: str) -> None:
+        self.changes.append(("promote", on_behalf_of))
 
 
 class FakePool:
@@ -129,12 +168,21 @@ class Console:
         self.config = config
         self.operator = FakeOperator()
         self.pool = FakePool()
+        self.steering = FakeSteering()
+        self.instances: list[Instance] = []
         self.security = Security(KEYRING, insecure=True)
         news = News()
         queue = QueueView(cast(Operator, self.operator))
         self.topics: dict[str, Topic] = {
             "steps": Steps(news, self.operator.tail, most=config.max_steps),
             "queue": Poll("queue", news, queue.read, period_s=0.05, timeout_s=5.0),
+            "weights": Poll(
+                "weights",
+                news,
+                WeightsView(cast(WeightSteering, self.steering)).read,
+                period_s=0.05,
+                timeout_s=5.0,
+            ),
             "overview": Poll("overview", news, _overview, period_s=0.05, timeout_s=5.0),
         }
         self.viewers = Viewers(self.topics, news, most=config.http.max_viewers)
@@ -147,10 +195,26 @@ class Console:
                 trajectories=TrajectoryList(cast(PoolReader, self.pool)),
                 cache=TrajectoryCache(self.pool.find, most_bytes=1 << 20),
                 texts=TokenTexts(),
+                actions=Actions(
+                    cast(Operator, self.operator),
+                    cast(WeightSteering, self.steering),
+                    cast(Coordinator, SimpleNamespace(all_instances=self._all_instances)),
+                    Channels(self.security),
+                    timeout_s=30.0,
+                ),
             ),
         )
         self.client: aiohttp.ClientSession
         self.port = 0
+
+    async def _all_instances(self) -> list[Instance]:
+        return self.instances
+
+    async def post(self, path: str, content: Any, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an answer to a JSON body."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.client.post(path, json=content, headers=named) as response:
+            return response.status, await response.json(content_type=None)
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         """Status and JSON of an answer."""

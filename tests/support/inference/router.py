@@ -107,5 +107,5 @@ async def harness(*workers: Instance, **options: Any) -> Harness:
     return made
 
 
-def both(name: str) -> Instance:
-    return announced(name, "decode", role="both", cache_tokens="8000")
+def both(name: str, **metadata: str) -> Instance:
+    return announced(name, "decode", role="both", cache_tokens="8000", **metadata)

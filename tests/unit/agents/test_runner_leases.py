@@ -264,6 +264,27 @@ async def test_drain_finishes_running_rollouts() -> None:
     assert scheduler.outcomes["lease-0"].error == ""
 
 
+async def test_drained_runner_leases_again_once_it_is_resumed() -> None:
+    """An operator's drain: the scheduler answers the waiting call, running rollouts end, and the
+    process stays."""
+    scheduler, work = StandIn(lease(0)), Work()
+    async with working(scheduler, work, concurrency=2) as runner:
+        await work.began.get()
+        await until(lambda: len(scheduler.asked) == 2)
+        await runner.pause(True)
+        assert scheduler.left.is_set()
+        work.go.set()
+        await scheduler.until_reported(1)
+        await until(lambda: not runner.running)
+        scheduler.waiting.append(lease(1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert list(scheduler.outcomes) == ["lease-0"] and len(scheduler.asked) == 2
+        await runner.pause(False)
+        await scheduler.until_reported(2)
+    assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
+
+
 async def test_rollout_leased_during_the_stop_is_run() -> None:
     """The response to a waiting call may be under way: its lease is not lost."""
     scheduler, work = StandIn(), Work()

@@ -36,3 +36,13 @@ export function smooth(values, keep = 0.85) {
     return last;
   });
 }
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${value.toFixed(value < 10 && unit ? 1 : 0)} ${units[unit]}`;
+}

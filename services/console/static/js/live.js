@@ -65,6 +65,13 @@ export class Refused extends Error {
   }
 }
 
+export async function post(path, content) {
+  const response = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content) });
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Refused(response.status, body.error || `status ${response.status}`);
+  return body;
+}
+
 export async function get(path, signal) {
   const response = await fetch(path, { signal, headers: { Accept: "application/json" } });
   const body = await response.json().catch(() => ({}));

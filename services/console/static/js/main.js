@@ -6,12 +6,14 @@ import { get } from "./live.js";
 import * as overview from "./overview.js";
 import * as services from "./services.js";
 import * as trajectories from "./trajectories.js";
+import * as weights from "./weights.js";
 import * as queue from "./window.js";
 
 const PAGES = [
   ["overview", "Overview", overview],
   ["window", "Window", queue],
   ["trajectories", "Trajectories", trajectories],
+  ["weights", "Weights", weights],
   ["services", "Services", services],
 ];
 const main = document.getElementById("main");
@@ -53,7 +55,7 @@ async function route() {
     login();
     return;
   }
-  end = page.show(main, { denied }, words.slice(1)) || (() => {});
+  end = page.show(main, { denied, maySteer: session.may_steer }, words.slice(1)) || (() => {});
 }
 
 async function denied() {
@@ -71,7 +73,7 @@ function login() {
     "form",
     { class: "panel login" },
     h("h1", {}, "Log in"),
-    h("p", { class: "muted" }, "With a token of ", h("code", {}, "forge token issue"), ". viewer reads curves and the queue, operator lists trajectories, admin reads them."),
+    h("p", { class: "muted" }, "With a token of ", h("code", {}, "forge token issue"), ". viewer reads curves and the queue, operator lists trajectories and changes things, admin reads trajectories."),
     h("label", { htmlFor: "token" }, "Token", field),
     problem,
     h("button", { class: "primary", type: "submit" }, "Log in"),

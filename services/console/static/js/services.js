@@ -1,21 +1,12 @@
 // Services: who is registered and healthy, with versions, engines, GPUs, queues and pool shards.
 
+import { confirm } from "./dialog.js";
 import { fill, h, text } from "./dom.js";
-import { count, number } from "./format.js";
+import { bytes, count, number } from "./format.js";
 import { live } from "./live.js";
 
 const ORDER = ["scheduler", "pool", "trainer", "router", "prefill", "decode", "gateway", "runner", "console"];
 const KNOWN = { ready: "good", standby: "warn", "not serving": "bad", "no answer": "bad" };
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) {
-    value /= 1024;
-    unit += 1;
-  }
-  return `${value.toFixed(value < 10 && unit ? 1 : 0)} ${units[unit]}`;
-}
 
 export function show(root, context) {
   const sub = h("span", { class: "sub" }, "asking every service");
@@ -23,9 +14,36 @@ export function show(root, context) {
   const groups = h("div", { class: "kinds" });
   const shards = h("section", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Pool shards", hidden: true });
   const queue = h("dl", { class: "tiles" });
-  fill(root, h("div", { class: "head" }, h("h1", {}, "Services"), sub), notes, queue, groups, shards);
+  const actions = h("div", { class: "open" });
+  fill(root, h("div", { class: "head" }, h("h1", {}, "Services"), sub, actions), notes, queue, groups, shards);
+
+  function drain(one, draining) {
+    confirm({
+      title: draining ? `Drain ${one.instance}?` : `Resume ${one.instance}?`,
+      body: h("p", {}, draining ? `It gets no new ${one.kind === "runner" ? "rollouts" : "requests"}; what runs there ends there. A restart of the process ends the drain.` : "It gets new work again."),
+      action: draining ? "Drain" : "Resume",
+      path: "/api/services/drain",
+      content: () => ({ kind: one.kind, instance: one.instance, draining }),
+    });
+  }
+
+  function setActivity(activity, title, words) {
+    confirm({ title, body: h("p", {}, words), action: title.split(" ")[0], path: "/api/queue/activity", content: () => ({ activity }) });
+  }
+
+  let activity = "";
+  function drawActions(now) {
+    if (!context.maySteer || now === activity) return;
+    activity = now;
+    fill(actions, now === "running" ? [
+      h("button", { type: "button", onclick: () => setActivity("draining", "Drain the queue?", "No further group starts. Running groups end, and complete groups are trained.") }, "Drain the queue"),
+      h("button", { type: "button", onclick: () => setActivity("paused", "Pause the queue?", "No further rollout and no further batch is leased. Leased ones continue to their end.") }, "Pause the queue"),
+    ] : [h("button", { class: "primary", type: "button", onclick: () => setActivity("running", "Resume the queue?", "Rollouts and batches are leased again.") }, "Resume the queue")]);
+  }
 
   function card(one) {
+    const draining = one.metadata.draining === "1";
+    const drained = ["prefill", "decode", "runner"].includes(one.kind.split("@")[0]);
     const facts = [
       ["Address", one.address],
       one.metadata.http && ["HTTP", one.metadata.http],
@@ -34,14 +52,15 @@ export function show(root, context) {
       one.cached_share !== null && one.cached_share !== undefined && ["Prompt tokens cached", `${number(100 * one.cached_share, 0)} %`],
       one.version && ["Release", one.version],
     ].filter(Boolean);
-    const rest = Object.entries(one.metadata).filter(([name]) => !["http", "metrics"].includes(name));
+    const rest = Object.entries(one.metadata).filter(([name]) => !["http", "metrics", "draining"].includes(name));
     return h(
       "article",
       { class: "panel service" },
-      h("div", { class: "head" }, h("h3", { class: "mono" }, one.instance), h("span", { class: `badge ${KNOWN[one.state] || ""}` }, one.role && one.state === "ready" ? one.role : one.state)),
+      h("div", { class: "head" }, h("h3", { class: "mono" }, one.instance), h("span", { class: `badge ${draining ? "warn" : KNOWN[one.state] || ""}` }, draining ? "draining" : one.role && one.state === "ready" ? one.role : one.state)),
       one.error ? h("p", { class: "note bad small" }, one.error) : null,
       h("dl", { class: "facts small" }, facts.flatMap(([label, value]) => [h("dt", {}, label), h("dd", {}, value)])),
       one.gpus.map((gpu) => h("p", { class: "small gpu" }, `GPU ${gpu}`)),
+      context.maySteer && drained ? h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => drain(one, !draining) }, draining ? "Resume" : "Drain", h("span", { class: "unseen" }, ` ${one.instance}`))) : null,
       rest.length ? h("details", { class: "small" }, h("summary", {}, "Metadata"), h("dl", { class: "facts" }, rest.flatMap(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]))) : null,
     );
   }
@@ -80,6 +99,7 @@ export function show(root, context) {
     overview(event) {
       const scheduler = event.state?.scheduler;
       const inference = event.state?.inference;
+      if (scheduler) drawActions(scheduler.activity);
       const tiles = [
         scheduler && ["Queue", scheduler.activity, `${scheduler.mode}, admission ${scheduler.admission}`],
         scheduler && ["Groups", `${scheduler.running_groups} / ${scheduler.running_limit}`, `run; ${number(scheduler.queued)} queued`],

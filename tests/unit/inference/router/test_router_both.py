@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge.core.errors import Unavailable
 from forge.core.placement.chains import PromptChains
 from services.inference.engines.base import CacheChange
 from services.inference.router.messages import (
@@ -67,6 +68,26 @@ async def test_prompt_is_sampled_by_the_weights_that_read_it() -> None:
     await router.change(*prefills, canary)
     placed = await router.actor.receive(PlaceDecode(ids=prompt, floor=1, read_by=readers["p0"]))
     assert placed.worker.instance_id == "d1"
+
+
+async def test_drained_worker_gets_no_new_request() -> None:
+    """Also where it has read the prompt; without another worker requests wait. Resumed, it serves
+    again."""
+    reader, other = both("b0", draining="1"), both("b1")
+    router = await harness(reader, other)
+    workers = {worker.instance_id: worker for worker in router.workers}
+    prompt = ids(*range(40))
+    for _ in range(4):
+        placed = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
+        assert placed.worker.instance_id == "b1"
+    decode = PlaceDecode(ids=prompt, read_by=workers["b0"])
+    assert (await router.actor.receive(decode)).worker.instance_id == "b1"
+    await router.change(reader)
+    with pytest.raises(Unavailable, match="no decode instance"):
+        await router.actor.receive(PlacePrefill(ids=prompt))
+    await router.change(both("b0"))
+    placed = await router.actor.receive(PlacePrefill(ids=prompt))
+    assert placed.worker.instance_id == "b0"
 
 
 async def test_reported_cache_decides_not_the_guess() -> None:

@@ -1,0 +1,81 @@
+"""Drain of an instance by an operator: it stays registered, and gets no new work.
+
+Owns the RPC and the mark in discovery. What the mark means is the reader's: routers leave a marked
+worker out, a runner leases nothing. Not here: the drain at the end of a process (`service`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from forge.core.errors import ForgeError
+from forge.runtime.process.service import ServiceContext
+from forge.runtime.telemetry import gauge, log
+from forge.v1 import drain_pb2 as pb
+from forge.v1 import drain_pb2_grpc as rpc
+
+DRAINING_KEY = "draining"
+"""Metadata of an instance that an operator drains; "1"."""
+FULL_NAME = "forge.v1.DrainService"
+SCOPES = {"SetDraining": "operator"}
+AUDITED = frozenset({"SetDraining"})
+_DRAINING = gauge("forge_draining", "1 while an operator drains this instance.")
+
+
+async def _nothing(draining: bool) -> None:
+    pass
+
+
+class DrainServicer(rpc.DrainServiceServicer):
+    """Drains one instance."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        *,
+        running: Callable[[], int],
+        apply: Callable[[bool], Awaitable[None]] = _nothing,
+    ) -> None:
+        """`running` counts the work in flight; `apply` stops and resumes the intake of work that
+        the instance itself asks for."""
+        self._context = context
+        self._running = running
+        self._apply = apply
+
+    async def SetDraining(  # noqa: N802 - named by the proto
+        self, request: pb.SetDrainingRequest, context: Any
+    ) -> pb.SetDrainingResponse:
+        """Marks the instance in discovery. Raises `Unavailable` without etcd."""
+        metadata = self._context.metadata
+        before = dict(metadata)
+        metadata.pop(DRAINING_KEY, None)
+        if request.draining:
+            metadata[DRAINING_KEY] = "1"
+        if metadata != before:
+            try:
+                await self._context.announce()
+            except ForgeError:
+                metadata.pop(DRAINING_KEY, None)
+                metadata.update({key: before[key] for key in (DRAINING_KEY,) if key in before})
+                raise
+            await self._apply(request.draining)
+            _DRAINING.set(request.draining)
+            log.info("drain_begun" if request.draining else "drain_ended")
+        return pb.SetDrainingResponse(draining=request.draining, running=self._running())
+
+
+def serve_drain(
+    context: ServiceContext,
+    *,
+    running: Callable[[], int],
+    apply: Callable[[bool], Awaitable[None]] = _nothing,
+) -> None:
+    """Add the RPC to the process's server."""
+    context.server.add_service(
+        rpc.add_DrainServiceServicer_to_server,
+        DrainServicer(context, running=running, apply=apply),
+        full_name=FULL_NAME,
+        scopes=SCOPES,
+        audited=AUDITED,
+    )
