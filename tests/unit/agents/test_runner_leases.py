@@ -280,6 +280,8 @@ async def test_drained_runner_leases_again_once_it_is_resumed() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert list(scheduler.outcomes) == ["lease-0"] and len(scheduler.asked) == 2
+        # Later calls wait again.
+        scheduler.left.clear()
         await runner.pause(False)
         await scheduler.until_reported(2)
     assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
