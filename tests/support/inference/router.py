@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,5 +108,7 @@ async def harness(*workers: Instance, **options: Any) -> Harness:
     return made
 
 
-def both(name: str, **metadata: str) -> Instance:
-    return announced(name, "decode", role="both", cache_tokens="8000", **metadata)
+def both(name: str, *, draining: bool = False) -> Instance:
+    drain = {"draining": "1"} if draining else {}
+    one = announced(name, "decode", role="both", cache_tokens="8000")
+    return replace(one, metadata={**one.metadata, **drain})

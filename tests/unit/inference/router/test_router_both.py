@@ -73,7 +73,7 @@ async def test_prompt_is_sampled_by_the_weights_that_read_it() -> None:
 async def test_drained_worker_gets_no_new_request() -> None:
     """Also where it has read the prompt; without another worker requests wait. Resumed, it serves
     again."""
-    reader, other = both("b0", draining="1"), both("b1")
+    reader, other = both("b0", draining=True), both("b1")
     router = await harness(reader, other)
     workers = {worker.instance_id: worker for worker in router.workers}
     prompt = ids(*range(40))
