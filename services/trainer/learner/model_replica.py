@@ -30,6 +30,7 @@ from forge.runtime.weights import WeightProbe
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.replica_state import ReplicaState
+from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
@@ -160,14 +161,14 @@ class ModelReplica:
 
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
-        model = load_model(self._model_path, device=self._device)
+        model = self._load(self._model_path)
         lora = self._config.lora
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora.rank else Trainee(model)
         )
         if self._config.recompute_activations:
             recompute(model)
-        policy = self._policy(model, balance_coef=self._config.balance_coef)
+        policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
         reference = self._reference(policy)
         self._teacher = self._load_teacher()
         paths = {
@@ -194,13 +195,22 @@ class ModelReplica:
         if self._learner.mtp and heads:
             self._learner.mtp.heads.load_tensors(heads)
 
-    def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
-        autocast = backbone_dtype(self._config.autocast, model.device)
+    def _load(self, path: Path) -> Any:
+        """The model in a directory; without weights yet if the world shards it. With LoRA whole:
+        PEFT's adapters and the base's fingerprint need the weights."""
+        if self._world.shape.sharded and not self._config.lora.rank:
+            return empty_model(path)
+        return load_model(path, device=self._device)
+
+    def _policy(self, model: Any, path: Path, *, balance_coef: float = 0.0) -> TreePolicy:
+        autocast = backbone_dtype(self._config.autocast, self._device)
         policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
         try:
             policy.spread(self._world, narrow=self._narrow(policy))
         except InvalidArgument as error:
-            raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
+            raise ConfigError(f"model_path = {str(path)!r}: {error}") from error
+        if any(one.is_meta for one in model.parameters()):
+            fill_shards(model, path, self._world, self._device)
         return policy
 
     def _narrow(self, policy: TreePolicy) -> torch.dtype | None:
@@ -224,13 +234,13 @@ class ModelReplica:
         path = Path(self._config.reference_path or self._model_path)
         if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
             return self._trainee.base_reference(policy)
-        return self._policy(load_model(path, device=self._device).requires_grad_(False))
+        return self._policy(self._load(path).requires_grad_(False), path)
 
     def _load_teacher(self) -> TreePolicy | None:
         if not self._config.teacher_path:
             return None
         path = Path(self._config.teacher_path)
-        return self._policy(load_model(path, device=self._device).requires_grad_(False))
+        return self._policy(self._load(path).requires_grad_(False), path)
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan

@@ -78,13 +78,18 @@ def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
 
     Raises `NotFound` when there is none, `InvalidArgument` when transformers cannot read it.
     """
-    if not (path / "config.json").is_file():
-        raise NotFound(f"model_path = {str(path)!r} is no model directory: config.json is missing")
+    require_model(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
     return model.eval().to(device)
+
+
+def require_model(path: Path) -> None:
+    """Raises `NotFound` for a directory without a model."""
+    if not (path / "config.json").is_file():
+        raise NotFound(f"model_path = {str(path)!r} is no model directory: config.json is missing")
 
 
 def check_family(model_path: str) -> None:
