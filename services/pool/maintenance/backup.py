@@ -88,7 +88,7 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
 @contextmanager
 def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
     """Transaction and tables of the shard in `directory`, read-only. Raises as `check` does."""
-    with _opened(directory) as environment:
+    with opened_shard(directory) as environment:
         try:
             databases = {
                 table: environment.open_db(table.value.encode(), create=False) for table in Table
@@ -105,7 +105,7 @@ def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[lmdb.Environment]:
+def opened_shard(directory: Path) -> Iterator[lmdb.Environment]:
     """Read-only, beside the serving process. Raises `ConfigError` or `DataLoss`."""
     _require_shard(directory)
     with data_kept(directory):
@@ -150,7 +150,7 @@ def backup(source: Path, target: Path, progress: Progress, *, purge: bool = Fals
     `ResourceExhausted` if it does not fit.
     """
     taken_unix_s = time.time()
-    with _opened(source) as environment, new_directory(target) as copy:
+    with opened_shard(source) as environment, new_directory(target) as copy:
         (_copy_records if purge else _copy)(environment, copy, progress)
         # Without a manifest for a shard that is damaged or of another schema: no increment follows.
         with suppress(ForgeError, lmdb.Error), snapshot(copy) as (transaction, databases):
@@ -180,7 +180,7 @@ def compact(directory: Path, progress: Progress, *, purge: bool = False) -> tupl
     try:
         drop_compacted(directory)
         before = (directory / DATA).stat().st_size
-        with _opened(directory) as environment, new_directory(copy) as unfinished_copy:
+        with opened_shard(directory) as environment, new_directory(copy) as unfinished_copy:
             (_copy_records if purge else _copy)(environment, unfinished_copy, progress)
             _compare(environment, unfinished_copy)
         after = (copy / DATA).stat().st_size

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,7 @@ from services.pool.maintenance.backup import (
     COPY_BYTES,
     Progress,
     new_directory,
+    opened_shard,
     snapshot,
 )
 from services.pool.maintenance.manifests import (
@@ -43,11 +44,13 @@ CHANGES = "changes.mdb"
 MAX_CHAIN = 64
 """Most increments after a full backup."""
 _DELETED = b"deleted"
-"""Table of the keys of deleted records, each behind the number of its table."""
-_NUMBERS = {table: bytes([number]) for number, table in enumerate(Table)}
+"""Table of the keys of deleted records, each behind the name of its table."""
+_PREFIXES = {table: table.value.encode() + b"\0" for table in Table}
 _REPORT_EVERY = 1000
 
 Record = tuple[bytes, bytes]
+Opened = tuple[Any, dict[bytes, Any]]
+"""A transaction, and the tables of its file by name: of an earlier schema not all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +140,9 @@ def write_restored(backup: Path, into: Path, progress: Progress) -> None:
 class Chain:
     """A full backup and the increments after it, open for reading."""
 
-    def __init__(self, full: tuple[Any, dict[Table, Any]], size_bytes: int) -> None:
+    def __init__(self, full: Opened, size_bytes: int) -> None:
         self._full = full
-        self._increments: list[tuple[Any, dict[bytes, Any]]] = []
+        self._increments: list[Opened] = []
         self.size_bytes = size_bytes
         """Of all files."""
         self.manifest: Manifest
@@ -157,7 +160,8 @@ class Chain:
                 )
             directories.insert(0, _base_of(directories[0]))
         with ExitStack() as stack:
-            full = stack.enter_context(snapshot(directories[0]))
+            environment = stack.enter_context(opened_shard(directories[0]))
+            full = stack.enter_context(_reading(environment))
             chain = cls(full, (directories[0] / DATA).stat().st_size)
             for directory in directories[1:]:
                 chain._increments.append(stack.enter_context(_opened_changes(directory)))
@@ -167,13 +171,14 @@ class Chain:
 
     def records(self, table: Table) -> Iterator[Record]:
         """The records of a table as they lie on disk, in the order of keys."""
-        transaction, databases = self._full
-        records = _items(transaction, databases[table])
+        name = table.value.encode()
+        transaction, tables = self._full
+        records = _items(transaction, tables.get(name))
         for changes, tables in self._increments:
             records = _overlaid(
                 records,
-                _items(changes, tables[table.value.encode()]),
-                _keys(changes, tables[_DELETED], prefix=_NUMBERS[table]),
+                _items(changes, tables.get(name)),
+                _keys(changes, tables[_DELETED], prefix=_PREFIXES[table]),
             )
         return records
 
@@ -192,7 +197,7 @@ def _base_of(increment: Path) -> Path:
 
 
 @contextmanager
-def _opened_changes(directory: Path) -> Iterator[tuple[Any, dict[bytes, Any]]]:
+def _opened_changes(directory: Path) -> Iterator[Opened]:
     path = directory / CHANGES
     if _digest(path) != read_manifest(directory).digest:
         raise DataLoss(f"{path} is damaged: its digest does not match")
@@ -200,14 +205,20 @@ def _opened_changes(directory: Path) -> Iterator[tuple[Any, dict[bytes, Any]]]:
         str(path), subdir=False, readonly=True, lock=False, max_dbs=len(Table) + 1
     )
     try:
-        names = [*(table.value.encode() for table in Table), _DELETED]
-        tables = {name: environment.open_db(name, create=False) for name in names}
-        with environment.begin(buffers=True) as transaction:
-            yield transaction, tables
-    except lmdb.NotFoundError:
-        raise ConfigError(f"{directory} lacks a table: it is of another schema version") from None
+        with _reading(environment, _DELETED) as opened:
+            yield opened
     finally:
         environment.close()
+
+
+@contextmanager
+def _reading(environment: lmdb.Environment, *more: bytes) -> Iterator[Opened]:
+    tables = {}
+    for name in (*(table.value.encode() for table in Table), *more):
+        with suppress(lmdb.NotFoundError):
+            tables[name] = environment.open_db(name, create=False)
+    with environment.begin(buffers=True) as transaction:
+        yield transaction, tables
 
 
 def _write_changes(
@@ -238,7 +249,7 @@ def _write_changes(
                 if value is _SAME:
                     continue
                 if value is None:
-                    writing.put(_NUMBERS[table] + key, b"", db=gone, append=True)
+                    writing.put(_PREFIXES[table] + key, b"", db=gone)
                     deleted += 1
                 else:
                     writing.put(key, value, db=target, append=True)
@@ -297,6 +308,9 @@ def _overlaid(
 
 
 def _items(transaction: Any, database: Any) -> Iterator[Record]:
+    """The records of a table; none without the table."""
+    if database is None:
+        return
     with transaction.cursor(db=database) as cursor:
         for key, value in cursor:
             yield bytes(key), bytes(value)

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
+import msgspec
 import pytest
 
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition, InvalidArgument
@@ -15,7 +17,12 @@ from services.pool.maintenance import increments
 from services.pool.maintenance.backup import backup, snapshot
 from services.pool.maintenance.backup_erasure import erase_in
 from services.pool.maintenance.increments import CHANGES, back_up_changes
-from services.pool.maintenance.manifests import Manifest, common_step, read_manifest
+from services.pool.maintenance.manifests import (
+    Manifest,
+    common_step,
+    read_manifest,
+    write_manifest,
+)
 from services.pool.maintenance.restore import restore
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.records import Records
@@ -205,6 +212,28 @@ def test_backup_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Pat
     old.write(as_version_4)
     old.close()
     assert restore(full, tmp_path / "restored", quiet) == []
+    assert content(tmp_path / "restored")[Table.LABELS]
+
+
+def without_labels(path: Path, *, subdir: bool) -> None:
+    """Drops a table that an earlier schema did not have."""
+    with lmdb.open(str(path), subdir=subdir, max_dbs=20, map_size=64 * MIB) as environment:
+        table = environment.open_db(b"labels", create=False)
+        with environment.begin(write=True) as transaction:
+            transaction.drop(table)
+
+
+def test_chain_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Path) -> None:
+    """A table that neither backup has is made by the migration."""
+    full, more = chain(open_store, tmp_path)
+    old = Environment(full, map_bytes=MIB, map_max_bytes=64 * MIB, max_readers=4)
+    old.write(as_version_4)
+    old.close()
+    without_labels(full, subdir=True)
+    without_labels(more / CHANGES, subdir=False)
+    digest = increments._digest(more / CHANGES)
+    write_manifest(more, msgspec.structs.replace(read_manifest(more), digest=digest))
+    assert restore(more, tmp_path / "restored", quiet) == []
     assert content(tmp_path / "restored")[Table.LABELS]
 
 
