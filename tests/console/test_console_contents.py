@@ -9,6 +9,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.v1 import trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.console.page import Console, served, token_of
@@ -140,3 +141,46 @@ async def test_every_control_is_reached_by_the_keyboard(browser: Browser) -> Non
         assert [name for name in names[: names.index("CANVAS")] if name in pages] == pages
         assert "CANVAS" in names
         assert all(outline != "none" for name, outline in reached[: names.index("CANVAS") + 1])
+
+
+async def test_operator_steers_weights_in_a_dialog(browser: Browser) -> None:
+    """Nothing changes before the dialog is confirmed; Escape leaves it; an error stays beside the
+    button. Page and dialog have no finding of axe-core."""
+    config = ConsoleConfig(http=HttpSettings(steering=True))
+    async with served(config) as console, watched(browser, address(console)) as one:
+        page, changes = one.page, console.steering.changes
+        await one.go("#/weights")
+        await page.click("button:has-text('Serve v1')")
+        dialog = page.locator("dialog[open]")
+        await expect(dialog).to_contain_text("Serve v1?", timeout=LIMIT_MS)
+        assert await one.problems() == []
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_have_count(0, timeout=LIMIT_MS)
+        assert changes == []
+        await page.click("button:has-text('Canary of v2')")
+        await dialog.locator("input").fill("40")
+        await dialog.locator("button.primary").click()
+        await expect(dialog).to_have_count(0, timeout=LIMIT_MS)
+        assert changes == [("canary", 2, 0.4, "without login")]
+        console.steering.hold = trainer_pb2.WeightsHold(
+            base_version=1, canary_version=2, canary_workers=["decode-1"], subject="ada"
+        )
+        await expect(page.locator(".note")).to_contain_text("1 worker serves v2", timeout=LIMIT_MS)
+        assert await one.problems() == [] and await one.overflow_px() <= 0
+        console.steering.refusal = "the trainer is away"
+        await page.click("button:has-text('Promote')")
+        await dialog.locator("button.primary").click()
+        await expect(dialog).to_contain_text("the trainer is away", timeout=LIMIT_MS)
+        console.steering.refusal = ""
+        await dialog.locator("button.primary").click()
+        await expect(dialog).to_have_count(0, timeout=LIMIT_MS)
+        assert changes[1:] == [("promote", "without login")]
+
+
+async def test_reader_without_rights_gets_no_buttons(browser: Browser) -> None:
+    """The page shows the versions all the same."""
+    async with served() as console, watched(browser, address(console)) as one:
+        await one.go("#/weights")
+        await one.page.wait_for_selector("table.rows th:has-text('v1')")
+        assert await one.page.locator("main button").count() == 0
+        assert one.errors == []

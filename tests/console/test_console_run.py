@@ -12,11 +12,12 @@ from playwright.async_api import Browser, expect
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
 
-PAGES = ("overview", "window", "trajectories", "services")
+PAGES = ("overview", "window", "trajectories", "weights", "services")
 READY = {
     "overview": "dl.tiles dd:has-text('/ 500')",
     "window": "ul.legend li:has-text('trained')",
     "trajectories": "table.rows tbody tr",
+    "weights": "table.rows tbody tr:has-text('newest')",
     "services": "article.service:has-text('scheduler')",
 }
 """By page: an element that only data of the services makes."""

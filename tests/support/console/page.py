@@ -15,7 +15,7 @@ import aiohttp
 from forge.client.operator import Operator
 from forge.client.pool import Page, PoolReader
 from forge.client.weights import WeightSteering
-from forge.core.errors import NotFound
+from forge.core.errors import NotFound, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
@@ -88,6 +88,8 @@ class FakeSteering:
     def __init__(self) -> None:
         self.changes: list[tuple[Any, ...]] = []
         self.hold = trainer_pb2.WeightsHold()
+        self.refusal = ""
+        """The error of the next promotions."""
 
     async def listing(self) -> trainer_pb2.ListWeightsResponse:
         versions = [
@@ -106,6 +108,8 @@ class FakeSteering:
         self.changes.append(("canary", version, share, on_behalf_of))
 
     async def promote(self, *, on_behalf_of: str) -> None:
+        if self.refusal:
+            raise Unavailable(self.refusal)
         self.changes.append(("promote", on_behalf_of))
 
 

@@ -71,6 +71,10 @@ async def take_all(address: str) -> None:
             await one.page.locator("button.step").last.click()
             await one.page.wait_for_selector(".t.own")
             await take(one, "console_trajectory")
+        async with watched(browser, address, height=620) as one:
+            await one.go("#/weights")
+            await one.page.wait_for_selector("table.rows tbody tr")
+            await take(one, "console_weights")
         async with watched(browser, address, dark=True, height=760) as one:
             await one.go("#/services")
             await one.page.wait_for_selector("article.service")

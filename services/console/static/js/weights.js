@@ -85,7 +85,7 @@ export function show(root, context) {
       hold.canary_version ? h("button", { type: "button", onclick: () => roll(hold.base_version) }, `Roll back to ${v(hold.base_version)}`) : null,
       h("button", { class: "primary", type: "button", onclick: () => promote(newest) }, "Promote"),
     ] : []);
-    const columns = [["Version", null], ["", null], ["Step", "num"], ["Published", null], ["Size", "num"], ["Digest", null], ["Reward", "num"], ["Log-prob gap", "num"], ["Workers", "num"]];
+    const columns = [["Version", null], ["State", null], ["Step", "num"], ["Published", null], ["Size", "num"], ["Digest", null], ["Reward", "num"], ["Log-prob gap", "num"], ["Workers", "num"]];
     if (context.maySteer) columns.push(["Change", null]);
     fill(versions, h("table", { class: "rows" }, h("caption", {}, "Versions that the trainer holds"), headings(columns), h("tbody", {}, state.versions.map((one) => h(
       "tr",
@@ -101,7 +101,7 @@ export function show(root, context) {
       h("td", { class: "num" }, `${state.workers.filter((each) => each.weight_version === one.weight_version).length} of ${state.workers.length}`),
       buttons(one, state),
     )))));
-    fill(workers, h("table", { class: "rows" }, h("caption", {}, "Workers"), headings([["Instance", null], ["Role", null], ["Serves", "num"], ["", null]]), h("tbody", {}, state.workers.map((one) => h(
+    fill(workers, h("table", { class: "rows" }, h("caption", {}, "Workers"), headings([["Instance", null], ["Role", null], ["Serves", "num"], ["Problem", null]]), h("tbody", {}, state.workers.map((one) => h(
       "tr",
       {},
       h("th", { scope: "row", class: "mono" }, one.instance),
