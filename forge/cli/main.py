@@ -137,6 +137,10 @@ def console(
     model: Annotated[
         str, typer.Option(help="Model directory, for the texts of tokens. Default: the run's.")
     ] = "",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of another run: its curves beside this one's. Repeatable."),
+    ] = None,
 ) -> None:
     """Serve the web console: curves, the window, trajectories, weights, services.
 
@@ -145,7 +149,7 @@ def console(
     """
     from forge.cli.web_console import serve_console
 
-    serve_console(at, host=host, port=port, model_path=model)
+    serve_console(at, host=host, port=port, model_path=model, compare=compare or ())
 
 
 @app.command()

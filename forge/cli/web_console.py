@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from forge.cli.command_exit import say
 from forge.cli.connection import Connection
+from forge.cli.plot import read_steps
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError
 from forge.runtime.process.ports import free_ports
@@ -20,8 +22,18 @@ PORT = 7800
 """Port of the page, if it is free."""
 
 
-def serve_console(at: Connection, *, host: str, port: int | None, model_path: str) -> None:
-    """Replaces this process with the console of a system. Raises `ConfigError` without a key."""
+def serve_console(
+    at: Connection,
+    *,
+    host: str,
+    port: int | None,
+    model_path: str,
+    compare: Sequence[Path] = (),
+) -> None:
+    """Replaces this process with the console of a system. Raises `ConfigError` without a key,
+    `NotFound` and `InvalidArgument` for a run to compare without steps."""
+    for run in compare:
+        read_steps(run)
     if at.key_file is None:
         raise ConfigError("forge console needs --key-file: the console verifies tokens with it")
     chosen = free_port(host) if port is None else port
@@ -32,6 +44,7 @@ def serve_console(at: Connection, *, host: str, port: int | None, model_path: st
         "host": host,
         "http.port": str(chosen),
         "model_path": model_path or _model_of(at),
+        "compare": ",".join(str(run.resolve()) for run in compare),
         "log_level": "warning",
         "tls_ca": at.tls_ca,
         "tls_cert": at.tls_cert,

@@ -13,6 +13,7 @@ from forge.runtime.process.service import ServiceContext
 from forge.v1 import pool_pb2
 from services.console.config import ConsoleConfig
 from services.console.data.closes import Closes
+from services.console.data.compared_runs import ComparedRuns
 from services.console.data.overview import Overview
 from services.console.data.queue_view import QueueView
 from services.console.data.services_view import ServicesView
@@ -77,6 +78,7 @@ class ConsoleApp:
             trajectories=TrajectoryList(reader),
             cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
             texts=texts,
+            compared=ComparedRuns(config.compare, most=config.max_steps),
             actions=Actions(
                 operator,
                 steering,

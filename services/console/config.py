@@ -51,6 +51,9 @@ class ConsoleConfig(ServiceConfig):
     max_steps: Annotated[int, Meta(ge=100)] = 4000
     """Most optimizer steps in memory and in a page; beyond it every second older one is left
     out."""
+    compare: tuple[str, ...] = ()
+    """Directories of other runs, or their metrics.jsonl: the overview shows their curves beside
+    this run's."""
     max_cache_mib: Annotated[float, Meta(ge=1)] = 256.0
     """Memory of the trajectories that were read last."""
     http: HttpSettings = field(default_factory=HttpSettings)

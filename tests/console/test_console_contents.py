@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from playwright.async_api import Browser, expect
@@ -12,7 +13,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
 from tests.support.console.browser import LIMIT_MS, chromium, watched
-from tests.support.console.page import Console, served, token_of
+from tests.support.console.page import Console, served, token_of, write_metrics
 from tests.support.pool.records import make_turn
 
 HOSTILE = (
@@ -184,3 +185,16 @@ async def test_reader_without_rights_gets_no_buttons(browser: Browser) -> None:
         await one.page.wait_for_selector("table.rows th:has-text('v1')")
         assert await one.page.locator("main button").count() == 0
         assert one.errors == []
+
+
+async def test_overview_overlays_other_runs(browser: Browser, tmp_path: Path) -> None:
+    """Three charts with a line for each run; one without a file says why."""
+    config = ConsoleConfig(compare=(str(write_metrics(tmp_path / "other", 5)), str(tmp_path / "x")))
+    async with served(config) as console, watched(browser, address(console)) as one:
+        await console.operator.steps.put(trainer_pb2.StepMetrics(step=1, mean_reward=0.5))
+        await one.go("#/overview")
+        section = one.page.locator("section[aria-label='Runs compared']")
+        await expect(section.locator("canvas")).to_have_count(3, timeout=LIMIT_MS)
+        await expect(section).to_contain_text("other")
+        await expect(section.locator(".note")).to_contain_text("does not exist")
+        assert await one.problems() == [] and one.errors == []

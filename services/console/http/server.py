@@ -20,6 +20,7 @@ from aiohttp import web
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
 from services.console.config import ConsoleConfig
+from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.token_rows import MOST_TOKENS, token_rows
 from services.console.data.token_texts import TokenTexts
@@ -70,6 +71,7 @@ class Sources:
     trajectories: TrajectoryList
     cache: TrajectoryCache
     texts: TokenTexts
+    compared: ComparedRuns
     actions: Actions
 
 
@@ -119,6 +121,7 @@ class HttpServer:
         app.router.add_post("/api/logout", self._logout)
         self._sources.actions.add_to(app, self._access, _json)
         add("/api/events", self._events)
+        add("/api/compared", self._data(TRAINING, self._compared))
         add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._position))
         add("/api/trajectories", self._data(SUMMARIES, self._newest))
         add("/api/groups/{task:[a-zA-Z0-9._-]{1,200}}", self._data(SUMMARIES, self._group))
@@ -147,6 +150,9 @@ class HttpServer:
             return await _json(request, content)
 
         return handle
+
+    async def _compared(self, request: web.Request) -> Any:
+        return await asyncio.to_thread(self._sources.compared.read)
 
     async def _position(self, request: web.Request) -> Any:
         return await self._sources.queue.group(int(request.match_info["index"]))

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig
+from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.steps import Steps
 from services.console.data.token_texts import TokenTexts
@@ -199,6 +201,7 @@ class Console:
                 trajectories=TrajectoryList(cast(PoolReader, self.pool)),
                 cache=TrajectoryCache(self.pool.find, most_bytes=1 << 20),
                 texts=TokenTexts(),
+                compared=ComparedRuns(config.compare, most=config.max_steps),
                 actions=Actions(
                     cast(Operator, self.operator),
                     cast(WeightSteering, self.steering),
@@ -257,3 +260,15 @@ async def served(config: ConsoleConfig | None = None) -> AsyncIterator[Console]:
     finally:
         await cancel_and_wait(*tasks)
         await console.server.stop()
+
+
+def write_metrics(run: Path, steps: int) -> Path:
+    """A run directory with so many steps."""
+    run.mkdir()
+    lines = []
+    for step in range(1, steps + 1):
+        names = ("mean_reward", "entropy", "staleness_mean", "logprob_gap_mean")
+        values = dict.fromkeys((*names, "merge_ratio", "step_s", "wait_s"), 0.0)
+        lines.append(json.dumps(values | {"step": step, "mean_reward": step / 10, "domains": {}}))
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    return run

@@ -3,7 +3,7 @@
 import { Chart } from "./charts.js";
 import { fill, h, text } from "./dom.js";
 import { number, seconds, smooth } from "./format.js";
-import { live } from "./live.js";
+import { get, live } from "./live.js";
 
 const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 const share = () => [0, 1.02];
@@ -48,6 +48,42 @@ export function show(root, context) {
     h("dl", { class: "tiles" }, Object.values(tiles).map((one) => one.element)),
     h("div", { class: "charts" }, charts.reward.element, h("section", { class: "panel third chart" }, h("header", {}, h("h2", {}, "Reward by domain"), h("span", {}, "dots: held-out")), domains), charts.tokens.element, charts.staleness.element, charts.entropy.element, charts.gap.element, charts.merge.element, charts.time.element, charts.yield.element),
   );
+
+  // Other runs, which the setting `compare` names.
+  const compared = {
+    runs: [],
+    charts: {},
+    columns: [["mean_reward", "Reward of runs"], ["entropy", "Entropy of runs, in nats"], ["staleness_mean", "Staleness of runs, in steps"]],
+    element: h("section", { class: "charts", "aria-label": "Runs compared", hidden: true }),
+  };
+  root.append(compared.element);
+
+  function showCompared(runs) {
+    compared.runs = runs.filter((one) => one.rows.length);
+    for (const one of runs.filter((each) => each.error)) compared.element.append(h("p", { class: "note wide" }, `${one.name}: ${one.error}`));
+    for (const [name, title] of compared.runs.length ? compared.columns : []) {
+      const series = ["this run", ...compared.runs.map((one) => one.name)].map((label, index) => ({ label, color: index ? COLORS[index % COLORS.length] : "--accent", width: index ? 1.5 : 2.25 }));
+      compared.charts[name] = new Chart(title, series);
+      compared.charts[name].element.classList.add("third");
+      compared.element.append(compared.charts[name].element);
+    }
+    compared.element.hidden = !runs.length;
+    drawCompared();
+  }
+
+  function drawCompared() {
+    const own = column("step");
+    for (const [name, chart] of Object.entries(compared.charts)) {
+      const lines = [[own, smooth(column(name))], ...compared.runs.map((one) => [one.rows.map((row) => row[0]), smooth(one.rows.map((row) => row[one.fields.indexOf(name)]))])];
+      const all = [...new Set(lines.flatMap(([steps]) => steps))].sort((a, b) => a - b);
+      chart.set([all, ...lines.map(([steps, values]) => {
+        const at = new Map(steps.map((step, index) => [step, values[index]]));
+        return all.map((step) => at.get(step) ?? null);
+      })], `${compared.runs.length + 1} runs`);
+    }
+  }
+
+  get("/api/compared").then(showCompared).catch(() => {});
 
   function rewardRange(_, low, high) {
     return low === null || (low >= 0 && high <= 1) ? share() : [low, high];
@@ -105,6 +141,7 @@ export function show(root, context) {
 
   function drawSteps() {
     if (!state.rows.length) return;
+    drawCompared();
     const steps = column("step");
     const last = (name) => column(name).at(-1);
     charts.tokens.set([steps, column("trained_tokens_per_s"), smooth(column("trained_tokens_per_s"))], `now ${number(smooth(column("trained_tokens_per_s")).at(-1))}`);
@@ -158,7 +195,7 @@ export function show(root, context) {
 
   return () => {
     close();
-    for (const chart of [...Object.values(charts), ...[...multiples.values()].map((one) => one.chart)]) chart.end();
+    for (const chart of [...Object.values(charts), ...[...multiples.values()].map((one) => one.chart), ...Object.values(compared.charts)]) chart.end();
   };
 }
 
