@@ -48,6 +48,8 @@ _KEPT_KEYS = frozenset(
 )
 """Keys whose identifiers stay in the lines of every process."""
 _LONGEST_TEXT = 300
+_LONGEST_KIND = 80
+"""Characters of a reason before its colon."""
 
 
 class Redactor:
@@ -96,23 +98,30 @@ class Redactor:
 
         return self.text(_SETTING.sub(shown, toml))
 
+    def status(self, row: Mapping[str, Any]) -> Any:
+        """Returns the JSON of `forge status`. The reasons of failures are removed wherever it
+        repeats them, and from all later parts."""
+        scheduler = row.get("scheduler") or {}
+        texts = [one.get("reason", "") for one in scheduler.get("tombstones", ())]
+        texts.append((scheduler.get("stall") or {}).get("text", ""))
+        self.add(*(text.partition(": ")[2] for text in texts))
+        return self.answers(row)
+
     def answers(self, row: Any) -> Any:
-        """Returns the JSON of status answers without secrets, quotations, and reasons of agents."""
+        """Returns the JSON of an answer without secrets, quotations, and reasons of failures."""
         match row:
             case dict():
                 return {key: self._answer(key, value) for key, value in row.items()}
             case list():
                 return [self.answers(one) for one in row]
             case str():
-                return self.text(_QUOTED.sub(REMOVED, row))
+                return _QUOTED.sub(REMOVED, self.text(row))
         return row
 
     def _answer(self, key: str, value: Any) -> Any:
-        if key != "reason" or not isinstance(value, str):
-            return self.answers(value)
-        # Behind the colon is the error of an agent, a tool or a reward function.
-        head, colon, tail = value.partition(": ")
-        return f"{self.answers(head)}{colon}{_removed(tail)}" if colon else self.answers(value)
+        if key == "reason" and isinstance(value, str):
+            return self.answers(_kind_of(value))
+        return self.answers(value)
 
     def log(self, lines: Iterable[str], *, handles_texts: bool) -> str:
         """Returns log lines without secrets and texts; other lines than JSON are counted."""
@@ -156,7 +165,17 @@ class Redactor:
             return self.text(value)
         if handles_texts:
             return _removed(value)
-        return self.text(_QUOTED.sub(REMOVED, value))[:_LONGEST_TEXT]
+        value = _kind_of(value) if key == "reason" else value
+        return _QUOTED.sub(REMOVED, self.text(value))[:_LONGEST_TEXT]
+
+
+def _kind_of(reason: str) -> str:
+    """Returns a reason without what is behind its colon: the error of an agent, a tool or a reward
+    function, perhaps with the last output of a program."""
+    head, colon, tail = reason.partition(": ")
+    if len(head) > _LONGEST_KIND:
+        return _removed(reason)
+    return f"{head}{colon}{_removed(tail)}" if colon else reason
 
 
 def _removed(text: str) -> str:

@@ -222,7 +222,7 @@ async def _status(
     system: Connection, coordinator: Coordinator, channels: Channels, redactor: Redactor
 ) -> str:
     state = await read_state(coordinator, channels, cluster=system.cluster)
-    return json.dumps(redactor.answers(json.loads(state.as_json())), indent=1)
+    return json.dumps(redactor.status(json.loads(state.as_json())), indent=1)
 
 
 async def _pool(coordinator: Coordinator, channels: Channels, redactor: Redactor) -> str:

@@ -82,6 +82,9 @@ def run_directory(folder: Path, stack: GatewayStack) -> RunDirectory:
         log.write(f"the agent wrote: {PLANTED['answer']}\n")
         log.write(json.dumps({"event": "agent_failed", "error": PLANTED["answer"]}) + "\n")
         log.write(json.dumps({"event": "x", "header": f"Bearer {PLANTED['token']}"}) + "\n")
+    failed = f"RuntimeError: agent ended with 1: {PLANTED['prompt']}"
+    with run.log_file("scheduler").open("w") as log:
+        log.write(json.dumps({"event": "rollout_failed", "reason": failed}) + "\n")
     started = {"pool": {"module": "services.pool", "flags": ["--shard=0"]}}
     run.processes.write_text(json.dumps(started))
     return run

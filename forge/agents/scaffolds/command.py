@@ -32,6 +32,7 @@ from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
+from forge.runtime.tracing import current_span
 
 LOGGED_CHARS = 4000
 """Part of each of them in the runner's log, for a failed program."""
@@ -177,6 +178,8 @@ class Command:
             "NO_PROXY": unproxied,
             "no_proxy": unproxied,
         }
+        if traceparent := current_span().traceparent:
+            variables["TRACEPARENT"] = traceparent
         return Request(
             words=words,
             variables=variables,

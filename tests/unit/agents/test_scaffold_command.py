@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import LOGGED_CHARS, Command, command_words
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
+from forge.runtime.tracing import as_current
 from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout
 from tests.support.runtime.waiting import until
@@ -121,6 +123,29 @@ async def test_task_variable_holds_no_answer(make: Make, monkeypatch: pytest.Mon
     assert (task["prompt"], task["inputs"]) == ("What makes 4?", {"repo": "r"})
     assert "sum" not in task
     assert not leaked
+
+
+class TracedRollout:
+    """The root span of a rollout, as the runner makes it."""
+
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+    def set(self, attributes: Mapping[str, Any]) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+async def test_program_of_a_traced_rollout_gets_its_trace_context(make: Make) -> None:
+    """The spans of its own are then below the rollout."""
+    command = make(python("import os; print(os.environ.get('TRACEPARENT'))"))
+    with as_current(TracedRollout()):
+        assert await answer_of(command) == TracedRollout.traceparent
+    assert await answer_of(command) == "None"
 
 
 async def test_no_secret_of_the_runner_reaches_the_program(

@@ -88,8 +88,25 @@ def test_tracebacks_keep_their_frames() -> None:
     assert nested["exception"].splitlines() == [lines[1], "ValueError"]
 
 
-def test_reasons_of_tombstones_keep_their_kind() -> None:
-    """Behind the colon is the error of an agent."""
-    row = {"tombstones": [{"reason": "max_attempts: the agent said MARKER", "groups": 2}]}
-    shown = Redactor().answers(row)["tombstones"][0]
-    assert shown == {"reason": "max_attempts: [21 characters removed]", "groups": 2}
+def test_reasons_of_failures_keep_their_kind() -> None:
+    """Behind the colon is the error of an agent, perhaps its last output. Status repeats it in the
+    text of a stall and in the problems; the scheduler's log has it for each failed rollout."""
+    failure = "RuntimeError: agent ended with 1: it's 'a' MARKER"
+    stall = f"3 tasks were given up since the last step, the last one with: {failure}. Check it."
+    row = {
+        "problems": [f"No group was trained for 31 min: {stall}", "pool p at h: it is gone"],
+        "scheduler": {
+            "stall": {"cause": "given_up", "text": stall},
+            "tombstones": [{"reason": failure, "groups": 2}, {"reason": "dropped by an operator"}],
+        },
+    }
+    redactor = Redactor()
+    shown = redactor.status(row)
+    assert "MARKER" not in json.dumps(shown)
+    assert shown["problems"][1] == "pool p at h: it is gone"
+    assert shown["scheduler"]["stall"]["cause"] == "given_up"
+    first, second = shown["scheduler"]["tombstones"]
+    assert first["reason"].startswith("RuntimeError: [")
+    assert second["reason"] == "dropped by an operator"
+    line = json.dumps({"event": "rollout_failed", "reason": failure})
+    assert "MARKER" not in Redactor().log([line], handles_texts=False)
