@@ -11,17 +11,18 @@ import pytest_asyncio
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.trajectory import parse_trajectory_id
+from services.pool.data.index_mending import MENDED
 from services.pool.readers import Readers
 from services.pool.replication import self_repair
 from services.pool.replication.self_repair import SelfRepair
 from services.pool.storage.keys import trajectory_key, turn_key
 from services.pool.storage.record_copies import CopiedRecords, copied_records
-from services.pool.storage.records import DamagedRecord
+from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_turn
 from tests.support.pool.replicas import Node
-from tests.support.pool.store import append, commit, put_groups
+from tests.support.pool.store import append, commit, damage_of, put_groups
 
 KEY = turn_key(trajectory_key(parse_trajectory_id("a:0:0")), 0)
 MET = DamagedRecord("met", table=Table.TURNS, key=KEY)
@@ -100,4 +101,31 @@ async def test_record_of_one_replica_alone_is_not_fetched(damaged):
     repair, other = damaged
     met = DamagedRecord("met", table=Table.REPLICA, key=b"state")
     assert not await repair.repaired(met)
+    assert not other.asked
+
+
+async def test_leader_mends_indexes_in_its_pass(node: Callable[[str], Node]) -> None:
+    """An entry with a flipped bit in its key is in no copy under that key: the records of groups
+    decide, and the other replica is not asked."""
+    leader = node("leader")
+    leader.lead()
+    group = make_group("a")
+    group.task.tag = "before"
+    put_groups(leader.store, group)
+
+    def flip(records: Records) -> None:
+        for table in MENDED:
+            key = next(key for key, _ in records.scan_sealed(table))
+            value = records.get_sealed(table, key)
+            records.put_sealed(table, key, None)
+            records.put_sealed(table, bytes([key[0] ^ 1]) + key[1:], value)
+
+    leader.store.write(flip)
+    assert len(damage_of(leader.store)) >= 4
+    other = Other(CopiedRecords(values={}, position=0))
+    readers = Readers(1)
+    repair = SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True)
+    await repair.mend_indexes()
+    await readers.close()
+    assert damage_of(leader.store) == []
     assert not other.asked
