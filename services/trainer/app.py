@@ -39,6 +39,7 @@ from services.trainer.actors.training import (
     SaveCheckpoint,
     Training,
 )
+from services.trainer.checkpoint.remote_copies import RemoteCopies, newest_step
 from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
@@ -91,10 +92,13 @@ class TrainerApp:
         watch_gpus(self._context, device=self._config.device)
         lineage = await self._elected()
         actors = self._context.actors
+        copies = await self._fetched_copies(lineage)
         store = CheckpointStore(Path(self._config.checkpoint.dir), self._retention)
         await lineage.check(store)
         sending = self._source_of_checkpoints.sending
-        writer = await actors.spawn(lambda: CheckpointWriter(store, sending), name="checkpoints")
+        writer = await actors.spawn(
+            lambda: CheckpointWriter(store, sending, copies), name="checkpoints"
+        )
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))
         self._training = await actors.spawn(
@@ -172,6 +176,24 @@ class TrainerApp:
         )
         await self._campaign(self._lineage)
         return self._lineage
+
+    async def _fetched_copies(self, lineage: Lineage) -> RemoteCopies | None:
+        """The copies at `checkpoint.copy_to`; fetches the newest one if this host lacks it.
+
+        Raises `ConfigError` for an invalid URL, `Unavailable` if it does not answer.
+        """
+        kept = self._config.checkpoint
+        if not kept.copy_to:
+            return None
+        directory = Path(kept.dir)
+        copies = RemoteCopies(kept.copy_to, self._retention)
+        here = newest_step(directory)
+        lacking = await lineage.lacks(here)
+        if lacking is not None:
+            fetch = partial(copies.fetch_newer, directory, lineage=lacking, after=here)
+            if step := await asyncio.to_thread(fetch):
+                log.info("checkpoint_fetched", step=step, source=kept.copy_to)
+        return copies
 
     async def _campaign(self, lineage: Lineage) -> None:
         """Until elected, fetches the checkpoints of the leader."""

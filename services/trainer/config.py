@@ -83,6 +83,9 @@ class CheckpointSettings:
 
     dir: str = ".forge/checkpoints"
     """Directory of the checkpoints."""
+    copy_to: str = ""
+    """URL of fsspec, e.g. s3://bucket/run, to which each checkpoint is copied, and from which a
+    trainer continues that lacks the newest one; empty: none. s3:// needs the package s3fs."""
     every_steps: Annotated[int, Meta(ge=1)] = 10
     """Optimizer steps between checkpoints: the work that a crash can cost."""
     keep_last: Annotated[int, Meta(ge=1)] = 2

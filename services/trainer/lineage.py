@@ -165,6 +165,15 @@ class Lineage:
         if self._leadership is not None:
             await self._leadership.resign()
 
+    async def lacks(self, newest_step: int) -> str | None:
+        """The lineage to fetch a checkpoint of, if the newest one here is older than the recorded
+        one: its id, or "" for any if etcd has no record; None if there is nothing to fetch."""
+        record, _ = await self._read()
+        if record is None:
+            return None if newest_step else ""
+        ends = record.lineage == self._start_over
+        return None if ends or record.step <= newest_step else record.lineage
+
     async def check(self, store: CheckpointStore) -> None:
         """Raises `ConfigError` if the newest checkpoint here does not continue the lineage.
 

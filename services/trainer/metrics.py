@@ -63,6 +63,10 @@ _CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Time to write the new
 _CHECKPOINT_FAILING = gauge(
     "forge_trainer_checkpoint_failing", "1 when the newest checkpoint could not be written."
 )
+_CHECKPOINT_COPY_FAILING = gauge(
+    "forge_trainer_checkpoint_copy_failing",
+    "1 when the newest checkpoint could not be copied to checkpoint.copy_to.",
+)
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Duration of a step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
@@ -263,6 +267,11 @@ def show_checkpoint(step: int, write_s: float) -> None:
 def show_checkpoint_failed() -> None:
     """A checkpoint could not be written."""
     _CHECKPOINT_FAILING.set(1)
+
+
+def show_checkpoint_copy(*, failed: bool) -> None:
+    """A checkpoint was copied to its URL, or could not be."""
+    _CHECKPOINT_COPY_FAILING.set(failed)
 
 
 def show_skipped(batch: BatchSamples) -> None:

@@ -234,6 +234,17 @@ async def test_fetch_that_is_cut_continues_where_it_stopped(hosts: TwoHosts) -> 
     await network.close()
 
 
+async def test_run_continues_from_the_copy_at_a_url(hosts: TwoHosts, tmp_path: Path) -> None:
+    """On a host without any checkpoint, after the first one was lost without a standby."""
+    url = {"checkpoint__copy_to": f"file://{tmp_path}/copies"}
+    await hosts.trained_by_first(**url)
+    await until(lambda: hosts.first.logged("checkpoint_copied") or None)
+    hosts.first.kill()
+    hosts.second.start(**SETTINGS, **url)
+    await until(lambda: hosts.second.logged("rewound") or None)
+    assert hosts.second.logged("rewound")[-1]["step"] == 1
+
+
 async def test_copied_checkpoint_moves_the_run(hosts: TwoHosts) -> None:
     """The lineage continues on another host that has its newest checkpoint, and not with an older
     one, nor with another tokenizer."""

@@ -7,13 +7,15 @@ gets all log-probs of a tree at once, so every objective is exact for any number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from forge.rl.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class _Passes(torch.autograd.Function):
         first_kept = count - passes.kept if differentiable else count
         outputs, ctx.draws = [], []
         for index in range(count):
-            ctx.draws.append(_random_state(passes.device))
+            ctx.draws.append(random_state(passes.device))
             with torch.set_grad_enabled(index >= first_kept):
                 outputs.append(passes.run(index))
         ctx.passes, ctx.kept = passes, dict(enumerate(outputs[first_kept:], first_kept))
@@ -85,19 +87,11 @@ class _Passes(torch.autograd.Function):
         return None, None, None
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """State of the host's random numbers, and of the device's if it is a GPU."""
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), own
-
-
-def _again(passes: Passes, index: int, draws: tuple[Tensor, Tensor | None]) -> PassOutput:
+def _again(passes: Passes, index: int, draws: Mapping[str, Tensor]) -> PassOutput:
     """Run a pass again with its random numbers; the current random state stays as it was."""
-    host, own = draws
-    with torch.random.fork_rng(devices=[] if own is None else [passes.device]):
-        torch.set_rng_state(host)
-        if own is not None:
-            torch.cuda.set_rng_state(own, passes.device)
+    device = passes.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        set_random_state(draws, device)
         return passes.run(index)
 
 

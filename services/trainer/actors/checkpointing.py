@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.core.errors import Unavailable
 from forge.runtime.actors.actor import ThreadActor
+from forge.runtime.telemetry import log
+from services.trainer import metrics
 from services.trainer.checkpoint.files import Contents
 from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.remote_copies import RemoteCopies
 from services.trainer.checkpoint.store import CheckpointStore
 
 
@@ -49,18 +53,31 @@ class Prune:
     """Step of the checkpoint that the lineage's record names, which stays."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOut:
+    """Copy a checkpoint to `checkpoint.copy_to`; answered once it is there, or once it has failed:
+    the next one is tried again."""
+
+    path: Path
+
+
 class CheckpointWriter(ThreadActor):
     """Writes one checkpoint at a time."""
 
     def __init__(
-        self, store: CheckpointStore, sending: Callable[[], Collection[int]] = frozenset
+        self,
+        store: CheckpointStore,
+        sending: Callable[[], Collection[int]] = frozenset,
+        copies: RemoteCopies | None = None,
     ) -> None:
-        """`sending` returns the steps that standbys are fetching; these stay, too."""
+        """`sending` returns the steps that standbys are fetching; these stay, too. `copies` is
+        needed for `CopyOut`."""
         self._store = store
         self._sending = sending
+        self._copies = copies
 
-    def receive(self, message: Any) -> Path | int:
-        """Handles `Write`, `Flush` and `Prune`."""
+    def receive(self, message: Any) -> Path | int | None:
+        """Handles `Write`, `Flush`, `Prune` and `CopyOut`."""
         match message:
             case Write():
                 return self._store.save(
@@ -76,4 +93,18 @@ class CheckpointWriter(ThreadActor):
             case Prune(recorded=recorded):
                 self._store.prune(held={recorded, *self._sending()})
                 return self._store.oldest_step(recorded=recorded)
+            case CopyOut(path=path):
+                self._copy_out(path)
+                return None
         raise NotImplementedError(f"CheckpointWriter handles no {type(message).__name__}")
+
+    def _copy_out(self, path: Path) -> None:
+        assert self._copies is not None, "checkpoint.copy_to is set"
+        try:
+            self._copies.put(path)
+        except Unavailable as error:
+            log.error("checkpoint_not_copied", path=str(path), error=str(error))
+            metrics.show_checkpoint_copy(failed=True)
+        else:
+            log.info("checkpoint_copied", path=str(path))
+            metrics.show_checkpoint_copy(failed=False)

@@ -25,7 +25,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.actors.checkpointing import Flush, Prune, Write
+from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
 from services.trainer.actors.learner import Restore, TakeSnapshot
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
@@ -353,6 +353,8 @@ class Training(Actor):
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)
         log.info("checkpoint_saved", step=write.step, path=str(path), write_s=round(write_s, 3))
+        if self._config.checkpoint.copy_to:
+            await self._writer.ask(CopyOut(path=path), timeout_s=UNBOUNDED_S)
         return path
 
     async def _flush(self) -> int:
