@@ -283,6 +283,7 @@ class WorkerStatus(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
@@ -294,6 +295,8 @@ class WorkerStatus(_message.Message):
     cached_tokens: _builtins.int
     engine: _builtins.str
     """Name of its engine; "unknown" for a worker of an earlier release."""
+    draining: _builtins.bool
+    """An operator drains it: it gets no new request."""
     def __init__(
         self,
         *,
@@ -305,10 +308,11 @@ class WorkerStatus(_message.Message):
         computed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         engine: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "engine", b"engine", "instance_id", b"instance_id", "queued", b"queued", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "draining", b"draining", "engine", b"engine", "instance_id", b"instance_id", "queued", b"queued", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

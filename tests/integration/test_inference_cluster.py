@@ -313,6 +313,25 @@ async def test_drained_worker_finishes_its_requests(inference: InferenceCluster)
     assert await asyncio.to_thread(inference.exit_code, draining) == 0
 
 
+async def test_worker_drained_by_an_operator_gets_no_request_until_it_is_resumed(
+    inference: InferenceCluster,
+) -> None:
+    """It stays registered, with a mark that routers observe; the other worker serves meanwhile."""
+    await serving(inference, decodes=2)
+    drained, other = await inference.workers("decode", 2)
+    for draining, allowed in ((True, {other}), (False, {drained, other})):
+        await inference.drain(drained, draining)
+        calls = [
+            asyncio.create_task(inference.sample(prompt_ids(30, seed=n), max_tokens=60))
+            for n in range(8)
+        ]
+        busy = {*await inference.sampling(*calls)}
+        await asyncio.gather(*calls)
+        assert busy <= allowed
+    version = str(inference.publisher.version)
+    await inference.registered("decode", drained, weight_version=version)
+
+
 async def test_kept_stream_serves_calls_until_the_router_drains(
     inference: InferenceCluster,
 ) -> None:

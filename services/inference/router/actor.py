@@ -304,5 +304,6 @@ def _status(worker: Worker) -> pb.WorkerStatus:
         queued=waiting,
         computed_tokens=worker.computed_tokens,
         cached_tokens=worker.cached_tokens,
+        draining=worker.draining,
         engine=worker.engine.name,
     )

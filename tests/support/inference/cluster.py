@@ -33,7 +33,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from forge.runtime.weights.delta import DeltaEncoder
-from forge.v1 import inference_pb2, inference_pb2_grpc
+from forge.v1 import drain_pb2, drain_pb2_grpc, inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
 from tests.support.runtime.etcd import EtcdServer
@@ -281,6 +281,19 @@ class InferenceCluster:
     def log(self, name: str) -> str:
         """What a process has logged so far."""
         return (self._folder / f"{name}.log").read_text(encoding="utf-8")
+
+    async def drain(self, name: str, draining: bool) -> None:
+        """Takes a decode worker out of service, or back, once the router knows."""
+        instance = await self.registered("decode", name)
+        stub: Any = drain_pb2_grpc.DrainServiceStub(self.channels.get(instance.address))
+        answer = await stub.SetDraining(drain_pb2.SetDrainingRequest(draining=draining))
+        assert answer.draining == draining
+
+        async def known() -> bool:
+            workers = (await self.status()).workers
+            return any(w.instance_id == name and w.draining == draining for w in workers)
+
+        await until(known)
 
     def terminate(self, name: str) -> None:
         """SIGTERM, without waiting."""
