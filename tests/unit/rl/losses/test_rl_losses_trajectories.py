@@ -111,7 +111,14 @@ CASES = {
     ),
 }
 CUT = {("qwen3", UNSPLIT), ("qwen3", SPLIT), ("qwen3", RELAYED)}
-FAMILIES = {("gemma3", RELAYED), ("qwen3_moe", SPLIT), ("mamba", SPLIT)}
+FAMILIES = {
+    ("gemma3", RELAYED),
+    ("qwen3_moe", SPLIT),
+    ("qwen3_next", UNSPLIT),
+    ("mamba", SPLIT),
+}
+NARROW = ("qwen3_next", "mamba")
+"""Families whose norms compute in fp32 for any type of the model."""
 GRID = [
     *((name, *way) for name in CASES for way in sorted(CUT)),
     *((name, *way) for name in ("gspo", "entropy") for way in sorted(FAMILIES)),
@@ -141,7 +148,7 @@ def test_merged_gradient_equals_that_of_one_trajectory_at_a_time(
         if budget == RELAYED:
             assert any(len(tree.parts) > 1 for tree in plan.trees)
         errors = relative_errors(merged_gradient(learner, plan), expected)
-    assert max(errors) <= (1e-7 if family == "mamba" else 1e-12)
+    assert max(errors) <= (1e-6 if family in NARROW else 1e-12)
 
 
 def test_shared_token_has_the_ratio_of_each_trajectory() -> None:
