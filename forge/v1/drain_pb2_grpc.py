@@ -49,8 +49,8 @@ class DrainServiceServicer(object):
     def SetDraining(self, request, context):
         """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
         drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: nothing has changed then. Idempotent;
-        safe to retry.
+        restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+        mark in discovery is unknown. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

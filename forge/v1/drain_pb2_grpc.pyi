@@ -36,8 +36,8 @@ class DrainServiceStub:
     SetDraining: _grpc.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]
     """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
     drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: nothing has changed then. Idempotent;
-    safe to retry.
+    restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+    mark in discovery is unknown. Idempotent; safe to retry.
     """
 
 @_typing.type_check_only
@@ -48,8 +48,8 @@ class DrainServiceAsyncStub(DrainServiceStub):
     SetDraining: _aio.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]  # type: ignore[assignment]
     """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
     drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: nothing has changed then. Idempotent;
-    safe to retry.
+    restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+    mark in discovery is unknown. Idempotent; safe to retry.
     """
 
 class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +63,8 @@ class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_drain_pb2.SetDrainingResponse, _abc.Awaitable[_drain_pb2.SetDrainingResponse]]:
         """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
         drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: nothing has changed then. Idempotent;
-        safe to retry.
+        restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+        mark in discovery is unknown. Idempotent; safe to retry.
         """
 
 def add_DrainServiceServicer_to_server(servicer: DrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -56,8 +56,10 @@ class DrainServicer(rpc.DrainServiceServicer):
             try:
                 await self._context.announce()
             except ForgeError:
+                # The next announcement has the mark of before.
                 metadata.pop(DRAINING_KEY, None)
-                metadata.update({key: before[key] for key in (DRAINING_KEY,) if key in before})
+                if DRAINING_KEY in before:
+                    metadata[DRAINING_KEY] = before[DRAINING_KEY]
                 raise
             await self._apply(request.draining)
             _DRAINING.set(request.draining)
