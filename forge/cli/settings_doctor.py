@@ -6,6 +6,7 @@ of each service its own rules.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -83,8 +84,11 @@ def _user_of_port(port: int, name: str, one: PrintedSettings) -> Finding | None:
             probe.bind((host, port))
             return None
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            reason, taken = (error.strerror or str(error)).lower(), error.errno == errno.EADDRINUSE
     text = f"port {port} ({name}) on {host}: {reason}"
+    if not taken:
+        remedy = f"Set a host of this machine, and a port, in {one.program.source}."
+        return Finding(ok=False, text=text, remedy=remedy)
     user = _listener(port)
     if user is None:
         seen_by_root = f"{text}; only root sees by which process"

@@ -71,6 +71,14 @@ def test_port_of_two_services_is_a_problem() -> None:
     assert "console.toml" in found["port 7211 is port of pool and http.port of console"]
 
 
+def test_host_of_another_machine_is_a_problem() -> None:
+    """No process uses the port; the remedy names the file."""
+    found = problems(printed("pool", 'host = "203.0.113.1"\nport = 7211\n'))
+    (text,) = (text for text in found if text.startswith("port 7211"))
+    assert "on 203.0.113.1: cannot assign" in text
+    assert found[text] == "Set a host of this machine, and a port, in pool.toml."
+
+
 def test_port_in_use_by_its_own_service_is_no_problem() -> None:
     """`--check` reports it too: the doctor of a running host passes over that line."""
     listen = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
