@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from forge.client.group_credit import turn_advantages
 from forge.client.pool import PoolReader
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2
-from services.console.data.rows import advantages_of, summary_row
+from services.console.data.rows import summary_row
 
 MOST = 200
 """Trajectories of a list."""
@@ -134,14 +135,14 @@ class TrajectoryList:
     async def group(self, task_id: str) -> dict[str, Any]:
         """The rollouts of one task with the advantages of their turns."""
         found = await self.rollouts(task_id)
-        credit = advantages_of(found)
+        credit = turn_advantages(found)
         rows = [summary_row(one) | {"advantages": credit.get(one.trajectory_id)} for one in found]
         return {"task_id": task_id, "rows": rows}
 
-    async def advantages(self, trajectory_id: str) -> list[float] | None:
+    async def advantages(self, trajectory_id: str) -> Sequence[float] | None:
         """Advantages of the turns of one trajectory; None if it has none."""
         task_id = parse_trajectory_id(trajectory_id).task_id
-        return advantages_of(await self.rollouts(task_id)).get(trajectory_id)
+        return turn_advantages(await self.rollouts(task_id)).get(trajectory_id)
 
 
 def _place(trajectory_id: str) -> tuple[int, int]:
