@@ -49,7 +49,7 @@ class DrainServiceServicer(object):
     def SetDraining(self, request, context):
         """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
         drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+        restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
         mark in discovery is unknown. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

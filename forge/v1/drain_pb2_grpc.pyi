@@ -36,7 +36,7 @@ class DrainServiceStub:
     SetDraining: _grpc.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]
     """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
     drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+    restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
     mark in discovery is unknown. Idempotent; safe to retry.
     """
 
@@ -48,7 +48,7 @@ class DrainServiceAsyncStub(DrainServiceStub):
     SetDraining: _aio.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]  # type: ignore[assignment]
     """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
     drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+    restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
     mark in discovery is unknown. Idempotent; safe to retry.
     """
 
@@ -63,7 +63,7 @@ class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_drain_pb2.SetDrainingResponse, _abc.Awaitable[_drain_pb2.SetDrainingResponse]]:
         """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
         drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: the instance goes on as before, the
+        restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
         mark in discovery is unknown. Idempotent; safe to retry.
         """
 

@@ -3,7 +3,7 @@
 A reader needs the token and scope that the RPC behind a page needs, so the console opens nothing.
 Without login the console is for the users of its own host alone: it accepts only requests that name
 it as a loopback host, so that no page of another site reads it through a renamed address (DNS
-rebinding). Without login nobody changes anything, unless `http.steering` allows it.
+rebinding). Without login all changes are refused, unless `http.steering` allows them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Owns the hold in etcd and the files of its versions, one operation at a time:
     pin the versions -> write their files -> compare and swap the hold -> remove other files
 
 So a hold in etcd names only versions that survive this process. After an unknown outcome both the
-old and the new versions stay pinned, and the next operation reads the hold again. Not here: the
-choice of a worker, which follows the hold by itself, and publication, which goes on.
+old and the new versions stay pinned, and the next operation reads the hold again. Not here: workers
+read the hold themselves, and the trainer continues to publish.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Contents:
             files = self.write_part(directory)
             self._write_undivided(directory)
         finally:
-            # The caller removes the directory after an error: nobody must write then.
+            # The caller removes the directory after an error. No rank may write to it then.
             others = self.others.written() if self.others is not None else []
         self._describe(directory, [*files, *others])
 

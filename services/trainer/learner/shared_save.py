@@ -2,7 +2,7 @@
 
 Owns the agreement between the ranks, through the store of their group. Rank 0 names the directory
 once it exists; each other rank writes its part on a thread, and reports its files once they are
-durable. No rank waits in a collective, so training goes on, and a rank that is lost meanwhile costs
+durable. No rank waits in a collective, so training continues. A rank that is lost meanwhile costs
 this checkpoint alone.
 """
 

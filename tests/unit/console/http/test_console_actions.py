@@ -81,7 +81,7 @@ async def test_operator_steers_weights_and_queue() -> None:
 
 
 async def test_setting_allows_changes_without_login() -> None:
-    """On loopback; the audit line says that nobody logged in."""
+    """On loopback. The audit line has the subject `without login`."""
     async with served(STEERING) as console:
         assert (await console.get("/api/session"))[1]["may_steer"]
         with capture_logs() as logs:

@@ -19,7 +19,7 @@ from forge.core.errors import InvalidArgument
     ("tokens", "expected"), [(0, 0.0), (75, 0.0), (80, -0.1), (100, -0.5), (101, -0.5)]
 )
 def test_penalty_rises_over_the_cache_before_the_limit(tokens: int, expected: float) -> None:
-    """DAPO, eq. 13, with a full penalty of 1/2: 100 tokens, of which the last 25 are the cache."""
+    """DAPO, eq. 13, with a full penalty of 1/2: a limit of 100 tokens, a cache of 25."""
     rules = OverlongRules(max_tokens=100, cache_tokens=25, penalty=0.5)
     assert overlong_penalty(tokens, rules) == pytest.approx(expected)
 
