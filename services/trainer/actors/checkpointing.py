@@ -76,7 +76,7 @@ class CheckpointWriter(ThreadActor):
         self._sending = sending
         self._copies = copies
 
-    def receive(self, message: Any) -> Path | int | None:
+    def receive(self, message: Any) -> Any:
         """Handles `Write`, `Flush`, `Prune` and `CopyOut`."""
         match message:
             case Write():
@@ -96,7 +96,7 @@ class CheckpointWriter(ThreadActor):
             case CopyOut(path=path):
                 self._copy_out(path)
                 return None
-        raise NotImplementedError(f"CheckpointWriter handles no {type(message).__name__}")
+        return super().receive(message)
 
     def _copy_out(self, path: Path) -> None:
         assert self._copies is not None, "checkpoint.copy_to is set"
