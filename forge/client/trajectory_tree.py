@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from forge.core.credit.side_calls import side_calls
 from forge.core.token_columns import TOKEN_BYTES
-from forge.core.trajectory import NO_PARENT, sequence_lengths
+from forge.core.trajectory import NO_PARENT, TurnTokens, sequence_lengths
 from forge.v1 import common_pb2 as pb
 
 
@@ -62,6 +62,19 @@ class TrajectoryTree:
         while index is not None:
             yield index
             index = self._next.get(index)
+
+
+def turn_tokens(turn: pb.Turn) -> TurnTokens:
+    """The tokens of a recorded turn."""
+    return TurnTokens(
+        turn_index=turn.turn_index,
+        parent_turn=turn.parent_turn,
+        prefix_tokens=turn.prefix_tokens,
+        prompt_ids=turn.prompt_ids,
+        sampled_ids=turn.sampled.ids,
+        logprobs=turn.sampled.logprobs,
+        weight_versions=turn.sampled.weight_versions,
+    )
 
 
 def sampled_tokens(turn: pb.Turn) -> int:

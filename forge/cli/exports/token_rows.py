@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge.cli.exports.files import Arrow
-from forge.client.trajectory_tree import TrajectoryTree
+from forge.client.trajectory_tree import TrajectoryTree, turn_tokens
 from forge.core.credit.side_calls import SideCall
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import (
@@ -33,7 +33,7 @@ from forge.core.token_columns import (
     int32_array,
     int32_bytes,
 )
-from forge.core.trajectory import NO_PARENT, TokenTree, TurnTokens
+from forge.core.trajectory import NO_PARENT, TokenTree
 from forge.v1 import common_pb2 as pb
 
 Untrained = Literal["empty", "aborted", "greedy", "other_model"] | SideCall
@@ -80,7 +80,7 @@ def token_rows(
     """
     turns = trajectory.turns
     tree = TrajectoryTree(turns)
-    tokens = TokenTree([_tokens(turn) for turn in turns])
+    tokens = TokenTree([turn_tokens(turn) for turn in turns])
     reasons = {index: why for index in range(len(turns)) if (why := _untrained(turns, tree, index))}
     left = set(range(len(turns))) - set(reasons)
     whole = {turn.parent_turn for turn in turns if _continues(tree, turn)}
@@ -180,18 +180,6 @@ def _row(
             }
             for one in answers
         ],
-    )
-
-
-def _tokens(turn: pb.Turn) -> TurnTokens:
-    return TurnTokens(
-        turn_index=turn.turn_index,
-        parent_turn=turn.parent_turn,
-        prefix_tokens=turn.prefix_tokens,
-        prompt_ids=turn.prompt_ids,
-        sampled_ids=turn.sampled.ids,
-        logprobs=turn.sampled.logprobs,
-        weight_versions=turn.sampled.weight_versions,
     )
 
 

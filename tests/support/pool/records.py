@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from forge.client.trajectory_tree import turn_tokens
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.core.trajectory import TokenTree, TurnTokens
+from forge.core.trajectory import TokenTree
 from forge.v1 import common_pb2
 
 
@@ -88,17 +89,4 @@ def damage(data_dir: Path, needle: bytes) -> None:
 
 def recorded_tree(turns: Iterable[common_pb2.Turn]) -> TokenTree:
     """The sequences of recorded turns, as the trainer puts them together."""
-    return TokenTree(
-        [
-            TurnTokens(
-                turn_index=turn.turn_index,
-                parent_turn=turn.parent_turn,
-                prefix_tokens=turn.prefix_tokens,
-                prompt_ids=turn.prompt_ids,
-                sampled_ids=turn.sampled.ids,
-                logprobs=turn.sampled.logprobs,
-                weight_versions=turn.sampled.weight_versions,
-            )
-            for turn in turns
-        ]
-    )
+    return TokenTree([turn_tokens(turn) for turn in turns])
