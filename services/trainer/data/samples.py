@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from statistics import fmean
 from typing import Literal
 
-from forge.client.group_credit import REWARD_KINDS
-from forge.client.trajectory_tree import turn_tokens
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.core.credit.overlong import OverlongRules, masked_turns, overlong_penalties
 from forge.core.credit.rewards import (
     RewardComponent,
+    RewardKind,
     RewardWeights,
     returns_to_go,
     speed_credits,
@@ -40,6 +39,14 @@ from services.trainer.data.grammar_correction import (
 )
 from services.trainer.data.other_models import policy_part
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
+
+_KINDS: Mapping[int, RewardKind] = {
+    pb.REWARD_KIND_OUTCOME: "outcome",
+    pb.REWARD_KIND_PROCESS: "process",
+    pb.REWARD_KIND_SPEED: "speed",
+    pb.REWARD_KIND_AGENT: "agent",
+}
+
 
 LeftOut = (
     Literal["empty", "aborted", "greedy", "overlong", "share_missing", "other_model"] | SideCall
@@ -364,15 +371,20 @@ def _outcome(rollout: _Rollout) -> float:
 
 
 def _component(event: pb.RewardEvent) -> RewardComponent:
-    if event.kind not in REWARD_KINDS:
+    if event.kind not in _KINDS:
         raise InvalidArgument(f"reward {event.event_id!r} has kind {event.kind}")
-    return RewardComponent(
-        kind=REWARD_KINDS[event.kind], value=event.value, turn_index=event.turn_index
-    )
+    return RewardComponent(kind=_KINDS[event.kind], value=event.value, turn_index=event.turn_index)
 
 
 def _turn_tokens(turn: pb.Turn) -> TurnTokens:
-    tokens = turn_tokens(turn)
-    if cut_of(turn) == "share_missing":
-        return tokens
-    return replace(tokens, logprobs=logprobs_without_mask(turn.sampled))
+    return TurnTokens(
+        turn_index=turn.turn_index,
+        parent_turn=turn.parent_turn,
+        prefix_tokens=turn.prefix_tokens,
+        prompt_ids=turn.prompt_ids,
+        sampled_ids=turn.sampled.ids,
+        logprobs=turn.sampled.logprobs
+        if cut_of(turn) == "share_missing"
+        else logprobs_without_mask(turn.sampled),
+        weight_versions=turn.sampled.weight_versions,
+    )
