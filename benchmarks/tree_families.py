@@ -105,7 +105,7 @@ def measure(name: str, *, rounds: int, scale: int) -> dict[str, float]:
 
     def compute(way: Way) -> Callable[[], object]:
         def gradient() -> None:
-            policy.use_way(way)
+            policy.attention.use(way)
             model.zero_grad()
             learner.accumulate(plan)
 

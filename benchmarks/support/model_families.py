@@ -233,7 +233,7 @@ def errors_of(policy: TreePolicy, samples: Sequence[Sample]) -> tuple[float, flo
     policy.model.zero_grad()
     tokens = sum(one.trained_tokens for one in samples)
     total = scale = 0.0
-    with policy.stock_attention():
+    with policy.attention.stock():
         for one in samples:
             loss, size = _plain_loss(policy.model, one)
             (loss / tokens).backward()  # type: ignore[no-untyped-call]

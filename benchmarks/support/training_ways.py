@@ -68,7 +68,7 @@ class Bench:
 
     def tree(self, samples: Sequence[Sample], *, budget: int = UNSPLIT) -> tuple[float, BatchPlan]:
         """Merged; relayed or split beyond a budget."""
-        self.learner.token_budget = budget
+        self.learner.budget.tokens = budget
         plan = self.learner.plan(samples)
         loss, _ = self.learner.accumulate(plan)
         return loss, plan

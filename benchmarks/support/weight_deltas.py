@@ -43,7 +43,7 @@ def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, fl
     sizes, shares = [], []
     before = _published(model)
     for _ in range(steps):
-        with policy.stock_attention():
+        with policy.attention.stock():
             samples = list(_samples(model, tokenizer, rng))
         learner.step(learner.plan(samples), weight_version=1)
         after = _published(model)

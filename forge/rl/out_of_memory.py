@@ -1,6 +1,6 @@
 """Out-of-memory errors: their recognition, smaller budgets to retry with, activation checkpointing.
 
-`forge.rl.learner.learner` does the retries.
+`forge.rl.learner.token_budget` lowers the budget of a learner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One optimizer step on a batch of samples, and the state that a checkpoint needs to repeat it.
 
-Owns gradient accumulation, several epochs over a batch, the guards against a step that is not
-finite and against a shortage of memory, and the optimizer. Settings are in `forge.rl.config`, the
+Owns gradient accumulation, several epochs over a batch, the guard against a step that is not
+finite, retries after a shortage of memory, and the optimizer. Settings are in `forge.rl.config`,
 objectives in `forge.rl.losses`; batches and published weights belong to the trainer service.
 """
 
@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.collectives import RankShortage, meet
 from forge.rl.config import LearnerConfig
-from forge.rl.learner.batch_plan import BatchPlan, plan_batch, whole_plan
+from forge.rl.learner.batch_plan import BatchPlan, whole_plan
 from forge.rl.learner.critic import Critic, critic_stats
 from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_of, token_stats
+from forge.rl.learner.token_budget import TokenBudget
 from forge.rl.learner.tree_tokens import Reference, TreeTokens
 from forge.rl.learner.types import StepResult, Update
 from forge.rl.losses.objective import BatchSize, Objective
@@ -34,12 +33,9 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
-from forge.rl.out_of_memory import memory_shortage, smaller_budgets
 from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import clip_gradients
 from forge.rl.random_state import random_state, set_random_state
-
-T = TypeVar("T")
 
 
 class Learner:
@@ -66,8 +62,8 @@ class Learner:
         self.steps = 0
         """Optimizer steps taken so far."""
         self._share = Share(trees=())
-        self.token_budget = config.token_budget
-        """Current budget: lowered when memory runs out, until the process ends."""
+        self.budget = TokenBudget(policy, config.token_budget, floor=config.token_budget_floor)
+        """Plans updates within the memory of this process."""
         self._critic: Critic | None = None
         if self.objective.critic:
             size = policy.model.config.get_text_config(decoder=True).hidden_size
@@ -94,18 +90,8 @@ class Learner:
 
     def plan(self, samples: Sequence[Sample], *, token_budget: int = 0) -> BatchPlan:
         """`plan_batch` for this policy; 0 is the current budget."""
-        return self._plan(samples, mini_batches=self.config.mini_batches, token_budget=token_budget)
-
-    def _plan(
-        self, samples: Sequence[Sample], *, mini_batches: int, token_budget: int = 0
-    ) -> BatchPlan:
-        return plan_batch(
-            samples,
-            mini_batches=mini_batches,
-            token_budget=token_budget or self.token_budget,
-            channels=self.policy.channels,
-            relay=self.policy.group is None,
-            data_groups=self.policy.world.shape.data_groups,
+        return self.budget.plan(
+            samples, mini_batches=self.config.mini_batches, token_budget=token_budget
         )
 
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
@@ -159,12 +145,12 @@ class Learner:
         planned with its budget. With `fixed` columns, which belong to the trees of the plan, there
         is one attempt.
         """
-        plan = plan if fixed else self._fitted(plan)
-        before, rng = self.token_budget, random_state(self.policy.device)
+        plan = plan if fixed else self.budget.fitted(plan)
+        before, rng = self.budget.tokens, random_state(self.policy.device)
         tried = Update(plan=plan)
         while True:
             tried.frozen = list(fixed)
-            found, shortage = self._attempt(
+            found, shortage = self.budget.attempt(
                 partial(
                     self.accumulate,
                     tried.plan,
@@ -187,72 +173,32 @@ class Learner:
             if smaller is None:
                 tried.failed = (
                     f"out of memory in a tree of {tried.plan.largest_tree} tokens, which no "
-                    f"token_budget down to {self.config.token_budget_floor} cuts: {shortage}"
+                    f"token_budget down to {self.budget.floor} cuts: {shortage}"
                 )
                 # One sample that never fits must not lower the budget of the other batches.
-                self.token_budget = before
+                self.budget.tokens = before
                 return tried
             tried.plan = smaller
             tried.retries += 1
             set_random_state(rng, self.policy.device)
 
-    def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, str]:
-        """The result, or None and the error of a rank that ran out of memory.
-
-        A rank of a world that shards parameters raises that error: the others wait for its part of
-        a layer, where no message can reach them.
-        """
-        world, device = self.policy.world, self.policy.device
-        try:
-            found = compute()
-            if world.everyone is not None:
-                meet(world.everyone, device)
-            return found, ""
-        except (RuntimeError, MemoryError) as error:
-            shortage = memory_shortage(error)
-            if not shortage or world.shape.sharded:
-                raise
-            heard = {error.group} if isinstance(error, RankShortage) else set()
-        # After the except block the traceback is freed, and with it the activations.
-        if world.tree is not None and not heard and world.tree is not world.everyone:
-            meet(world.tree, device, shortage=True)
-        if world.everyone is not None and world.everyone not in heard:
-            meet(world.everyone, device, shortage=True)
-        return None, shortage
-
-    def _fitted(self, plan: BatchPlan) -> BatchPlan:
-        """The plan of one update within the present budget, which a shortage may have lowered."""
-        if plan.token_budget <= self.token_budget:
-            return plan
-        return self._plan(plan.samples, mini_batches=1)
-
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
-        """The batch within the largest lower budget that makes passes smaller; None: none does."""
+        """`TokenBudget.lower`, with the memory of the gradients."""
         self._optimizer.zero_grad()
-        torch.cuda.empty_cache()
-        before = self.token_budget
-        largest, tokens = min(before, plan.largest_tree), self._pass_tokens(plan)
-        for budget in smaller_budgets(largest, floor=self.config.token_budget_floor):
-            self.token_budget = budget
-            smaller = self._plan(plan.samples, mini_batches=1)
-            if self._pass_tokens(smaller) < tokens:
-                return smaller
-        self.token_budget = before
-        return None
-
-    def _pass_tokens(self, plan: BatchPlan) -> int:
-        return max((self.policy.pass_tokens(tree) for tree in plan.trees), default=0)
+        return self.budget.lower(plan)
 
     def _freeze(
         self, plans: Sequence[BatchPlan]
     ) -> tuple[list[tuple[BatchPlan, list[Frozen]]], str]:
         """The later mini-batches, each with its columns under the weights of now, if there are any
         such columns; and an error of the allocator, or ""."""
-        fitted: list[tuple[BatchPlan, list[Frozen]]] = [(self._fitted(one), []) for one in plans]
+        fitted: list[tuple[BatchPlan, list[Frozen]]] = [
+            (self.budget.fitted(one), []) for one in plans
+        ]
         if not self._trees.fixed_by_weights:
             return fitted, ""
         for plan, fixed in fitted:
-            found, shortage = self._attempt(partial(self._frozen, plan))
+            found, shortage = self.budget.attempt(partial(self._frozen, plan))
             if found is None:
                 return fitted, f"out of memory: {shortage}"
             fixed.extend(found)
@@ -281,7 +227,7 @@ class Learner:
         for _ in range(1, self.config.epochs):
             for part in parts:
                 again = partial(self.accumulate, part.plan, frozen=part.frozen)
-                found, shortage = self._attempt(partial(again, weight_version=weight_version))
+                found, shortage = self.budget.attempt(partial(again, weight_version=weight_version))
                 if found is None:
                     # Lower the budget for the next batch; this one has had its first updates.
                     self._smaller(part.plan)

@@ -22,19 +22,16 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Span
 from forge.rl import numerics
-from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, register
+from forge.rl.attention.tree_attention import Prefix
 from forge.rl.losses.moe_load_balance import RouterBalance
+from forge.rl.model.attention_switch import AttentionSwitch
 from forge.rl.model.backbone import Backbone
 from forge.rl.model.capabilities import (
     Way,
-    depends_on_length,
     forget_lengths,
     logits_of,
-    one_line,
     pair_cost,
     prefix_cost,
-    unmergeable,
-    warn_unmerged,
     weight_of,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
@@ -81,7 +78,6 @@ class TreePolicy:
         then part of every gradient. The ranks of `group` compute each tree together: they must
         hold the same weights and get the same batches.
         """
-        register()
         if autocast is not None:
             numerics.patch(model)
         config = model.config.get_text_config(decoder=True)
@@ -99,8 +95,6 @@ class TreePolicy:
         """The ranks that compute each tree together, if there are any."""
         self.world = World(everyone=group, tree=group)
         """Set by `spread`."""
-        self.own_attention: str = own_attention or model.config._attn_implementation
-        """The model's stock attention implementation."""
         self._pair_cost = pair_cost(self.channels)
         self._prefix_cost = prefix_cost(config)
         self._backbone = Backbone(model)
@@ -108,13 +102,7 @@ class TreePolicy:
         self._forked = fork_states(model)
         weight_of(model)
         self._logits = logits_of(config)
-        self.way = Way()
-        """How trees are computed."""
-        if way is None:
-            reason = unmergeable(model, forked=self._forked)
-            self.settle(Way(unmerged=reason, separate=depends_on_length(model)))
-        else:
-            self.use_way(way)
+        self.attention = AttentionSwitch(model, forked=self._forked, way=way, own=own_attention)
 
     def spread(self, world: World, *, narrow: torch.dtype | None = None) -> None:
         """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
@@ -130,6 +118,11 @@ class TreePolicy:
     def gathered(self) -> AbstractContextManager[None]:
         """Context with embedding and head whole; all ranks enter it."""
         return self._entry.gathered()
+
+    @property
+    def way(self) -> Way:
+        """How trees are computed."""
+        return self.attention.way
 
     @property
     def unmerged(self) -> str:
@@ -361,32 +354,7 @@ class TreePolicy:
 
     def over(self, model: Any, way: Way) -> TreePolicy:
         """A policy with another model's weights and the given way."""
-        return TreePolicy(model, way=way, own_attention=self.own_attention)
-
-    def use_way(self, way: Way) -> None:
-        """Compute trees this way from now on."""
-        self.way = way
-        attention = self.own_attention if way.unmerged else TREE_ATTENTION
-        self.model.set_attn_implementation(attention)
-
-    def settle(self, way: Way, *, known: str = "") -> None:
-        """Compute trees this way; log the reason for unmerged trees unless it is `known`."""
-        try:
-            self.use_way(way)
-        except (ValueError, AttributeError) as error:
-            way = Way(unmerged=f"it takes no other attention ({one_line(error)})", separate=True)
-            self.use_way(way)
-        if way.unmerged and way.unmerged != known:
-            warn_unmerged(self.family, way)
-
-    @contextmanager
-    def stock_attention(self) -> Iterator[None]:
-        """Context in which the model uses its stock attention."""
-        self.model.set_attn_implementation(self.own_attention)
-        try:
-            yield
-        finally:
-            self.use_way(self.way)
+        return TreePolicy(model, way=way, own_attention=self.attention.own)
 
     @contextmanager
     def exact(self) -> Iterator[None]:

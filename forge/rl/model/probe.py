@@ -46,7 +46,7 @@ def check_policy(policy: TreePolicy) -> None:
     `InvalidArgument` for a model that no way computes.
     """
     known = policy.unmerged
-    policy.settle(examine(policy), known=known)
+    policy.attention.settle(examine(policy), known=known)
 
 
 def check_config(config: Any) -> None:
@@ -84,7 +84,7 @@ def examine(policy: TreePolicy) -> Way:
 
 def _on_small_copy(policy: TreePolicy) -> Way:
     try:
-        copy = small_copy(policy.model, policy.own_attention)
+        copy = small_copy(policy.model, policy.attention.own)
     except Exception as error:
         return _unprobed(policy, f"a small copy of it cannot be built ({one_line(error)})")
     missing = kinds_of_modules(policy.model) - kinds_of_modules(copy)
@@ -99,7 +99,7 @@ def _on_small_copy(policy: TreePolicy) -> Way:
 
 def _unprobed(policy: TreePolicy, reason: str) -> Way:
     """The way that is safe without a probe of windows and lengths."""
-    with policy.exact(), policy.stock_attention():
+    with policy.exact(), policy.attention.stock():
         try:
             _refuse_later_tokens(policy, policy.model, _short_samples(policy.vocabulary))
         except InvalidArgument:
@@ -155,7 +155,7 @@ class SmallProbe:
             return f"pass fails: {one_line(error)}"
         finally:
             with suppress(Exception):
-                self.model.set_attn_implementation(self._policy.own_attention)
+                self.model.set_attn_implementation(self._policy.attention.own)
         loss, gradient = torch.tensor(errors).amax(0).tolist()  # NaN where there is one
         if loss <= self._tolerance and gradient <= self._tolerance:
             return ""
@@ -217,7 +217,7 @@ def _difference(
 ) -> str:
     """How log-probs of the model itself differ; "" if they do not."""
     try:
-        policy.use_way(way)
+        policy.attention.use(way)
         found = float(torch.tensor([_deviation(policy, samples, one) for one in budgets]).max())
     except Exception as error:
         return f"a pass fails: {one_line(error)}"
@@ -234,7 +234,7 @@ def _deviation(policy: TreePolicy, samples: Sequence[Sample], budget: int) -> fl
     for plan in plan_trees(samples, token_budget=budget):
         batch = build_tree_batch(plan, samples, channels=policy.channels)
         logprobs_T, _ = policy.logprobs(batch)
-        with policy.stock_attention():
+        with policy.attention.stock():
             own_T = torch.cat([_own_by_policy(policy, samples[one]) for one in plan.samples])
         differences.append((logprobs_T - own_T).abs().max())
     return float(torch.stack(differences).max())

@@ -275,7 +275,7 @@ class ModelReplica:
         ids = Random(PROBE_TOKENS).choices(
             range(min(policy.vocabulary, config.vocab_size)), k=count
         )
-        with policy.stock_attention():
+        with policy.attention.stock():
             logprobs_T = policy.run(lambda: own_logprobs(policy.model, as_sample(ids)))
         return WeightProbe(ids=ids, logprobs=logprobs_T.tolist())
 

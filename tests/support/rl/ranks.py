@@ -141,7 +141,7 @@ def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> f
         result = one.step(one.plan(samples), weight_version=1)
     assert result.memory_retries > 0 and not result.skipped, (result.skipped, result.shortage)
     assert (f"rank {short}" in result.shortage) == (dist.get_rank(group) != short)
-    other = learner(one.token_budget)
+    other = learner(one.budget.tokens)
     expected = other.step(other.plan(samples), weight_version=1)
     assert expected.memory_retries == 0 and len(expected.plan.trees) > 1
     pairs = zip(one.policy.model.parameters(), other.policy.model.parameters(), strict=True)

@@ -41,7 +41,7 @@ def test_batch_beyond_memory_is_cut_smaller_and_trained_exactly(backward: bool) 
         result = short.step(short.plan(samples()), weight_version=1)
     assert max(sizes) > 11 and result.memory_retries > 0 and result.skipped == ""
     assert "allocate memory" in result.shortage
-    small = learner(short.token_budget)
+    small = learner(short.budget.tokens)
     expected = small.step(small.plan(samples()), weight_version=1)
     assert [tree.tokens for tree in result.plan.trees] == [t.tokens for t in expected.plan.trees]
     assert result.loss == expected.loss
@@ -58,7 +58,7 @@ def test_lowered_budget_stays() -> None:
         sizes.clear()
         again = one.step(plan, weight_version=2)
     assert again.memory_retries == 0 and max(sizes) <= 16
-    assert again.plan.token_budget == one.token_budget <= 16
+    assert again.plan.token_budget == one.budget.tokens <= 16
 
 
 def test_batch_that_never_fits_is_skipped_with_the_reason() -> None:
@@ -71,7 +71,7 @@ def test_batch_that_never_fits_is_skipped_with_the_reason() -> None:
         result.skipped
     )
     assert all(torch.equal(weights(one)[name], before[name]) for name in before)
-    assert (one.steps, one.token_budget) == (0, 32)
+    assert (one.steps, one.budget.tokens) == (0, 32)
     assert one.step(one.plan(samples()), weight_version=1).skipped == ""
 
 
@@ -88,7 +88,7 @@ def test_out_of_memory_in_a_later_pass_skips_the_rest() -> None:
         patch.setattr(one, "_update", then_short)
         result = one.step(one.plan(samples()), weight_version=1)
     assert result.skipped == "" and "out of memory" in result.cut_short
-    assert one.steps == 1 and one.token_budget < max(sizes) <= 32
+    assert one.steps == 1 and one.budget.tokens < max(sizes) <= 32
 
 
 def test_other_errors_are_not_taken_for_out_of_memory() -> None:

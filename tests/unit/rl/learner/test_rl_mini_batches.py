@@ -154,20 +154,20 @@ def test_short_memory_in_a_later_mini_batch(old: str, monkeypatch: pytest.Monkey
         backward(self)
 
     monkeypatch.setattr(torch.Tensor, "backward", once)
-    one.config = replace(one.config, token_budget_floor=8)
+    one.budget.floor = 8
     result = one.step(one.plan(samples()), weight_version=1)
     assert result.skipped == "" and "allocate memory" in (result.shortage or result.cut_short)
     if old == "behavior":
         assert (result.updates, result.memory_retries, result.cut_short) == (2, 1, "")
     else:
         assert (result.updates, result.memory_retries) == (1, 0) and result.cut_short
-    assert one.token_budget < 64
+    assert one.budget.tokens < 64
 
 
 def test_short_memory_for_the_old_log_probs_leaves_one_update() -> None:
     """The later mini-batches do not fit even without a gradient; the next batch is cut smaller."""
     one = learner(2, algorithm="ppo_clip", old_logprobs="recomputed")
-    one.config = replace(one.config, token_budget_floor=8)
+    one.budget.floor = 8
     plan = one.plan(samples())
     first, second = (part.largest_tree for part in plan.updates)
     assert first < second

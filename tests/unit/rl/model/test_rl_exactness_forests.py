@@ -119,7 +119,7 @@ def errors(
         patch.setattr(schedule, "CALL_FLOPS", call_flops)
         learner = known(family).learner
         model, balance = learner.policy.model, learner.policy.balance
-        learner.token_budget = budget
+        learner.budget.tokens = budget
         model.zero_grad()
         loss, _ = learner.accumulate(learner.plan([samples()[index] for index in drawn]))
         if balance is not None:

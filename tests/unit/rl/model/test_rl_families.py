@@ -135,7 +135,7 @@ def test_separated_samples_equal_the_merged_ones(kind: str) -> None:
     alone.states = TreeStates()
     found_T, _ = alone.logprobs(tree)
     assert alone.states.whole.shape[0] == apart.tokens
-    merged.use_way(Way())
+    merged.attention.use(Way())
     for batch in (tree, apart):
         assert torch.allclose(merged.logprobs(batch)[0], found_T, atol=1e-6)
 
