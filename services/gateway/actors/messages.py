@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, SampledAnswer
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 
 

@@ -12,7 +12,8 @@ from functools import partial
 from forge.core.errors import ContextTooLong
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.security.tokens import Claims
-from services.gateway.conversation.conversation import Conversation, Draft, Prompt
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.conversation.prompt import Draft, Prompt
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads

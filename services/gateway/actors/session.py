@@ -40,14 +40,10 @@ from services.gateway.actors.messages import (
 from services.gateway.actors.prompts import Prompts
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import AgentTime, Begun
-from services.gateway.conversation.conversation import (
-    Conversation,
-    Draft,
-    Prompt,
-    given,
-)
+from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.handles import Recalled, deleted_names
 from services.gateway.conversation.other_turns import append_other
+from services.gateway.conversation.prompt import Draft, Prompt, given
 from services.gateway.conversation.rebase import rebase
 from services.gateway.conversation.turn_record import record_request
 from services.gateway.conversation.turn_request import TurnRequest

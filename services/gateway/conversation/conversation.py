@@ -26,10 +26,10 @@ from typing import Any
 
 import msgspec
 
-from forge.core.conversation.context_tree import ContextTree, Node, Root, common_depth, root_of
+from forge.core.conversation.context_tree import ContextTree, Node, common_depth, root_of
 from forge.core.conversation.continuation import STUB, Render, TemplateRefused, continuation
 from forge.core.conversation.messages import Message, from_openai, to_openai
-from forge.core.conversation.request_prefix import History, Mark
+from forge.core.conversation.request_prefix import History
 from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.errors import ContextTooLong, InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json
@@ -43,6 +43,7 @@ from services.gateway.conversation.prefix_match import (
     PrefixMatch,
     recognized_prefix,
 )
+from services.gateway.conversation.prompt import Draft, Place, Prompt, SampledAnswer
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.model.chat_template import ChatTemplate
 
@@ -52,87 +53,6 @@ TURN_BYTES = 1024
 """Memory of a turn without its text and tokens."""
 MAX_ANSWERS_TRIED = 3
 """Number of latest answers that are tried for a continuation before a branch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The end of a prompt in the context tree."""
-
-    root: Root
-    node: Node
-    """The deepest node of the request's prefix."""
-    beyond: tuple[Message, ...]
-    """Messages of the request after `node`."""
-    mark: Mark | None = None
-    """Recognizes later requests with this prefix; None if the protocol has no marks."""
-
-    @property
-    def unknown_answers(self) -> bool:
-        """True if the request has answers that the context tree lacks."""
-        return any(message.role == "assistant" for message in self.beyond)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A prompt before its new text is encoded."""
-
-    how: str
-    """Source: continued, repeated, branched, first, given or rebased."""
-    ids: bytes
-    """The ids before `text`."""
-    text: str = ""
-    """Text to encode after `ids`."""
-    place: Place | None = None
-    """None for prompts given as ids."""
-    opening: str = ""
-    """The end of `text` that begins the answer, for example a required call."""
-    shared: SharedPrefix = NOTHING_SHARED
-    """The earlier turn that has `ids`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Prompt ids, with the draft for the record of the turn."""
-
-    ids: bytes
-    draft: Draft
-
-    @property
-    def tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.ids) // TOKEN_BYTES
-
-    @property
-    def new_images(self) -> int:
-        """Number of images in the messages that the context tree lacks."""
-        place = self.draft.place
-        return sum(len(message.images) for message in place.beyond) if place is not None else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledAnswer:
-    """The answer of one call as the router sampled it."""
-
-    columns: common_pb2.SampledTokens
-    """Without the likeliest tokens."""
-    finish_reason: common_pb2.FinishReason.ValueType
-    answer: Message | None
-    """Parsed answer; None for a request over token ids."""
-    parse_error: str = ""
-    timings: common_pb2.TurnTimings = field(default_factory=common_pb2.TurnTimings)
-    cached_tokens: int = 0
-    engine: str = ""
-    """As SampleResponse.engine."""
-
-    @property
-    def ids(self) -> bytes:
-        """The int32 ids of the answer."""
-        return self.columns.ids
-
-    @property
-    def tokens(self) -> int:
-        """Length of the answer."""
-        return len(self.ids) // TOKEN_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -392,8 +312,3 @@ def _require_few(parts: Sequence[object], most: int) -> None:
     # Before their rendering: each has at least one token.
     if len(parts) > most:
         raise ContextTooLong.of(tokens=len(parts), limit=most, at_least=True)
-
-
-def given(ids: bytes) -> Draft:
-    """Returns the draft of a prompt that the agent rendered."""
-    return Draft(how="given", ids=ids)

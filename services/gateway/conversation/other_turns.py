@@ -16,13 +16,9 @@ from forge.core.conversation.context_tree import ContextTree
 from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import (
-    TURN_BYTES,
-    Conversation,
-    Prompt,
-    SampledAnswer,
-)
+from services.gateway.conversation.conversation import TURN_BYTES, Conversation
 from services.gateway.conversation.handles import Handle, NamedTurn, Recalled
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.turn_record import record_sampling
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.other_model import OtherModel

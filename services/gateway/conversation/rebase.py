@@ -14,15 +14,10 @@ from typing import Any
 from forge.core.conversation.context_tree import root_of
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import (
-    Conversation,
-    Draft,
-    Place,
-    Prompt,
-    SampledAnswer,
-)
+from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.other_turns import append_other
+from services.gateway.conversation.prompt import Draft, Place, Prompt, SampledAnswer
 from services.gateway.model.chat_model import ChatModel
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Place, Prompt
+from services.gateway.conversation.prompt import Place, Prompt
 from services.gateway.conversation.turn_request import (
     TurnRequest,
     reshaping_values,

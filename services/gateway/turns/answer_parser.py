@@ -27,7 +27,7 @@ from forge.core.formats import (
 from forge.core.formats.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel, TextStream
 

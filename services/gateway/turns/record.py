@@ -12,14 +12,10 @@ from typing import Protocol
 
 from services.gateway.actors.messages import BeginCall, BeginOther, DraftPrompt, EndCall, EndOther
 from services.gateway.actors.prompts import Prompts
-from services.gateway.conversation.conversation import (
-    Conversation,
-    Prompt,
-    SampledAnswer,
-    given,
-)
+from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.other_turns import answered_turn
 from services.gateway.conversation.prefix_match import NamedPrefix
+from services.gateway.conversation.prompt import Prompt, SampledAnswer, given
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.model.other_model import OtherModel

@@ -20,7 +20,7 @@ from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.messages import EndCall, EndOther
 from services.gateway.config import SamplingBounds
-from services.gateway.conversation.conversation import Prompt, SampledAnswer
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS

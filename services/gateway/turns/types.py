@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from forge.core.conversation.messages import Message
 from forge.core.formats import Delta
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.turns.answer_parser import TokenLogprob
 
 

@@ -17,13 +17,8 @@ from forge.core.conversation.request_prefix import History
 from forge.core.formats import Parser
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import (
-    Conversation,
-    Draft,
-    Prompt,
-    SampledAnswer,
-    given,
-)
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.conversation.prompt import Draft, Prompt, SampledAnswer, given
 from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.gateway.chat_templates import make_model, make_tokenizer
 from tests.support.pool.records import recorded_tree

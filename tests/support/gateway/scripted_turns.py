@@ -14,7 +14,7 @@ from forge.core.formats import TextDelta
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.config import ConnectionSettings
-from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.model_table import ModelTable

@@ -21,7 +21,7 @@ from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.messages import BeginCall, Describe, EndCall
 from services.gateway.actors.session import SessionSettings
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.sessions import Session, SessionLimits, Sessions

@@ -22,7 +22,7 @@ from services.gateway.actors.messages import BeginCall, DraftPrompt
 from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
 from services.gateway.actors.session import SessionActor, SessionSettings
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt
+from services.gateway.conversation.prompt import Prompt
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.encode_threads import EncodeThreads
 from tests.support.gateway.chat_templates import make_model

@@ -30,8 +30,8 @@ from services.gateway.actors.messages import (
 from services.gateway.actors.session import SessionActor, SessionSettings
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, deletion
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.model.encode_threads import EncodeThreads

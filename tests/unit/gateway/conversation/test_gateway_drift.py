@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import int32_bytes
-from services.gateway.conversation.conversation import Conversation, Draft
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.conversation.prompt import Draft
 from tests.support.gateway.chat_templates import FAMILIES
 from tests.support.gateway.conversations import TOOLS, Session
 from tests.support.gateway.wild_agents import WildAgent

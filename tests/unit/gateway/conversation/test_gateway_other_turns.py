@@ -10,8 +10,8 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, SampledAnswer, given
 from services.gateway.conversation.other_turns import answered_turn, append_other
+from services.gateway.conversation.prompt import Prompt, SampledAnswer, given
 from services.gateway.conversation.rebase import rebase
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.other_model import OtherModel

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
 from tests.support.gateway.chat_templates import make_model

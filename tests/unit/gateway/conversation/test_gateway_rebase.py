@@ -13,8 +13,9 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import DataLoss
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
+from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.handles import Handle
+from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.rebase import rebase
 from tests.support.gateway.chat_templates import make_model
 from tests.support.pool.records import recorded_tree

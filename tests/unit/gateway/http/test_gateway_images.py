@@ -13,7 +13,8 @@ import pytest
 
 from forge.core.conversation.messages import Image, Message, from_openai, to_openai
 from forge.core.errors import ConfigError, InvalidArgument
-from services.gateway.conversation.conversation import Conversation, Prompt
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.conversation.prompt import Prompt
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.images import (
     REFUSED,

@@ -15,7 +15,7 @@ from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.messages import BeginCall, EndCall
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, given
+from services.gateway.conversation.prompt import Prompt, given
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.router.sample_call import SampleCall

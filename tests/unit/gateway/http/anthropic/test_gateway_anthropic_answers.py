@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall, agree
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.messages import (
