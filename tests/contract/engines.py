@@ -56,6 +56,8 @@ HEAD_SIZE = 32 if ON_VLLM else 16
 """vLLM's attention on CPUs has no smaller one than 32."""
 CONTEXT_TOKENS = 512
 BLOCK_TOKENS = 8
+CACHED_BLOCK_TOKENS = 32 if ON_VLLM else BLOCK_TOKENS
+"""vLLM's attention on CPUs has blocks of 32 and their multiples."""
 
 END = 0
 """The token that ends an answer, for tests that want one."""

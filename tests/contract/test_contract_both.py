@@ -91,7 +91,7 @@ async def test_hand_off_of_a_prefill_engine_is_sampled(both: Pair, tmp_path: Pat
     assert follow_up.cached_tokens == (90 + 15) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("engine", engines.able("cache_events"))
+@pytest.mark.parametrize("engine", engines.EMBEDDED)
 async def test_engine_reports_its_prefix_cache(engine: str, tmp_path: Path) -> None:
     """The content at first, then what is stored, removed and cleared, by chain hashes."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)

@@ -16,11 +16,12 @@ from services.inference.engines.aggregated import Aggregated
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm.engine import CAPABILITIES as CAPABILITIES
 from services.inference.engines.vllm.engine import VllmEngine
-from tests.contract.engines import CONTEXT_TOKENS, Pair, save_tokenizer
+from tests.contract.engines import BLOCK_TOKENS, CONTEXT_TOKENS, Pair, save_tokenizer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 _SHARED: dict[str, Any] = {
     "dtype": "float32",
+    "block_tokens": BLOCK_TOKENS,
     "kv_bytes": 64 << 20,
     "cache_bytes": 0,
     "max_running": 4,

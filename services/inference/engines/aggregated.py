@@ -18,6 +18,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import (
     AggregatedEngine,
+    CacheReports,
     EngineStatus,
     FetchKv,
     KvSpan,
@@ -51,6 +52,9 @@ class Aggregated:
         self.limits = engine.limits
         self.capabilities = engine.capabilities
         self.capacity = engine.capacity
+        reports: CacheReports | None = getattr(engine, "cache_reports", None)
+        if reports is not None:
+            self.cache_reports = reports
         self._held: dict[str, _Held] = {}
         self._unfinished = 0
         self._idle = asyncio.Event()

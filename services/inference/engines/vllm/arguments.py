@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.inference.engines.vllm import extension
 WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
+_CPU_BLOCK_TOKENS = 32
 _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -74,6 +76,11 @@ def check_model(model_path: str, *, device: str = "cpu") -> None:
         )
 
 
+def block_size(options: EngineOptions) -> int:
+    """Return the tokens of a block: a whole number of the router's, of a size that vLLM has."""
+    return lcm(options.block_tokens, _CPU_BLOCK_TOKENS if options.device == "cpu" else 16)
+
+
 def meta_model(model_path: str) -> Any:
     """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
     import torch
@@ -90,8 +97,11 @@ def _dtype(options: EngineOptions) -> str:
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
-def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs`. Raises ConfigError for options it cannot have."""
+def engine_arguments(options: EngineOptions, limits: ModelLimits, *, events: Any) -> dict[str, Any]:
+    """Return the arguments of `AsyncEngineArgs`. Raises ConfigError for options it cannot have.
+
+    `events`: where vLLM publishes its cache events.
+    """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -108,6 +118,8 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, A
         "max_model_len": limits.context_tokens,
         "max_num_seqs": options.max_running,
         "kv_cache_memory_bytes": options.kv_bytes + options.cache_bytes,
+        "block_size": block_size(options),
+        "kv_events_config": events,
         "skip_tokenizer_init": not has_tokenizer,
         "generation_config": "vllm",
         "enable_prefix_caching": True,

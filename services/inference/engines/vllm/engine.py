@@ -36,6 +36,12 @@ from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import arguments, sampling
+from services.inference.engines.vllm.cache_events import (
+    REPORT_REUSED,
+    CacheEvents,
+    CacheFollower,
+    EventSockets,
+)
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
 
 CAPABILITIES = Capabilities(
@@ -48,6 +54,7 @@ CAPABILITIES = Capabilities(
     penalties=True,
     grammars=frozenset({"json_schema", "regex", "lark"}),
     top_logprobs=arguments.MOST_TOP_LOGPROBS,
+    cache_events=True,
 )
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
@@ -76,13 +83,21 @@ class VllmEngine:
     """An `AggregatedEngine`."""
 
     def __init__(
-        self, llm: AsyncLLM, limits: ModelLimits, options: EngineOptions, watch: ActorRef
+        self,
+        llm: AsyncLLM,
+        follower: CacheFollower,
+        limits: ModelLimits,
+        options: EngineOptions,
+        watch: ActorRef,
     ) -> None:
         self.limits = limits
         self.capabilities = CAPABILITIES
         self.capacity = options.max_running
         self.version = 0
         self._llm = llm
+        self._follower = follower
+        self._cached = follower.events
+        self.cache_reports = self._cached.reports
         self._timeout_s = options.request_timeout_s
         self._checkpoint = Checkpoint(
             arguments.meta_model(options.model_path), served=llm.model_config.dtype
@@ -104,14 +119,21 @@ class VllmEngine:
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
         arguments.check_model(options.model_path, device=options.device)
         arguments.prepare_environment(options.threads)
-        chosen = AsyncEngineArgs(**arguments.engine_arguments(options, limits))
-        # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are made
-        # on, and the worker serves nothing before.
-        llm = AsyncLLM.from_engine_args(chosen)
-        await llm.collective_rpc("forge_end_with", args=(os.getpid(),))
+        sockets = EventSockets()
+        follower = CacheFollower(sockets, CacheEvents(block_tokens=options.block_tokens))
+        try:
+            chosen = arguments.engine_arguments(options, limits, events=sockets.config())
+            # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are
+            # made on, and the worker serves nothing before.
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
+            await llm.collective_rpc("forge_end_with", args=(os.getpid(),))
+            await follower.start()
+        except BaseException:
+            await follower.close()
+            raise
         watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
         log.info("vllm_started", capabilities=CAPABILITIES.described())
-        return cls(llm, limits, options, watch)
+        return cls(llm, follower, limits, options, watch)
 
     @property
     def cache_tokens(self) -> int:
@@ -124,6 +146,7 @@ class VllmEngine:
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
+        await self._follower.close()
         self._llm.shutdown()
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
@@ -160,6 +183,8 @@ class VllmEngine:
 
     async def _begin(self, prompt: Prompt, params: SamplingParams) -> Any:
         ids = list(int32_array(prompt.ids))
+        if self._cached.reports_reused:
+            params.extra_args = {**(params.extra_args or {}), **REPORT_REUSED}
         inputs = TokensPrompt(prompt_token_ids=ids, cache_salt=self._salt)
         try:
             return await self._llm.add_request(prompt.request_id, inputs, params)
@@ -207,6 +232,7 @@ class VllmEngine:
                 await llm.pause_generation(mode="keep", clear_cache=False)
                 # New for each load, since a refused version gives way to an older one again.
                 self._salt = f"{staged.version} {next(self._loads)}"
+                self._cached.begin(self._salt)
                 await llm.start_weight_update()
                 with shared(staged) as update:
                     await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
