@@ -20,7 +20,7 @@ _COPIED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "deploy/README.md": "deploy.md",
+    "deploy/README.md": "bare_metal.md",
     "examples/README.md": "examples.md",
 }
 """Pages beside their code, and their paths in the site."""

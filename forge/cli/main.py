@@ -14,6 +14,7 @@ from forge.cli.certs import certs_app
 from forge.cli.command_exit import Commands, finish, say
 from forge.cli.command_exit import console as terminal
 from forge.cli.connection import Connection, of_run
+from forge.cli.deploy.command import deploy_app
 from forge.cli.etcd import etcd_app
 from forge.cli.options import SystemOptions, duration_s, with_options
 from forge.cli.pool import pool_app
@@ -41,6 +42,7 @@ app.add_typer(weights_app, name="weights")
 app.add_typer(token_app, name="token")
 app.add_typer(certs_app, name="certs")
 app.add_typer(etcd_app, name="etcd")
+app.add_typer(deploy_app, name="deploy")
 
 
 def _print_version(wanted: bool) -> None:

@@ -99,12 +99,8 @@ class ThreeHosts:
         (root / "root/tasks.py").write_text(TASKS)
         with (root / "etc/hosts").open("a") as hosts:
             hosts.write("".join(f"10.0.0.{n} {name}\n" for n, name in enumerate(NAMES, start=1)))
-        page = (ROOT / "deploy/README.md").read_text()
-        for path, text in re.findall(r"```ini\n# (/etc/systemd/system/\S+)\n(.*?)```", page, re.S):
-            if path.endswith("-tls.conf"):
-                file = root / path.lstrip("/")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text)
+        units = root / "etc/systemd/system"
+        shutil.copytree(ROOT / "deploy/systemd-tls", units, dirs_exist_ok=True)
         (root / "etc/forge/trainer@1.env").write_text(CPU.splitlines()[0] + "\n")
         BareHost(root, shared=self._installed.software).install(_SSH, network=True)
 

@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
+from forge.cli.deploy.assets import read_assets
 from forge.runtime.coordination.etcd_roles import ROLES
 from forge.runtime.coordination.etcd_users import password_file
 from forge.runtime.process.startup import CANNOT_START
@@ -61,16 +63,12 @@ def test_units_with_the_documented_drop_ins_verify(installed: Path, tmp_path: Pa
     """TLS, if etcd has a certificate and no password of a service, and shared checkpoints."""
     folder = tmp_path / "units"
     shutil.copytree(installed, folder)
+    shutil.copytree(DEPLOY / "systemd-tls", folder, dirs_exist_ok=True)
     page = (DEPLOY / "README.md").read_text()
-    drop_ins = re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S)
-    assert [path for path, _ in drop_ins] == [
-        "forge-trainer@.service.d/20-shared.conf",
-        "forge-.service.d/20-tls.conf",
-        "forge-etcd.service.d/30-tls.conf",
-    ]
-    for path, text in drop_ins:
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text)
+    ((path, text),) = re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S)
+    assert path == "forge-trainer@.service.d/20-shared.conf"
+    (folder / path).parent.mkdir(exist_ok=True)
+    (folder / path).write_text(text)
     names = [unit.name.replace("@.", "@1.") for unit in UNITS]
     verified = analyze("verify", *(f"./{name}" for name in names), cwd=folder)
     assert (verified.returncode, verified.stderr) == (0, "")
@@ -131,12 +129,13 @@ def test_only_units_of_agents_and_feeds_have_no_key_of_the_cluster() -> None:
         assert (credential in text) == ("--token-file %d/token" in text) == token, unit
 
 
-def test_documented_tls_files_are_those_of_forge_certs() -> None:
+def test_tls_files_of_drop_ins_are_those_of_forge_certs() -> None:
     """A credential of a folder would have another name."""
-    page = (DEPLOY / "README.md").read_text()
-    for name in (HOST_CERT, HOST_KEY, HOST_CA):
-        loads = f"LoadCredential={name}:/etc/forge/tls/{name}\n"
-        assert (page.count(loads), f"=%d/{name}" in page) == (2, True), name
+    for file in (DEPLOY / "systemd-tls").glob("*/*.conf"):
+        text = file.read_text()
+        for name in (HOST_CERT, HOST_KEY, HOST_CA):
+            assert f"LoadCredential={name}:/etc/forge/tls/{name}\n" in text, file
+            assert f"=%d/{name}" in text, file
 
 
 def test_each_unit_has_a_documented_etcd_password() -> None:
@@ -221,3 +220,16 @@ def test_unit_starts_a_module_that_exists(unit: Path) -> None:
         if unit.name == "forge-feed@.service"
         else module is not None and importlib.util.find_spec(f"{module[1]}.__main__") is not None
     )
+
+
+def test_wheel_has_every_unit_and_setting() -> None:
+    """`forge deploy render` of an installed release reads them below its prefix."""
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    globs = project["tool"]["setuptools"]["data-files"]
+    packed = {
+        f"{folder.removeprefix('share/forge/')}/{path.name}": path
+        for folder, patterns in globs.items()
+        for pattern in patterns
+        for path in DEPLOY.parent.glob(pattern)
+    }
+    assert {name: path.read_bytes() for name, path in packed.items()} == read_assets()

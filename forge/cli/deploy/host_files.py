@@ -1,0 +1,320 @@
+"""What an inventory makes of each host: files with their content, units, ports.
+
+Pure. Not here: secrets are made in `secrets`, files are written in `render`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge.cli.deploy.inventory import Host, Inventory, bracketed, env_name
+from forge.cli.deploy.kinds import ETCD, KINDS, SERVICES, Instance
+from forge.cli.deploy.rendered import (
+    SECRET,
+    HostFile,
+    Manifest,
+    RenderedHost,
+    TokenEntry,
+    UnitEntry,
+    entries,
+)
+from forge.runtime.settings import toml
+
+UNITS = "/etc/systemd/system"
+SETTINGS = "/etc/forge"
+ADMIN_PASSWORDS = f"{SETTINGS}/etcd-users"
+"""Directory of `forge etcd apply` on the admin's host."""
+TOKEN = f"{SETTINGS}/agents-token"
+KEY = f"{SETTINGS}/key"
+_HEAD = "# Rendered by `forge deploy render`: a change here is lost. Edit the inventory instead.\n"
+_DROP_INS = ("systemd", "systemd-tls")
+_CPU = {"device": "cpu", "dtype": "float32"}
+_GPU = {"device": "cuda:0", "autocast": "auto", "publish_dtype": "auto"}
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_PORT_VARIABLES = {
+    "grpc": "FORGE_PORT",
+    "metrics": "FORGE_METRICS_PORT",
+    "http": "FORGE_HTTP__PORT",
+}
+
+Assets = Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSecrets:
+    """PEM files and token of one host."""
+
+    cert: bytes
+    key: bytes
+    token: str = ""
+    """Of its runners."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secrets:
+    """All secrets of a cluster."""
+
+    key: bytes
+    ca: bytes
+    """Trusted certificates, PEM."""
+    passwords: Mapping[str, str]
+    """Of users in etcd, by service: `root`, `pool`, `runner@forge-1`."""
+    hosts: Mapping[str, HostSecrets]
+    tokens: tuple[TokenEntry, ...]
+
+
+def rendered_host(
+    inventory: Inventory, host: Host, assets: Assets, secrets: Secrets
+) -> RenderedHost:
+    """Return all files and units of a host."""
+    files = (
+        *_unit_files(inventory, host, assets),
+        *_settings_files(inventory, host, assets),
+        *_secret_files(inventory, host, secrets),
+    )
+    paths = [one.path for one in files]
+    manifest = Manifest(
+        cluster=inventory.cluster,
+        host=host.name,
+        address=host.address,
+        release=inventory.release,
+        etcd=inventory.etcd,
+        has_key=host.has_key,
+        is_admin=host == inventory.admin,
+        users=_users(assets),
+        model=inventory.model if any(KINDS[one.kind].reads_model for one in host.instances) else "",
+        files=entries(files),
+        units=tuple(_units(inventory, host, assets, paths)),
+        runner_hosts=tuple(inventory.runner_hosts) if host == inventory.admin else (),
+        tokens=secrets.tokens if host == inventory.admin else (),
+    )
+    return RenderedHost(manifest=manifest, files=files)
+
+
+def _users(assets: Assets) -> tuple[str, ...]:
+    lines = assets["sysusers.d/forge.conf"].decode().splitlines()
+    return tuple(line.split()[1] for line in lines if line.startswith("u "))
+
+
+def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[HostFile]:
+    templates = {KINDS[one.kind].unit for one in host.instances}
+    names = {f"{template}@.service" for template in templates} | {"forge-.service", "forge.target"}
+    names |= {"forge-etcd.service"} if host.etcd else set()
+    for path, content in assets.items():
+        folder, _, name = path.partition("/")
+        if folder in _DROP_INS and name.partition(".d/")[0] in names:
+            yield HostFile(path=f"{UNITS}/{name}", content=content)
+        elif folder in ("sysusers.d", "tmpfiles.d"):
+            yield HostFile(path=f"/etc/{path}", content=content)
+    if inventory.checkpoints and "forge-trainer" in templates:
+        directory = inventory.checkpoints
+        yield _text(
+            f"{UNITS}/forge-trainer@.service.d/20-shared.conf",
+            f"[Unit]\nRequiresMountsFor={directory}\n[Service]\n"
+            f"Environment=FORGE_CHECKPOINT__DIR={directory}\nReadWritePaths={directory}\n",
+        )
+        owner = "0700 forge-trainer forge-trainer -"
+        yield _text("/etc/tmpfiles.d/forge-checkpoints.conf", f"z {directory} {owner}\n")
+
+
+def _settings_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[HostFile]:
+    for service in _services(host):
+        table = _settings(inventory, host, service, assets)
+        yield _text(f"{SETTINGS}/{service}.toml", to_toml(table))
+    gpus = iter(range(host.gpus))
+    for one in host.instances:
+        variables = _variables(inventory, host, one, gpus, assets)
+        lines = "".join(f"{name}={_quoted(value)}\n" for name, value in variables.items())
+        if lines:
+            # A variable may be the key of a judge.
+            yield _text(_env_path(one), lines, mode=SECRET)
+    if host.etcd:
+        yield _text(f"{SETTINGS}/etcd.env", _etcd_env(inventory, host))
+    if host.has_key:
+        yield _text("/etc/profile.d/forge.sh", _profile(inventory))
+
+
+def _services(host: Host) -> list[str]:
+    present = {KINDS[one.kind].service for one in host.instances}
+    return [service for service in SERVICES if service in present]
+
+
+def _settings(inventory: Inventory, host: Host, service: str, assets: Assets) -> dict[str, Any]:
+    """The distribution's file, then the inventory's settings, then what follows from the hosts."""
+    table = tomllib.loads(assets[f"config/{service}.toml"].decode())
+    if service == "inference" and not host.gpus:
+        table |= _CPU
+    if service == "trainer" and host.gpus:
+        table |= _GPU
+    if "model_path" in table:
+        table["model_path"] = inventory.model
+    table = _merged(table, inventory.settings.get(service, {}))
+    table = _merged(table, host.settings.get(service, {}))
+    table |= {"cluster": inventory.cluster, "etcd": inventory.etcd, "host": host.address}
+    if service == "agents":
+        table["etcd_user"] = f"{inventory.cluster}.runner@{host.name}"
+    return table
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _variables(
+    inventory: Inventory, host: Host, one: Instance, gpus: Iterator[int], assets: Assets
+) -> dict[str, str]:
+    kind, own = KINDS[one.kind], host.env.get(env_name(one), {})
+    variables = {"FORGE_ROLE": kind.role} if kind.role else {}
+    if kind.uses_gpu and host.gpus and "CUDA_VISIBLE_DEVICES" not in own:
+        variables["CUDA_VISIBLE_DEVICES"] = str(next(gpus))
+    if kind.http_port and one.number > 1:
+        variables["FORGE_HTTP__PORT"] = str(_http_port(inventory, host, one, assets))
+    return {**variables, **own}
+
+
+def _http_port(inventory: Inventory, host: Host, one: Instance, assets: Assets) -> int:
+    kind = KINDS[one.kind]
+    table = _settings(inventory, host, kind.service, assets).get("http", {})
+    port = int(table.get("port", kind.http_port))
+    return port + one.number - 1 if port else 0
+
+
+def _env_path(one: Instance) -> str:
+    return f"{SETTINGS}/{one.unit.removeprefix('forge-').removesuffix('.service')}.env"
+
+
+def _quoted(value: str) -> str:
+    """A value as systemd and shells read it from an environment file."""
+    if value and not set(value) & set(" \t'\"\\$#;`"):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _etcd_env(inventory: Inventory, host: Host) -> str:
+    peer = {one.name: f"https://{bracketed(one.address)}:2380" for one in inventory.members}
+    client = f"https://{bracketed(host.address)}:2379"
+    return "".join(
+        f"{name}={value}\n"
+        for name, value in {
+            "ETCD_NAME": host.name,
+            "ETCD_LISTEN_CLIENT_URLS": client,
+            "ETCD_ADVERTISE_CLIENT_URLS": client,
+            "ETCD_LISTEN_PEER_URLS": peer[host.name],
+            "ETCD_INITIAL_ADVERTISE_PEER_URLS": peer[host.name],
+            "ETCD_INITIAL_CLUSTER": ",".join(f"{name}={url}" for name, url in peer.items()),
+        }.items()
+    )
+
+
+def _profile(inventory: Inventory) -> str:
+    """The connection of login shells."""
+    tls = f"{SETTINGS}/tls"
+    return (
+        "export PATH=/opt/forge/.venv/bin:$PATH\n"
+        f"export FORGE_ETCD={inventory.etcd} FORGE_CLUSTER={inventory.cluster}\n"
+        f"export FORGE_TLS_CERT={tls}/tls_cert.pem FORGE_TLS_KEY={tls}/tls_key.pem\n"
+        f"export FORGE_TLS_CA={tls}/tls_ca.pem FORGE_KEY_FILE={KEY}\n"
+        f"export FORGE_ETCD_PASSWORD_FILE={SETTINGS}/etcd/forge-operator\n"
+        "export ETCDCTL_ENDPOINTS=$FORGE_ETCD ETCDCTL_CACERT=$FORGE_TLS_CA\n"
+        "export ETCDCTL_CERT=$FORGE_TLS_CERT ETCDCTL_KEY=$FORGE_TLS_KEY\n"
+    )
+
+
+def _secret_files(inventory: Inventory, host: Host, secrets: Secrets) -> Iterator[HostFile]:
+    own = secrets.hosts[host.name]
+    yield HostFile(path=f"{SETTINGS}/tls/tls_cert.pem", content=own.cert)
+    yield HostFile(path=f"{SETTINGS}/tls/tls_ca.pem", content=secrets.ca)
+    yield HostFile(path=f"{SETTINGS}/tls/tls_key.pem", content=own.key, mode=SECRET)
+    if host.has_key:
+        yield HostFile(path=KEY, content=secrets.key, mode=SECRET)
+        yield _password("forge-operator", secrets.passwords["operator"])
+    if host.runs_agents:
+        yield _text(TOKEN, own.token + "\n", mode=SECRET)
+    for unit in sorted({KINDS[one.kind].unit for one in host.instances}):
+        yield _password(unit, secrets.passwords[_etcd_service(unit, host)])
+    if host == inventory.admin:
+        yield _password("forge-admin", secrets.passwords["admin"])
+        for service, password in secrets.passwords.items():
+            name = service if service == "root" else f"forge-{service}"
+            yield _password(name, password, directory=ADMIN_PASSWORDS)
+
+
+def _etcd_service(unit: str, host: Host) -> str:
+    """The service whose user in etcd a unit has."""
+    service = next(kind.service for kind in KINDS.values() if kind.unit == unit)
+    return f"runner@{host.name}" if service == "agents" else service
+
+
+def _password(name: str, password: str, *, directory: str = f"{SETTINGS}/etcd") -> HostFile:
+    content = f"{password}\n".encode()
+    return HostFile(path=f"{directory}/{name}", content=content, mode=SECRET)
+
+
+def _units(
+    inventory: Inventory, host: Host, assets: Assets, paths: list[str]
+) -> Iterator[UnitEntry]:
+    shared = [path for path in paths if "/forge-.service.d/" in path or "/tls/" in path]
+    if host.etcd:
+        own = [f"{SETTINGS}/etcd.env", *_below(paths, "forge-etcd.service")]
+        ports = {"client": 2379, "peer": 2380}
+        inputs = tuple(sorted([*shared, *own]))
+        yield UnitEntry(name="forge-etcd.service", kind=ETCD, inputs=inputs, ports=ports)
+    for one in host.instances:
+        kind = KINDS[one.kind]
+        credential = KEY if kind.has_key else TOKEN
+        password = f"{SETTINGS}/etcd/{kind.unit}"
+        read = (f"{SETTINGS}/{kind.service}.toml", _env_path(one), credential, password)
+        own = [path for path in read if path in paths]
+        own += _below(paths, f"{kind.unit}@.service")
+        ports = dict(zip(("grpc", "metrics"), one.ports, strict=False))
+        if kind.http_port and (port := _http_port(inventory, host, one, assets)):
+            ports["http"] = port
+        for purpose, variable in _PORT_VARIABLES.items():
+            if (chosen := host.env.get(env_name(one), {}).get(variable, "")).isdigit():
+                ports[purpose] = int(chosen)
+        yield UnitEntry(
+            name=one.unit,
+            kind=one.kind,
+            instance_id=one.instance_id(host.name),
+            inputs=tuple(sorted([*shared, *own])),
+            ports={purpose: port for purpose, port in ports.items() if port},
+        )
+
+
+def _below(paths: list[str], unit: str) -> list[str]:
+    """The file of a unit and its drop-ins."""
+    start = f"{UNITS}/{unit}"
+    return [path for path in paths if path == start or path.startswith(f"{start}.d/")]
+
+
+def _text(path: str, text: str, *, mode: int = 0o644) -> HostFile:
+    head = _HEAD if path != TOKEN else ""
+    return HostFile(path=path, content=(head + text).encode(), mode=mode)
+
+
+def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
+    """Return a table as TOML, tables last."""
+    plain = [f"{_key(key)} = {toml(value)}" for key, value in table.items() if _is_plain(value)]
+    lines = [*(f"[{prefix}]" for _ in plain[:1] if prefix), *plain]
+    text = "\n".join(lines) + "\n" * bool(lines)
+    for key, value in table.items():
+        if not _is_plain(value):
+            text += "\n" + to_toml(value, f"{prefix}.{_key(key)}".removeprefix("."))
+    return text
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else toml(key)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, dict)

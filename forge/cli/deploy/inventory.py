@@ -1,0 +1,370 @@
+"""The inventory of a cluster: hosts, what each runs, and settings. Owns its form and its errors."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.cli.deploy.kinds import (
+    ETCD,
+    KINDS,
+    MOST_INSTANCES,
+    SERVICES,
+    Instance,
+    instances_of,
+)
+from forge.core.errors import ConfigError, raise_all
+from forge.runtime.security.tls import is_loopback
+
+Table = Mapping[str, Any]
+LOCAL = "local"
+"""`login` of the computer on which the commands run."""
+_KEYS = (
+    "cluster",
+    "release",
+    "model",
+    "checkpoints",
+    "certificate_days",
+    "hosts",
+    "settings",
+)
+_HOST_KEYS = ("address", "login", "names", "gpus", "services", "settings", "env")
+_RENDERED = frozenset(
+    {
+        *("cluster", "etcd", "etcd_user", "etcd_password_file", "instance_id", "host"),
+        *("key_file", "token_file", "tls_cert", "tls_key", "tls_ca", "insecure", "data_dir"),
+    }
+)
+"""Settings that follow from the rest of the inventory."""
+_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOST_DAYS = 3650
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One host."""
+
+    name: str
+    """Its host name without the domain: ids of instances have it."""
+    address: str
+    """IP address or DNS name at which all others reach it."""
+    login: str
+    """For ssh, or `local`."""
+    names: tuple[str, ...] = ()
+    """Further names in its certificate."""
+    gpus: int = 0
+    etcd: bool = False
+    instances: tuple[Instance, ...] = ()
+    """In the order of a roll."""
+    settings: Table = field(default_factory=dict)
+    """By service; they win over those of the cluster."""
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Variables by name of the instance, `decode-1` or `gateway-1`."""
+
+    @property
+    def units(self) -> list[str]:
+        """Its units, etcd first."""
+        etcd = ["forge-etcd.service"] if self.etcd else []
+        return etcd + [one.unit for one in self.instances]
+
+    @property
+    def has_key(self) -> bool:
+        """Whether one of its services has the cluster's key; the applying host needs it too."""
+        return self.etcd or any(KINDS[one.kind].has_key for one in self.instances)
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether it has runners."""
+        return any(one.kind == "agents" for one in self.instances)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """A cluster."""
+
+    cluster: str
+    release: str
+    model: str
+    checkpoints: str
+    certificate_days: int
+    hosts: tuple[Host, ...]
+    settings: Table
+
+    @property
+    def etcd(self) -> str:
+        """The endpoints of all members."""
+        return ",".join(f"https://{bracketed(one.address)}:2379" for one in self.members)
+
+    @property
+    def members(self) -> list[Host]:
+        """The hosts of etcd."""
+        return [host for host in self.hosts if host.etcd]
+
+    @property
+    def admin(self) -> Host:
+        """The host that has etcd's root password and applies users and roles."""
+        return self.members[0]
+
+    @property
+    def runner_hosts(self) -> list[str]:
+        """The hosts with runners."""
+        return [host.name for host in self.hosts if host.runs_agents]
+
+    def missing(self) -> list[str]:
+        """Kinds of services that a training cluster needs and no host runs."""
+        present = {one.kind for host in self.hosts for one in host.instances}
+        if "both" in present:
+            present |= {"prefill", "decode"}
+        if "pool-replica" in present:
+            present.add("pool")
+        return [kind for kind in KINDS if kind not in present | {"both", "pool-replica", "console"}]
+
+
+def bracketed(address: str) -> str:
+    """Return an address for use before a port."""
+    return f"[{address}]" if ":" in address else address
+
+
+def read_inventory(text: str, *, source: str, release: str) -> Inventory:
+    """Return the inventory in a TOML text. `release`: the default of the key.
+
+    Raises `ConfigError`, or `InvalidArgument` with a line for each of several errors.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is no TOML: {error}") from None
+    reader = _Reader(source)
+    inventory = _inventory(reader, table, release)
+    if not reader.errors:
+        for line in _contradictions(inventory):
+            reader.fail(line)
+    raise_all(reader.errors)
+    return inventory
+
+
+class _Reader:
+    """Reads values of tables, and collects the errors."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self.errors: list[ConfigError] = []
+
+    def fail(self, text: str) -> None:
+        self.errors.append(ConfigError(f"{self._source}: {text}"))
+
+    def wrong(self, key: str, value: Any, allowed: str) -> None:
+        self.fail(f"{key} = {value!r} is not allowed: {allowed}")
+
+    def known(self, prefix: str, table: Table, keys: Collection[str]) -> None:
+        for key in table:
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1) or list(keys)
+                meant = " or ".join(near)
+                self.fail(f"there is no key {prefix}{key}; did you mean {meant}?")
+
+    def table(self, prefix: str, table: Table, key: str) -> Table:
+        value = table.get(key, {})
+        if not isinstance(value, dict):
+            self.wrong(prefix + key, value, f"a table [{prefix}{key}]")
+            return {}
+        return value
+
+    def text(
+        self, prefix: str, table: Table, key: str, default: str, form: re.Pattern[str] | None = None
+    ) -> str:
+        value = table.get(key, default)
+        if not isinstance(value, str) or (form is not None and not form.fullmatch(value)):
+            self.wrong(prefix + key, value, "a text" if form is None else "letters, digits and -_.")
+            return default
+        return value
+
+    def number(
+        self, prefix: str, table: Table, key: str, default: int, bounds: tuple[int, int]
+    ) -> int:
+        value = table.get(key, default)
+        least, most = bounds
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            self.wrong(prefix + key, value, f"a whole number from {least} to {most}")
+            return default
+        return value
+
+    def texts(self, prefix: str, table: Table, key: str) -> tuple[str, ...]:
+        value = table.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            self.wrong(prefix + key, value, 'a list of texts, like ["a", "b"]')
+            return ()
+        return tuple(value)
+
+
+def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
+    reader.known("", table, _KEYS)
+    hosts = reader.table("", table, "hosts")
+    if not hosts and not reader.errors:
+        reader.fail("no host is named; add [hosts.NAME] with its address")
+    settings = reader.table("", table, "settings")
+    _check_settings(reader, "settings.", settings)
+    return Inventory(
+        cluster=reader.text("", table, "cluster", "default", _NAME),
+        release=reader.text("", table, "release", release, _NAME),
+        model=reader.text("", table, "model", "/var/lib/forge/models/policy"),
+        checkpoints=reader.text("", table, "checkpoints", ""),
+        certificate_days=reader.number("", table, "certificate_days", 365, (1, _MOST_DAYS)),
+        hosts=tuple(_host(reader, name, one) for name, one in hosts.items()),
+        settings=settings,
+    )
+
+
+def _host(reader: _Reader, name: str, table: Any) -> Host:
+    prefix = f"hosts.{name}."
+    if not _LABEL.fullmatch(name):
+        reader.wrong("hosts", name, "a host name without the domain, as `uname -n` prints it")
+    if not isinstance(table, dict):
+        reader.wrong(f"hosts.{name}", table, f"a table [hosts.{name}]")
+        return Host(name=name, address="", login=LOCAL)
+    reader.known(prefix, table, _HOST_KEYS)
+    address = reader.text(prefix, table, "address", "")
+    if not _is_address(address):
+        reader.wrong(f"{prefix}address", address, "an IP address or DNS name that others reach")
+    settings = reader.table(prefix, table, "settings")
+    _check_settings(reader, f"{prefix}settings.", settings)
+    services = reader.table(prefix, table, "services")
+    instances = tuple(_instances(reader, f"{prefix}services.", services))
+    return Host(
+        name=name,
+        address=address,
+        login=reader.text(prefix, table, "login", f"root@{address}"),
+        names=reader.texts(prefix, table, "names"),
+        gpus=reader.number(prefix, table, "gpus", 0, (0, 64)),
+        etcd=bool(reader.number(f"{prefix}services.", services, ETCD, 0, (0, 1))),
+        instances=instances,
+        settings=settings,
+        env=_env(reader, f"{prefix}env.", reader.table(prefix, table, "env"), instances),
+    )
+
+
+def _instances(reader: _Reader, prefix: str, table: Table) -> Iterator[Instance]:
+    reader.known(prefix, table, (*KINDS, ETCD))
+    for kind in KINDS:
+        if kind == "pool-replica":
+            for shard in reader.texts(prefix, table, kind):
+                # A number is a shard of one host: its instance would have the same id.
+                if _NAME.fullmatch(shard) and shard[0].isalpha():
+                    yield Instance(kind=kind, name=shard)
+                else:
+                    allowed = "names that begin with a letter, of letters, digits and -_."
+                    reader.wrong(prefix + kind, shard, allowed)
+        else:
+            count = reader.number(prefix, table, kind, 0, (0, MOST_INSTANCES))
+            yield from instances_of(kind, count)
+
+
+def env_name(instance: Instance) -> str:
+    """Return the name of an instance in `env`: `gateway-1`, `decode-2`, `pool-replica-s0`."""
+    prefix = f"{instance.kind}-"
+    return prefix + instance.name.removeprefix(prefix)
+
+
+def _env(
+    reader: _Reader, prefix: str, table: Table, instances: Collection[Instance]
+) -> Mapping[str, Mapping[str, str]]:
+    names = [env_name(one) for one in instances]
+    if table and not names:
+        text = f"there is no key {prefix}{next(iter(table))}; no instance takes variables here"
+        reader.fail(text)
+        return {}
+    reader.known(prefix, table, names)
+    found = {}
+    for name in table:
+        variables = reader.table(prefix, table, name)
+        for variable, value in variables.items():
+            key = f"{prefix}{name}.{variable}"
+            if not _VARIABLE.fullmatch(variable):
+                reader.wrong(key, value, "a variable's name: letters, digits and underscores")
+            elif not isinstance(value, str) or "\n" in value:
+                reader.wrong(key, value, f'a text of one line, like {variable} = "1"')
+        found[name] = dict(variables)
+    return found
+
+
+def _check_settings(reader: _Reader, prefix: str, table: Table) -> None:
+    reader.known(prefix, table, SERVICES)
+    for service in table:
+        for key, value in reader.table(prefix, table, service).items():
+            if key in _RENDERED:
+                reader.wrong(
+                    f"{prefix}{service}.{key}",
+                    value,
+                    "it follows from the hosts of the inventory; remove it",
+                )
+
+
+def _is_address(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+        return True
+    except ValueError:
+        labels = address.split(".")
+        return all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
+
+
+def _contradictions(inventory: Inventory) -> Iterator[str]:
+    members = len(inventory.members)
+    if members == 0:
+        yield "no host has services.etcd = 1; give it to one host, or to three"
+    elif members % 2 == 0:
+        yield f"{members} hosts have services.etcd = 1; an even number survives no more losses " + (
+            f"than {members - 1}: name {members - 1} or {members + 1}"
+        )
+    yield from _twice("address", {host.name: host.address for host in inventory.hosts})
+    yield from _replicas(inventory)
+    for host in inventory.hosts:
+        if len(inventory.hosts) > 1 and is_loopback(host.address):
+            yield (
+                f"hosts.{host.name}.address = {host.address!r} is not allowed: other hosts do not "
+                "reach it; name one of the network"
+            )
+        if not host.units:
+            yield f"hosts.{host.name}.services is empty; name a service, or remove the host"
+        users = [one for one in host.instances if KINDS[one.kind].uses_gpu]
+        automatic = [
+            one for one in users if "CUDA_VISIBLE_DEVICES" not in host.env.get(env_name(one), {})
+        ]
+        if host.gpus and len(automatic) > host.gpus:
+            yield (
+                f"hosts.{host.name}.gpus = {host.gpus} is not allowed: {len(automatic)} workers "
+                "and trainers take one each; raise it, run fewer, or set CUDA_VISIBLE_DEVICES of "
+                f"some in [hosts.{host.name}.env.INSTANCE]"
+            )
+
+
+def _twice(key: str, values: Mapping[str, str]) -> Iterator[str]:
+    owners: dict[str, str] = {}
+    for name, value in values.items():
+        if value in owners:
+            yield (
+                f"hosts.{name}.{key} = {value!r} is not allowed: it is that of "
+                f"hosts.{owners[value]}; give each host its own"
+            )
+        owners.setdefault(value, name)
+
+
+def _replicas(inventory: Inventory) -> Iterator[str]:
+    hosts: dict[str, list[str]] = {}
+    for host in inventory.hosts:
+        for one in host.instances:
+            if one.kind == "pool-replica":
+                hosts.setdefault(one.name, []).append(host.name)
+    for shard, names in hosts.items():
+        if len(set(names)) != 2 or len(names) != 2:
+            yield (
+                f"pool-replica {shard!r} is on {', '.join(names)}; a replicated shard is on two "
+                "hosts, once each"
+            )

@@ -1,0 +1,55 @@
+"""Inventories for tests of `forge deploy`, and their rendered hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.cli.deploy.render import Report, render
+
+TWO_HOSTS = """
+[hosts.alpha]
+address = "10.0.0.1"
+names = ["alpha.example"]
+login = "local"
+[hosts.alpha.services]
+etcd = 1
+pool-replica = ["s0"]
+scheduler = 1
+router = 1
+prefill = 1
+decode = 2
+gateway = 2
+console = 1
+[hosts.alpha.env.decode-2]
+JUDGE = 'a "b" $c'
+
+[hosts.beta]
+address = "10.0.0.2"
+gpus = 2
+[hosts.beta.services]
+pool = 1
+pool-replica = ["s0"]
+scheduler = 1
+trainer = 1
+agents = 1
+[hosts.beta.settings.agents]
+concurrency = 7
+
+[settings.scheduler.queue]
+concurrency = 16
+[settings.gateway.http]
+port = 8100
+"""
+RELEASE = "0.1.0"
+
+
+def rendered(text: str, out: Path, *, check_settings: bool = False, rotate: str = "") -> Report:
+    """Render an inventory."""
+    return render(
+        text,
+        out,
+        source="cluster.toml",
+        release=RELEASE,
+        rotate=[rotate] if rotate else (),
+        check_settings=check_settings,
+    )
