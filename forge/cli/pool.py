@@ -103,9 +103,38 @@ def backup(
     _tool("backup", directory, target, *([f"--incremental={incremental}"] if incremental else []))
 
 
+@pool_app.command("scheduled-backup")
+def scheduled_backup(
+    directory: Directory,
+    folder: Annotated[Path, typer.Argument(help="Folder of the backups; made if it is missing.")],
+    full_every: Annotated[
+        str, typer.Option(help="Age at which the last full backup is followed by another.")
+    ] = "7d",
+    keep: Annotated[
+        int, typer.Option(min=1, help="Full backups that are kept, with their increments.")
+    ] = 4,
+) -> None:
+    """Back a shard up from a timer: full at times, an increment otherwise.
+
+    Each run makes one backup, FOLDER/SHARD-TIME. It is a full one when the last is old enough, has
+    64 increments, or when no increment of it is possible; it is verified, and then the oldest
+    chains are deleted. Killed at any moment, it leaves backups that restore. Exit code 1: the shard
+    is damaged, and nothing was deleted.
+
+    [dim]forge pool scheduled-backup /var/lib/forge/pool-1 /var/backups/forge[/dim]
+    """
+    seconds = duration_s("full-every", full_every)
+    _tool("back-up-scheduled", directory, folder, f"--full-every-s={seconds}", f"--keep={keep}")
+
+
 @pool_app.command()
 def watermark(
-    backups: Annotated[list[Path], typer.Argument(help="One backup of each shard.")],
+    backups: Annotated[
+        list[Path],
+        typer.Argument(
+            help="One backup of each shard, or folders: the newest of each shard there."
+        ),
+    ],
 ) -> None:
     """Show the last step whose groups are trained in all of these backups.
 

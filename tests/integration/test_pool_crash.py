@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,11 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.maintenance import backup
+from services.pool.maintenance.archive import archives_at
+from services.pool.maintenance.archive_restore import restore_archive
+from services.pool.maintenance.restore import restore
+from services.pool.maintenance.scheduled_backups import backups_in
+from services.pool.storage.tables import Table
 from tests.support.pool.account import (
     TURNS,
     Ledger,
@@ -36,7 +42,9 @@ from tests.support.pool.account import (
     turn_of,
 )
 from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.store import records_of
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
@@ -185,3 +193,85 @@ async def test_kill_9_during_a_compaction_loses_no_acknowledged_write(
     assert {path.name for path in pool.data_dir.iterdir()} <= {"data.mdb", "lock.mdb", "replica"}
     assert not list(backup.check(pool.data_dir, lambda done, total: None))
     print(f"{rounds} kills while it was compacted, {len(inodes)} files; {ledger}")
+
+
+def quiet(done: int, total: int) -> None:
+    """No progress."""
+
+
+def has_written(place: Path, files: int, tool: ServiceProcess) -> bool:
+    return len(list(place.rglob("*"))) > files or tool.poll() is not None
+
+
+async def end(tool: ServiceProcess) -> None:
+    """Waits for success."""
+    assert await asyncio.to_thread(tool.wait, 60.0) == 0
+
+
+async def test_kill_9_of_archive_and_backup_loses_and_doubles_nothing(
+    pool: PoolProcess, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """Both are killed again and again beside a shard under load, and then run to their end: each
+    trained group is in the archive once, as the shard has it, and every backup restores."""
+    draw = random.Random(2)
+    ledger = Ledger()
+    folder, archived = tmp_path / "backups", tmp_path / "archive"
+    tools = {
+        folder: ("back-up-scheduled", str(folder), "--full-every-s=3600", "--keep=9"),
+        archived: ("archive", f"--to=file://{archived}", "--older-than-s=0"),
+    }
+
+    def start(place: Path) -> ServiceProcess:
+        command, *options = tools[place]
+        words = (command, str(pool.data_dir), *options)
+        return start_service("services.pool.maintenance", *words, stderr=subprocess.PIPE)
+
+    pool.start()
+    client = await PoolClient.connect(pool, coordinator)
+    names = (f"t{number}" for number in itertools.count())
+    writer = asyncio.create_task(write(client, ledger, names, 1))
+    killed = 0
+    for round_ in range(max(4, ROUNDS // 4)):
+        await ledger.reach(ledger.count + 8)
+        place = (folder, archived)[round_ % 2]
+        files = len(list(place.rglob("*")))
+        tool = start(place)
+        # In the middle of its writes, or a moment later.
+        await until(partial(has_written, place, files, tool))
+        await asyncio.sleep(draw.random() * 0.02 * (round_ % 3))
+        tool.kill()
+        killed += tool.wait(60.0) == -9
+    await end(start(folder))
+    pool.kill()
+    await writer
+    await client.close()
+    for place in tools:
+        await end(start(place))
+
+    shard = records_of(pool.data_dir)
+    backups = backups_in(folder)
+    assert len(backups) >= 2
+    for number, one in enumerate((backups[0], backups[-1])):
+        assert restore(one.directory, tmp_path / f"restored-{number}", quiet) == []
+    assert records_of(tmp_path / f"restored-{number}") == shard
+    assert not list(folder.glob("*.unfinished"))
+
+    (one_store,) = archives_at(f"file://{archived}")
+    newest = {task: entry.segment_id for entry in one_store.entries() for task in entry.groups}
+    assert newest.keys() >= ledger.trained
+    for entry in one_store.entries():
+        tasks = [group.task_id for group in one_store.groups(entry)]
+        assert len(tasks) == len(set(tasks)) and set(tasks) == entry.groups.keys()
+    assert (
+        restore_archive(f"file://{archived}", tmp_path / "copy", shard="s0", progress=quiet) == []
+    )
+    copy = records_of(tmp_path / "copy")
+    for table in (Table.GROUPS, Table.TURNS, Table.REWARDS):
+        expected = {key: value for key, value in shard[table] if task_of(key) in newest}
+        assert dict(copy[table]) == expected, table
+    print(f"{killed} kills of an archive or a backup; {ledger}")
+
+
+def task_of(key: bytes) -> str:
+    """The task of a record of a group, trajectory, turn or reward."""
+    return key.partition(b":")[0].decode()

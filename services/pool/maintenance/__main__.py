@@ -33,6 +33,7 @@ from services.pool.maintenance.manifests import common_step, read_manifest
 from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
 from services.pool.maintenance.restore import restore
+from services.pool.maintenance.scheduled_backups import back_up_scheduled, newest_of_each_shard
 from services.pool.storage.file_locks import InUse
 from services.pool.storage.records import Records
 from services.pool.validation import check_erase
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     for name, run, names in (
         ("check", _check, ["directory"]),
         ("backup", _backup, ["directory", "target"]),
+        ("back-up-scheduled", _back_up_scheduled, ["directory", "folder"]),
         ("restore", _restore, ["backup", "directory"]),
         ("watermark", _watermark, []),
         ("archive", _archive, ["directory"]),
@@ -90,6 +92,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     if name == "backup":
         command.add_argument("--purge", action="store_true")
         command.add_argument("--incremental", metavar="BASE", type=Path)
+    if name == "back-up-scheduled":
+        command.add_argument("--full-every-s", type=float, required=True)
+        command.add_argument("--keep", type=int, required=True)
     if name == "archive":
         command.add_argument("--to", required=True)
         command.add_argument("--older-than-s", type=float, required=True)
@@ -150,6 +155,27 @@ def _backup(options: argparse.Namespace) -> int:
     return 0
 
 
+def _back_up_scheduled(options: argparse.Namespace) -> int:
+    with _bar("backing up") as progress:
+        made = back_up_scheduled(
+            options.directory,
+            options.folder,
+            progress,
+            full_every_s=options.full_every_s,
+            keep=options.keep,
+            now_unix_s=time.time(),
+        )
+    _say(
+        f"{made.made}: "
+        + (f"full, because {made.full_because}" if made.full_because else "an increment")
+    )
+    for directory in made.deleted:
+        _say(f"{directory} is deleted")
+    if made.damage:
+        sys.stderr.write("forge: the shard is damaged; no earlier backup is deleted\n")
+    return _tell(iter(made.damage), f"{made.made} is whole") if made.full_because else 0
+
+
 def _restore(options: argparse.Namespace) -> int:
     with _bar("restoring") as progress:
         damage = restore(options.backup, options.directory, progress)
@@ -206,8 +232,10 @@ def _restore_archive(options: argparse.Namespace) -> int:
 
 
 def _watermark(options: argparse.Namespace) -> int:
-    manifests = [read_manifest(directory) for directory in options.backups]
-    for directory, manifest in zip(options.backups, manifests, strict=True):
+    # A folder of scheduled backups counts as the newest one of each shard.
+    backups = [one for given in options.backups for one in newest_of_each_shard(given) or [given]]
+    manifests = [read_manifest(directory) for directory in backups]
+    for directory, manifest in zip(backups, manifests, strict=True):
         taken = datetime.fromtimestamp(manifest.taken_unix_s, UTC)
         newest = manifest.steps[0][0] if manifest.steps else 0
         _say(

@@ -29,6 +29,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import content_page, group_page
 from services.pool.data.record_repair import is_whole
+from services.pool.maintenance.backup import refuse_half_copy
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.file_locks import sync_directory
 from services.pool.storage.group_records import intact_state
@@ -223,7 +224,9 @@ def archive_settled(
     records: Records, url: str, *, settled_before_unix_s: float, progress: Callable[[int], None]
 ) -> Archived:
     """Writes the groups that were settled before a time and are not in the archive as they are.
-    `progress` receives the number of groups so far."""
+    `progress` receives the number of groups so far. Raises `HalfCopy` for a replica that catches
+    up."""
+    refuse_half_copy(records)
     archive = _archive_of(records, url)
     known = {
         task_id: digest

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from forge.core.errors import (
     FailedPrecondition,
     ForgeError,
     ResourceExhausted,
+    Unavailable,
 )
 from services.pool.maintenance.integrity import Checker, Damage
 from services.pool.maintenance.manifests import manifest_of, write_manifest
@@ -42,6 +43,7 @@ from services.pool.storage.file_locks import (
     sync_directory,
     unfinished,
 )
+from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import SHARD_KEY
 from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.records import Records
@@ -53,6 +55,10 @@ AHEAD_BYTES = 1 << 36
 
 Progress = Callable[[int, int], None]
 """Receives the work done and the total."""
+
+
+class HalfCopy(Unavailable):
+    """The shard is a replica that catches up."""
 
 
 def check(directory: Path, progress: Progress) -> Iterator[Damage]:
@@ -147,17 +153,32 @@ def backup(source: Path, target: Path, progress: Progress, *, purge: bool = Fals
     `purge`: without any byte of deleted records.
 
     Raises `FailedPrecondition` if `target` exists, `ConfigError` if it cannot be written,
-    `ResourceExhausted` if it does not fit.
+    `ResourceExhausted` if it does not fit, `HalfCopy` for a replica that catches up.
     """
     taken_unix_s = time.time()
     with opened_shard(source) as environment, new_directory(target) as copy:
         (_copy_records if purge else _copy)(environment, copy, progress)
         # Without a manifest for a shard that is damaged or of another schema: no increment follows.
-        with suppress(ForgeError, lmdb.Error), snapshot(copy) as (transaction, databases):
-            manifest = manifest_of(Records(transaction, databases), taken_unix_s=taken_unix_s)
-            write_manifest(copy, manifest)
+        try:
+            with snapshot(copy) as opened:
+                records = Records(*opened)
+                refuse_half_copy(records)
+                write_manifest(copy, manifest_of(records, taken_unix_s=taken_unix_s))
+        except HalfCopy:
+            raise
+        except (ForgeError, lmdb.Error):
+            pass
         (copy / LOCK).unlink(missing_ok=True)
         return (copy / DATA).stat().st_size
+
+
+def refuse_half_copy(records: Records) -> None:
+    """Raises `HalfCopy` for the records of a replica whose catch-up has not ended."""
+    if replica_state(records).copying:
+        raise HalfCopy(
+            "this replica catches up, so its records are of no single moment: back up its leader, "
+            "or wait until it is in sync (forge pool stats)"
+        )
 
 
 def adopt(directory: Path) -> str:

@@ -28,6 +28,7 @@ from services.pool.maintenance.backup import (
     Progress,
     new_directory,
     opened_shard,
+    refuse_half_copy,
     snapshot,
 )
 from services.pool.maintenance.manifests import (
@@ -84,8 +85,14 @@ def back_up_changes(source: Path, base: Path, target: Path, progress: Progress) 
         snapshot(source) as (transaction, databases),
         new_directory(target) as made,
     ):
-        manifest = manifest_of(Records(transaction, databases), taken_unix_s=taken_unix_s)
+        records = Records(transaction, databases)
+        refuse_half_copy(records)
+        manifest = manifest_of(records, taken_unix_s=taken_unix_s)
         known = chain.manifest
+        if chain.increments >= MAX_CHAIN:
+            raise FailedPrecondition(
+                f"{base} ends a chain of {MAX_CHAIN} increments: make a full backup"
+            )
         if (manifest.shard, manifest.lineage) != (known.shard, known.lineage):
             raise FailedPrecondition(
                 f"{base} is a backup of shard {known.shard!r}, lineage {known.lineage}; {source} "
@@ -154,10 +161,9 @@ class Chain:
         """The chain that ends with `last`. Raises as `write_restored`."""
         directories = [last]
         while is_increment(directories[0]):
-            if len(directories) > MAX_CHAIN:
-                raise FailedPrecondition(
-                    f"{last} has {MAX_CHAIN} increments before it: make a full backup"
-                )
+            # One more: an earlier release took it.
+            if len(directories) > MAX_CHAIN + 1:
+                raise FailedPrecondition(f"{last} has more than {MAX_CHAIN} increments before it")
             directories.insert(0, _base_of(directories[0]))
         with ExitStack() as stack:
             environment = stack.enter_context(opened_shard(directories[0]))
@@ -168,6 +174,11 @@ class Chain:
                 chain.size_bytes += (directory / CHANGES).stat().st_size
             chain.manifest = read_manifest(last)
             yield chain
+
+    @property
+    def increments(self) -> int:
+        """Number of increments."""
+        return len(self._increments)
 
     def records(self, table: Table) -> Iterator[Record]:
         """The records of a table as they lie on disk, in the order of keys."""

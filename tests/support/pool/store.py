@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from forge.core.trajectory import parse_trajectory_id
@@ -10,8 +11,10 @@ from services.pool import validation
 from services.pool.data.commands import AppendTurns, Command
 from services.pool.data.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
 from services.pool.data.reads import GroupPage, groups
+from services.pool.maintenance.backup import snapshot
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.records import Records
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -147,3 +150,10 @@ def is_left_out(group: common_pb2.GroupRecord, settled: pool_pb2.SettledGroups) 
 def queued(store: PoolStore) -> list[str]:
     """Task ids in queue order."""
     return [response.group.task.task_id for response in groups_page(store).groups]
+
+
+def records_of(directory: Path) -> dict[Table, list[tuple[bytes, bytes]]]:
+    """Every record of a shard as it lies on disk."""
+    with snapshot(directory) as (transaction, databases):
+        records = Records(transaction, databases)
+        return {table: list(records.scan_sealed(table)) for table in Table}

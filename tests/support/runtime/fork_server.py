@@ -111,7 +111,8 @@ def import_service(module: str, argv: list[str]) -> None:
             importlib.import_module(also)
     if module != COMMAND and module.startswith(("services.", "forge.")):
         main = f"{module}.__main__"
-        importlib.import_module(main).load_app()
+        # Tools have no app.
+        getattr(importlib.import_module(main), "load_app", lambda: None)()
         # It is run as `__main__`, and warned of where it has been imported as well.
         del sys.modules[main]
     gc.freeze()

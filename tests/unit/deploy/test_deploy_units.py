@@ -27,6 +27,8 @@ SYSTEMD = DEPLOY / "systemd"
 COMMON = SYSTEMD / "forge-.service.d" / "10-forge.conf"
 UNITS = sorted(unit for unit in SYSTEMD.glob("forge*") if unit.is_file())
 SERVICES = [unit for unit in UNITS if unit.suffix == ".service"]
+BACKUP = SYSTEMD / "forge-pool-backup@.service"
+"""It reads files and calls no service."""
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here"
 )
@@ -105,6 +107,8 @@ def test_every_unit_notifies_readiness_and_drains_on_stop() -> None:
     assert f"RestartPreventExitStatus={CANNOT_START}" in common
     for unit in SERVICES:
         text = unit.read_text()
+        if unit == BACKUP:
+            continue
         assert re.search(r"^TimeoutStopSec=\d+", text, re.M), unit
         assert "WatchdogSec=" in text or unit.name == "forge-etcd.service", unit
 
@@ -113,14 +117,16 @@ def test_every_service_has_its_own_user() -> None:
     """No service reads another's data; replicas are pools. sysusers creates each user."""
     users = (DEPLOY / "sysusers.d" / "forge.conf").read_text()
     for unit in SERVICES:
-        name = unit.name.removesuffix(".service").removesuffix("@").removesuffix("-replica")
+        name = unit.name.removesuffix(".service").removesuffix("@")
+        name = name.removesuffix("-replica").removesuffix("-backup")
         assert f"User={name}\n" in unit.read_text(), unit
         assert f"u {name} " in users, unit
 
 
 def test_only_units_of_agents_and_feeds_have_no_key_of_the_cluster() -> None:
     """They have tokens: agents run other people's programs, and a feed only submits."""
-    for unit in SERVICES:
+    assert "Credential" not in BACKUP.read_text()
+    for unit in (one for one in SERVICES if one != BACKUP):
         text = unit.read_text()
         name = unit.name.removesuffix(".service").removesuffix("@")
         token, etcd = name in ("forge-agents", "forge-feed"), name == "forge-etcd"
@@ -145,7 +151,7 @@ def test_each_unit_has_a_documented_etcd_password() -> None:
     for unit in SERVICES:
         name = unit.name.removesuffix(".service").removesuffix("@")
         link = re.search(rf"^ln -s (\S+) etcd/{name}\s", page, re.M)
-        assert name == "forge-etcd" or (link[1] if link else name) in files, unit
+        assert name == "forge-etcd" or unit == BACKUP or (link[1] if link else name) in files, unit
 
 
 def test_trainer_unit_allows_time_to_write_a_checkpoint() -> None:
@@ -213,11 +219,12 @@ def test_every_unit_has_limits_of_tasks_and_memory() -> None:
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
 def test_unit_starts_a_module_that_exists(unit: Path) -> None:
     """A renamed module breaks this test before it breaks a host."""
+    commands = {"forge-feed@.service": "queue submit", BACKUP.name: "pool scheduled-backup"}
     module = re.search(r"-m (\S+)", unit.read_text())
-    command = "ExecStart=/opt/forge/.venv/bin/forge queue submit "
+    command = f"ExecStart=/opt/forge/.venv/bin/forge {commands.get(unit.name)} "
     assert unit.name == "forge-etcd.service" or (
         command in unit.read_text()
-        if unit.name == "forge-feed@.service"
+        if unit.name in commands
         else module is not None and importlib.util.find_spec(f"{module[1]}.__main__") is not None
     )
 
@@ -233,3 +240,14 @@ def test_wheel_has_every_unit_and_setting() -> None:
         for path in DEPLOY.parent.glob(pattern)
     }
     assert {name: path.read_bytes() for name, path in packed.items()} == read_assets()
+
+
+def test_a_backup_runs_once_and_may_take_its_time() -> None:
+    """The common settings are those of a service that stays."""
+    (own,) = BACKUP.with_name(f"{BACKUP.name}.d").iterdir()
+    assert own.name > COMMON.name
+    assert {"Type=oneshot", "Restart=no", "TimeoutStartSec=infinity"} <= {
+        *own.read_text().splitlines()
+    }
+    timer = BACKUP.with_suffix(".timer").read_text()
+    assert "\nOnCalendar=hourly\n" in timer and "\nPersistent=true\n" in timer

@@ -14,7 +14,7 @@ from forge.core.errors import ConfigError, DataLoss, FailedPrecondition, Invalid
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.maintenance import increments
-from services.pool.maintenance.backup import backup, snapshot
+from services.pool.maintenance.backup import backup
 from services.pool.maintenance.backup_erasure import erase_in
 from services.pool.maintenance.increments import CHANGES, back_up_changes
 from services.pool.maintenance.manifests import (
@@ -29,7 +29,16 @@ from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
-from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
+from tests.support.pool.store import (
+    append,
+    change,
+    commit,
+    put_groups,
+    records_of,
+    reward,
+    seal,
+    set_states,
+)
 
 MIB = 1 << 20
 TRAINED = common_pb2.GROUP_STATE_TRAINED
@@ -38,13 +47,6 @@ Open = Callable[..., PoolStore]
 
 def quiet(done: int, total: int) -> None:
     assert 0 <= done <= max(total, done)
-
-
-def content(directory: Path) -> dict[Table, list[tuple[bytes, bytes]]]:
-    """Every record as it lies on disk."""
-    with snapshot(directory) as (transaction, databases):
-        records = Records(transaction, databases)
-        return {table: list(records.scan_sealed(table)) for table in Table}
 
 
 def work(open_store: Open, step: int) -> None:
@@ -89,12 +91,12 @@ def test_each_backup_of_a_chain_restores_its_snapshot(open_store: Open, tmp_path
             made = back_up_changes(tmp_path / "shard", names[-1], name, quiet)
             assert made.changed > 0
         names.append(name)
-        snapshots.append(content(tmp_path / "shard"))
+        snapshots.append(records_of(tmp_path / "shard"))
     assert sum(read_manifest(name).deleted for name in names) > 0
     for number in (0, 4, 7):
         target = tmp_path / f"restored-{number}"
         assert restore(names[number], target, quiet) == []
-        assert content(target) == snapshots[number]
+        assert records_of(target) == snapshots[number]
 
 
 def test_increment_has_only_the_changes(open_store: Open, tmp_path: Path) -> None:
@@ -174,10 +176,11 @@ def test_base_of_another_store_is_refused(open_store: Open, tmp_path: Path) -> N
 def test_chain_has_a_longest_length(
     open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then a full backup is due."""
+    """Then a full backup is due; the longest one is restored."""
     _, more = chain(open_store, tmp_path)
-    monkeypatch.setattr(increments, "MAX_CHAIN", 1)
+    monkeypatch.setattr(increments, "MAX_CHAIN", 2)
     back_up_changes(tmp_path / "shard", more, tmp_path / "last", quiet)
+    assert restore(tmp_path / "last", tmp_path / "restored", quiet) == []
     with pytest.raises(FailedPrecondition, match="make a full backup"):
         back_up_changes(tmp_path / "shard", tmp_path / "last", tmp_path / "more2", quiet)
 
@@ -212,7 +215,7 @@ def test_backup_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Pat
     old.write(as_version_4)
     old.close()
     assert restore(full, tmp_path / "restored", quiet) == []
-    assert content(tmp_path / "restored")[Table.LABELS]
+    assert records_of(tmp_path / "restored")[Table.LABELS]
 
 
 def without_labels(path: Path, *, subdir: bool) -> None:
@@ -234,7 +237,7 @@ def test_chain_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Path
     digest = increments._digest(more / CHANGES)
     write_manifest(more, msgspec.structs.replace(read_manifest(more), digest=digest))
     assert restore(more, tmp_path / "restored", quiet) == []
-    assert content(tmp_path / "restored")[Table.LABELS]
+    assert records_of(tmp_path / "restored")[Table.LABELS]
 
 
 def manifest(shard: str, taken_unix_s: float, *steps: tuple[int, float]) -> Manifest:
