@@ -82,15 +82,25 @@ async def test_grammar_affects_no_other_request(pair: Pair) -> None:
         jsonschema.validate(json.loads(text_of(answer.ids[:-1])), SCHEMA)
 
 
-async def test_another_worker_continues_behind_matched_tokens(pair: Pair) -> None:
-    """Prompt and half an answer, given as matched, continue like the uninterrupted answer."""
+async def test_another_worker_continues_behind_matched_tokens(pair: Pair, tmp_path: Path) -> None:
+    """Prompt and half an answer, given as matched, continue like the uninterrupted answer, with
+    other draws where they do not depend on the position alone."""
     engines.require("grammar" in pair.capabilities.resumes)
     ids = prompt_ids(12)
     whole = await pair.sample(ids, replace(HELD, seed=5))
     for cut in (1, 4, len(whole.ids) - 2):
         grammar = replace(JSON, matched_tokens=cut)
         rest = await pair.sample(ids + whole.ids[:cut], replace(HELD, seed=5, grammar=grammar))
-        assert rest.ids == whole.ids[cut:]
+        answer = whole.ids[:cut] + rest.ids
+        if pair.capabilities.draws == "positional":
+            assert answer == whole.ids
+        jsonschema.validate(json.loads(text_of(answer[:-1])), SCHEMA)
+        logprobs, allowed = await masked_logprobs(
+            reference("qwen3"), tmp_path, ids, answer,
+            grammar=JSON, stop_ids=HELD.stop_ids, temperature=1.0,
+        )  # fmt: skip
+        assert rest.logprobs == pytest.approx(logprobs[cut:], abs=1e-4)
+        assert rest.allowed == pytest.approx(allowed[cut:], abs=1e-4)
 
 
 async def test_answer_under_a_grammar_ends_at_max_tokens(pair: Pair) -> None:

@@ -50,7 +50,7 @@ async def inference(
 async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: InferenceCluster) -> None:
     """The weights change under load, then a worker is killed, for each engine. Every answer is
     whole, each token has the log-prob of the version that it names, and an answer with penalties,
-    which vLLM begins and does not resume, is whole, too."""
+    which both resume, is whole, too."""
     vllm = inference.start("both", *VLLM)
     embedded = [inference.start("both", *EMBEDDED) for _ in range(2)]
     versions = VersionTables(inference)

@@ -165,7 +165,8 @@ class Grammars:
         least = prompt.sampling.min_tokens - len(sampled)
         if least <= 0:
             return inner
-        return LengthMatcher(inner, least=least, stop=self._bits(prompt.sampling.stop_ids))
+        stop = _bits(prompt.sampling.stop_ids, self._vocabulary)
+        return LengthMatcher(inner, least=least, stop=stop)
 
     async def _grammar_matcher(self, prompt: Prompt, sampled: Sequence[int]) -> Matcher | None:
         grammar = prompt.sampling.grammar
@@ -173,11 +174,11 @@ class Grammars:
             return None
         compiled = await self._prototype(grammar)
         assert self._tokenizer is not None
-        matcher = GrammarMatcher(
-            compiled.deep_copy(),
+        matcher = begin_answer(
+            compiled,
+            self._tokenizer,
             stop_ids=prompt.sampling.stop_ids,
-            stop=self._bits(prompt.sampling.stop_ids),
-            end=self._bits(self._tokenizer.eos_tokens),
+            vocabulary=self._vocabulary,
         )
         matched = prompt.ids[len(prompt.ids) - grammar.matched_tokens * TOKEN_BYTES :]
         for token in (*int32_array(matched), *sampled):
@@ -222,23 +223,40 @@ class Grammars:
     def _compile_blocking(self, grammar: Grammar) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_path, vocabulary=self._vocabulary)
-        text = source(grammar.kind, grammar.text, lenient=grammar.lenient)
-        compiled = LLMatcher(self._tokenizer, text, limits=LIMITS, log_level=0)
-        # The first mask includes one-time work: do it here, not in a shared decode step.
-        compiled.deep_copy().compute_bitmask()
-        if compiled.is_error():
-            raise InvalidArgument(
-                f"sampling.grammar.{grammar.kind} does not compile: "
-                f"{one_line(compiled.get_error())}"
-            )
-        return compiled
+        return compile_grammar(self._tokenizer, grammar)
 
-    def _bits(self, ids: Iterable[int]) -> Words:
-        words = np.zeros(mask_words(self._vocabulary), dtype=np.uint32)
-        for token in ids:
-            if 0 <= token < self._vocabulary:
-                words[token // 32] |= np.uint32(1 << token % 32)
-        return words
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Return the state before the first token, to be copied. Raises `InvalidArgument`."""
+    text = source(grammar.kind, grammar.text, lenient=grammar.lenient)
+    compiled = LLMatcher(tokenizer, text, limits=LIMITS, log_level=0)
+    # The first mask includes one-time work: do it here, not in a shared decode step.
+    compiled.deep_copy().compute_bitmask()
+    if compiled.is_error():
+        raise InvalidArgument(
+            f"sampling.grammar.{grammar.kind} does not compile: {one_line(compiled.get_error())}"
+        )
+    return compiled
+
+
+def begin_answer(
+    compiled: LLMatcher, tokenizer: LLTokenizer, *, stop_ids: frozenset[int], vocabulary: int
+) -> GrammarMatcher:
+    """Return the state of an answer without tokens."""
+    return GrammarMatcher(
+        compiled.deep_copy(),
+        stop_ids=stop_ids,
+        stop=_bits(stop_ids, vocabulary),
+        end=_bits(tokenizer.eos_tokens, vocabulary),
+    )
+
+
+def _bits(ids: Iterable[int], vocabulary: int) -> Words:
+    words = np.zeros(mask_words(vocabulary), dtype=np.uint32)
+    for token in ids:
+        if 0 <= token < vocabulary:
+            words[token // 32] |= np.uint32(1 << token % 32)
+    return words
 
 
 def load_tokenizer(model_path: str, *, vocabulary: int) -> LLTokenizer:

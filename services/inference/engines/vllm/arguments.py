@@ -15,6 +15,7 @@ from forge.core.errors import ConfigError
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import extension
+from services.inference.engines.vllm.answer_logits import AnswerLogits
 
 WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
@@ -28,6 +29,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Sends nothing to anybody.
     "VLLM_NO_USAGE_STATS": "1",
+    # The answers' logits are changed in its first model runner, see `answer_logits`.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -81,6 +84,11 @@ def block_size(options: EngineOptions) -> int:
     return lcm(options.block_tokens, _CPU_BLOCK_TOKENS if options.device == "cpu" else 16)
 
 
+def drafts(options: EngineOptions) -> bool:
+    """Whether vLLM drafts tokens: its logits processors are then off."""
+    return options.extra.get("speculative_config") is not None
+
+
 def meta_model(model_path: str) -> Any:
     """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
     import torch
@@ -124,12 +132,15 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits, *, events: Any
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MOST_TOP_LOGPROBS,
+        # One more has the log-prob in the model's own distribution.
+        "max_logprobs": MOST_TOP_LOGPROBS + 1,
         "structured_outputs_config": {"backend": "guidance"},
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
         "disable_log_stats": True,
     }
+    if not drafts(options):
+        ours["logits_processors"] = [AnswerLogits]
     defaults: dict[str, Any] = {}
     if options.device == "cpu":
         # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor

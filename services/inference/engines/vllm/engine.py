@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
 from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
 from services.inference.engines.provider import EngineOptions
@@ -55,9 +56,19 @@ CAPABILITIES = Capabilities(
     grammars=frozenset({"json_schema", "regex", "lark"}),
     top_logprobs=arguments.MOST_TOP_LOGPROBS,
     cache_events=True,
+    shares=True,
+    resumes=frozenset({"grammar", "penalties"}),
 )
+"""Without drafts; see `capabilities_of`."""
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
+
+
+def capabilities_of(options: EngineOptions) -> Capabilities:
+    """Return the abilities with these options."""
+    if not arguments.drafts(options):
+        return CAPABILITIES
+    return replace(CAPABILITIES, shares=False, resumes=frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ class VllmEngine:
         watch: ActorRef,
     ) -> None:
         self.limits = limits
-        self.capabilities = CAPABILITIES
+        self.capabilities = capabilities_of(options)
         self.capacity = options.max_running
         self.version = 0
         self._llm = llm
@@ -102,6 +113,7 @@ class VllmEngine:
         self._checkpoint = Checkpoint(
             arguments.meta_model(options.model_path), served=llm.model_config.dtype
         )
+        self._grammars = Grammars(options.model_path, vocabulary=limits.vocabulary)
         self._end_token = _end_token(options.model_path)
         self._served: Staged | None = None
         self._loads = count()
@@ -127,12 +139,14 @@ class VllmEngine:
             # made on, and the worker serves nothing before.
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
             await llm.collective_rpc("forge_end_with", args=(os.getpid(),))
+            if not arguments.drafts(options):
+                await llm.collective_rpc("forge_answer_sampler")
             await follower.start()
         except BaseException:
             await follower.close()
             raise
         watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
-        log.info("vllm_started", capabilities=CAPABILITIES.described())
+        log.info("vllm_started", capabilities=capabilities_of(options).described())
         return cls(llm, follower, limits, options, watch)
 
     @property
@@ -146,6 +160,7 @@ class VllmEngine:
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
+        self._grammars.close()
         await self._follower.close()
         self._llm.shutdown()
 
@@ -153,7 +168,16 @@ class VllmEngine:
         """See `AggregatedEngine`."""
         if not self.version:
             raise Unavailable("the engine vllm has no weights yet", retry_after_s=1.0)
-        params = sampling.to_params(prompt, self.limits, end_token=self._end_token)
+        grammar = prompt.sampling.grammar
+        if grammar is not None and grammar.matched_tokens:
+            # vLLM's process takes it for granted that the answer matches so far.
+            await self._grammars.matcher(prompt)
+        params = sampling.to_params(
+            prompt,
+            self.limits,
+            end_token=self._end_token,
+            shares=self.capabilities.shares,
+        )
         collector = await self._begin(prompt, params)
         # The state knows the version of each token; it stays when the request has ended.
         state = self._llm.output_processor.request_states.get(collector.request_id)

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.tensor_bytes import from_bytes
+from services.inference.engines.vllm.answer_logits import install
 
 BACKEND = "forge"
 
@@ -39,6 +40,10 @@ class WorkerExtension:
         # Not PR_SET_PDEATHSIG, which means the thread that started this process.
         worker = os.pidfd_open(worker_pid)
         Thread(target=_end_after, args=(worker,), daemon=True, name="forge-worker-watch").start()
+
+    def forge_answer_sampler(self) -> None:
+        """Have the model runner sample with `AnswerSampler`."""
+        install(self.model_runner)  # type: ignore[attr-defined]
 
 
 def _end_after(process: int) -> None:

@@ -8,10 +8,11 @@ from hashlib import blake2b
 from math import isfinite, isinf
 from typing import Any
 
+from msgspec import structs
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from forge.core.errors import Unavailable, UnsupportedByEngines
+from forge.core.errors import InvalidArgument, Unavailable, UnsupportedByEngines
 from forge.grammar.answer_grammar import guided, source
 from services.inference.engines.base import (
     BrokenWeights,
@@ -23,6 +24,7 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
+from services.inference.engines.vllm.answer_logits import OWN, Orders
 
 _SEED_BYTES = 7
 """vLLM's seeds are signed 64-bit numbers."""
@@ -30,13 +32,26 @@ _KINDS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
-def to_params(prompt: Prompt, limits: ModelLimits, *, end_token: int | None) -> SamplingParams:
+def to_params(
+    prompt: Prompt,
+    limits: ModelLimits,
+    *,
+    end_token: int | None,
+    first: tuple[int, ...] = (),
+    shares: bool = True,
+) -> SamplingParams:
     """Return vLLM's parameters. `end_token`: the tokenizer's, with which alone a grammar ends.
+    `first`: tokens that the answer begins with. `shares`: whether log-probs in the model's own
+    distribution can be asked for.
 
     Raises UnsupportedByEngines for a grammar that cannot end with one of the stop tokens.
     """
     asked = prompt.sampling
-    change = asked.reweighting
+    orders = _orders(asked, first, shares=shares)
+    resumed = orders.grammar is not None
+    # Those of an answer that began elsewhere are among the orders.
+    change = asked.reweighting if not orders.answered else None
+    bias = asked.reweighting.bias if asked.reweighting else ()
     return SamplingParams(
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -47,15 +62,38 @@ def to_params(prompt: Prompt, limits: ModelLimits, *, end_token: int | None) -> 
         stop_token_ids=sorted(asked.stop_ids),
         ignore_eos=True,
         seed=stream_seed(asked.seed, prompt.tokens),
-        logprobs=asked.top_logprobs,
+        logprobs=asked.top_logprobs + orders.own,
         presence_penalty=change.presence if change else 0.0,
         frequency_penalty=change.frequency if change else 0.0,
         repetition_penalty=change.repetition if change else 1.0,
-        logit_bias=dict(change.bias) if change and change.bias else None,
-        structured_outputs=_structured(asked.grammar, asked, end_token),
+        logit_bias=dict(bias) or None,
+        structured_outputs=None if resumed else _structured(asked.grammar, asked, end_token),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=None if orders == Orders() else orders.extra_args(),
     )
+
+
+def _orders(asked: Sampling, first: tuple[int, ...], *, shares: bool) -> Orders:
+    """What vLLM's own parameters cannot say."""
+    grammar, change = asked.grammar, asked.reweighting
+    orders = Orders(first=first, own=shares and asked.reshapes)
+    if grammar is not None and grammar.matched_tokens:
+        orders = structs.replace(
+            orders,
+            matched=grammar.matched_tokens,
+            grammar=(grammar.kind, grammar.text, grammar.lenient),
+            stop_ids=tuple(sorted(asked.stop_ids)),
+        )
+    if change is not None and change.answered_tokens:
+        orders = structs.replace(
+            orders,
+            answered=change.answered_tokens,
+            presence=change.presence,
+            frequency=change.frequency,
+            repetition=change.repetition,
+        )
+    return orders
 
 
 def stream_seed(seed: int, prompt_tokens: int) -> int:
@@ -99,14 +137,19 @@ def to_tokens(completion: Any, asked: Sampling, versions: Sequence[int]) -> Toke
     columns = completion.logprobs or ()
     # By token id: the order of an entry is no part of vLLM's interface.
     logprobs = tuple(entry[token].logprob for token, entry in zip(ids, columns, strict=True))
-    if not all(map(isfinite, logprobs)):
+    own = tuple(entry.pop(OWN).logprob for entry in columns if OWN in entry)
+    if any(map(isinf, own)):
+        raise InvalidArgument("sampling.grammar cannot be followed by any token of the vocabulary")
+    if not all(map(isfinite, logprobs + own)):
         raise BrokenWeights("the engine vllm sampled a token with a log-prob that is not finite")
+    greedy = asked.temperature == 0
+    allowed = tuple(0.0 if greedy else a - b for a, b in zip(own, logprobs, strict=False))
     top: tuple[Likeliest, ...] = ()
     if asked.top_logprobs:
         top = tuple(_likeliest(entry, asked.top_logprobs) for entry in columns)
-    if asked.temperature == 0:
+    if greedy:
         logprobs = (0.0,) * len(ids)
-    return Tokens(ids=ids, logprobs=logprobs, versions=tuple(versions), top=top)
+    return Tokens(ids=ids, logprobs=logprobs, versions=tuple(versions), allowed=allowed, top=top)
 
 
 def _likeliest(entry: dict[int, Any], count: int) -> Likeliest:
