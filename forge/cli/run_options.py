@@ -60,6 +60,14 @@ class RunOptions:
             help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
         ),
     ] = None
+    trainer_processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes of the trainer (ranks), started by torchrun. They compute each tree "
+            "together, or divide the model with --set trainer.mesh.dp_shard=N (docs/scaling.md).",
+        ),
+    ] = 1
     console: Annotated[
         bool, typer.Option(help="Serve the web console on a free port of loopback.")
     ] = True

@@ -31,6 +31,8 @@ MODULES = {
     "trainer": "services.trainer",
 }
 """Program of each settings file, by the file's name without its ending."""
+_FURTHER_UNITS = {"pool": ("pool-replica",), "trainer": ("trainer-rank",)}
+"""Further units of a program."""
 UNIT_SETTINGS = Path("/etc/forge")
 """Directory that the systemd units read."""
 _LIMIT_S = 60.0
@@ -78,7 +80,7 @@ def programs_in(directory: Path) -> list[Program]:
         raise InvalidArgument(f"{error.filename}: {error.strerror}") from None
     found = []
     for name in MODULES:
-        kinds = (name, "pool-replica") if name == "pool" else (name,)
+        kinds = (name, *_FURTHER_UNITS.get(name, ()))
         own = {at: one for at, one in instances.items() if at.partition("@")[0] in kinds}
         source = str(directory / f"{name}.toml")
         if Path(source).exists():

@@ -68,6 +68,8 @@ class StackPlan:
     """Engine that serves the policy. Others than embedded run in one worker of the role both."""
     engine_python: str = sys.executable
     """Runs this worker."""
+    trainer_processes: int = 1
+    """Processes of the trainer, which torchrun starts if there are several."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -91,6 +93,16 @@ class Member:
     settings: Mapping[str, str]
     drain_s: float = DRAIN_S
     python: str = sys.executable
+    processes: int = 1
+    """Of the trainer: ranks."""
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """Arguments of Python, before the settings."""
+        if self.processes == 1:
+            return ("-m", self.module)
+        elastic = ("--standalone", "--nproc-per-node", str(self.processes), "--")
+        return ("-m", f"{self.module}.torchrun", *elastic)
 
 
 def members(plan: StackPlan) -> list[Member]:
@@ -106,10 +118,13 @@ def members(plan: StackPlan) -> list[Member]:
         "checkpoint.dir": str(run.checkpoints),
         "metrics_file": str(run.metrics_file),
     }
+    if plan.trainer_processes > 1:
+        # Not read under torchrun, but by `--check` and `--print-config`.
+        trainer["ranks"] = str(plan.trainer_processes)
     services = [
         member("pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
         member("scheduler", {}),
-        member("trainer", trainer, TRAINER_DRAIN_S),
+        replace(member("trainer", trainer, TRAINER_DRAIN_S), processes=plan.trainer_processes),
         *_workers(plan, member),
         member("router", model | {"role": "router"}),
         *(served for group in plan.models.groups for served in _serving(group)),
@@ -292,7 +307,7 @@ class Stack:
         settings = _settings(self.plan, member, self.endpoints)
         return ProcessSpec(
             name=member.name,
-            argv=(member.python, "-m", member.module, *_flags(settings)),
+            argv=(member.python, *member.program, *_flags(settings)),
             env=_quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
             stop_s=member.drain_s + _EXIT_S,

@@ -193,6 +193,7 @@ def plan_of(
         console=options.console,
         engine=options.engine,
         engine_python=engine_python(options),
+        trainer_processes=trainer_processes(options),
     )
 
 
@@ -204,6 +205,17 @@ def engine_python(options: RunOptions) -> str:
         return str(options.engine_python.absolute())
     own = Path(f".venv-{options.engine}/bin/python")
     return str(own.absolute()) if own.is_file() else sys.executable
+
+
+def trainer_processes(options: RunOptions) -> int:
+    """Returns the number of the trainer's processes. Raises `InvalidArgument` for two numbers."""
+    chosen = options.settings.get("trainer", {}).get("ranks")
+    if options.trainer_processes > 1 and chosen is not None:
+        raise InvalidArgument(
+            f"--trainer-processes {options.trainer_processes} and --set trainer.ranks={chosen} are "
+            "both the number of ranks: leave one out"
+        )
+    return options.trainer_processes
 
 
 async def started_plan(

@@ -13,7 +13,8 @@ from forge.core.errors import ForgeError
 from forge.core.extras import require_extra
 from forge.runtime.process.startup import CANNOT_START, run
 from forge.runtime.settings.reader import load
-from services.trainer.config import TrainerConfig, under_torchrun
+from services.trainer.config import TrainerConfig
+from services.trainer.torchrun_rank import report_failure, under_torchrun
 
 
 def load_app() -> type:
@@ -71,6 +72,7 @@ def follow() -> None:
 
         follow_torchrun(config)
     except ForgeError as error:
+        report_failure(str(error))
         sys.stderr.write(f"forge trainer: {error}\n")
         sys.exit(CANNOT_START)
 
@@ -93,7 +95,7 @@ def end(main: Callable[[], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve = partial(run, "trainer", TrainerConfig, load_app, host_checks)
+    serve = partial(run, "trainer", TrainerConfig, load_app, host_checks, on_error=report_failure)
     if under_torchrun():
         end(serve if os.environ["RANK"] == "0" else follow)
     serve()

@@ -26,6 +26,7 @@ from forge.rl.config import (
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.trainer.data.samples import CreditRules
+from services.trainer.torchrun_rank import under_torchrun
 
 _AGREED = (
     *("max_steps", "batch_groups", "passes_per_batch", "mini_batches", "seed"),
@@ -188,9 +189,9 @@ class TrainerConfig(ServiceConfig):
     warning; 0: no warning."""
     device: str = "cpu"
     """Torch device, e.g. cpu or cuda:0; cuda with ranks: one device for each."""
-    ranks: Annotated[int, Meta(ge=1, le=64)] = 1
+    ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Processes on this machine that take each step together; under torchrun, its number of
-    processes counts instead."""
+    processes counts instead, and this one in checks of the settings alone."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     torch_threads: Annotated[int, Meta(ge=0)] = 0
     """Threads of the tensor library; 0: half the cores, inference has the rest."""
@@ -340,9 +341,3 @@ class TrainerConfig(ServiceConfig):
         """Intra-operation threads of each rank."""
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else self.ranks
         return self.torch_threads or max(1, (os.cpu_count() or 2) // 2 // here)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process; then the variables RANK, WORLD_SIZE, LOCAL_RANK and
-    LOCAL_WORLD_SIZE describe it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ

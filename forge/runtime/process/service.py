@@ -176,9 +176,9 @@ class ServiceApp(Protocol):
         """Close stores; the actors have stopped."""
 
 
-def serve(service: str, config: ServiceConfig, app_type: type[Any]) -> bool:
-    """Serve until a signal. Returns whether it failed while serving; raises ForgeError when it
-    could not start."""
+def serve(service: str, config: ServiceConfig, app_type: type[Any]) -> BaseException | None:
+    """Serve until a signal. Returns the failure that ended it, if one did; raises ForgeError when
+    it could not start."""
     if not config.instance_id:
         own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
         config = dataclasses.replace(config, instance_id=own_id)
@@ -202,8 +202,9 @@ class _Process:
         self._failure: BaseException | None = None
         self._clock_watch: asyncio.Task[None] | None = None
 
-    async def live(self) -> bool:
-        """Returns whether it failed while serving. Raises ForgeError when it could not start."""
+    async def live(self) -> BaseException | None:
+        """Returns the failure that ended it, if one did. Raises ForgeError when it could not
+        start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
@@ -220,7 +221,7 @@ class _Process:
                 log.error("crashed", exc_info=True)
                 raise
         log.info("stopped", failed=self._failure is not None)
-        return self._failure is not None
+        return self._failure
 
     async def _serve(self, undo: AsyncExitStack) -> None:
         try:

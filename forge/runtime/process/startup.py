@@ -26,13 +26,14 @@ def run(
     config_type: type[C],
     load_app: Callable[[], type[Any]],
     host_checks: Callable[[C], Iterable[Callable[[], object]]] = lambda _: (),
+    on_error: Callable[[str], None] = lambda _: None,
 ) -> NoReturn:
     """Run a service process to its end: `python -m services.<service>`.
 
     `load_app` imports and returns the service's `ServiceApp`; `host_checks` returns checks for
-    `--check`, each raises `ForgeError`. Exit codes: 0 after a drain; 1 an actor or the app failed,
-    or a dependency did not answer at the start; 2 the settings are wrong, and stderr has a line for
-    each cause.
+    `--check`, each raises `ForgeError`; `on_error` gets the cause of exit codes 1 and 2. Exit
+    codes: 0 after a drain; 1 an actor or the app failed, or a dependency did not answer at the
+    start; 2 the settings are wrong, and stderr has a line for each cause.
     """
     _stay_in_release()
 
@@ -53,8 +54,12 @@ def run(
         with extras_named(service):
             from forge.runtime.process.service import serve
 
-            code = 1 if serve(service, config, load_app()) else 0
+            failure = serve(service, config, load_app())
+            code = 0 if failure is None else 1
+            if failure is not None:
+                on_error(f"{type(failure).__name__}: {failure}")
     except ForgeError as error:
+        on_error(str(error))
         for line in str(error).splitlines():
             sys.stderr.write(f"forge {service}: {line}\n")
         code = 1 if error.retryable else CANNOT_START

@@ -39,10 +39,12 @@ from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost
 from forge.rl.parallel.world import World, make_world
 from forge.runtime.telemetry import configure_logging, log
-from services.trainer.config import TrainerConfig, under_torchrun
+from services.trainer.config import TrainerConfig
+from services.trainer.learner.heartbeats import Heartbeats
 from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take
 from services.trainer.learner.shared_save import PartWriter, SharedSave
 from services.trainer.model.placement import device_of
+from services.trainer.torchrun_rank import report_failure, under_torchrun
 
 _FOREVER = timedelta(days=3650)
 """A rank waits for its next order without a limit."""
@@ -70,8 +72,10 @@ class Ranks:
         self._folder: Path | None = None
         self._saves = 0
         self._closed = False
+        self._heartbeats: Heartbeats | None = None
         if under_torchrun():
             self.world, self._store = _join_torchrun(config)
+            self._heartbeats = _heartbeats(self.world, self._store)
         else:
             self._start(config)
         log.info(
@@ -143,7 +147,9 @@ class Ranks:
         try:
             yield
         except RankLost as consequence:
-            raise RankFailed(self._cause() or str(consequence)) from consequence
+            cause = self._cause() or str(consequence)
+            report_failure(cause)
+            raise RankFailed(cause) from consequence
 
     def _cause(self) -> str:
         """The error of the rank that failed first, or the exit code of a dead one; "" if neither
@@ -162,6 +168,8 @@ class Ranks:
     def close(self) -> None:
         """Kill the processes and remove the group."""
         self._closed = True
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -193,6 +201,10 @@ def _join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
     kept, rank, ranks = next(rendezvous("env://", timeout=_FOREVER))
     store = _own_store(kept, rank=rank, ranks=ranks)
     return _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+
+
+def _heartbeats(world: World, store: Store) -> Heartbeats:
+    return Heartbeats(store, rank=world.rank, ranks=world.shape.ranks)
 
 
 def _own_store(kept: Store, *, rank: int, ranks: int) -> Store:
@@ -240,7 +252,13 @@ def _group(
 
 def follow_torchrun(config: TrainerConfig) -> None:
     """The main function of a rank above 0 under torchrun; returns when the group ends."""
-    _follow(config, partial(_join_torchrun, config))
+
+    def join() -> tuple[World, Store]:
+        world, store = _join_torchrun(config)
+        _heartbeats(world, store)
+        return world, store
+
+    _follow(config, join)
 
 
 def _follow_here(rank: int, config: TrainerConfig, meeting: str) -> None:
@@ -255,7 +273,11 @@ def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> N
         signal.signal(number, signal.SIG_IGN)
     configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
-    world, store = join()
+    try:
+        world, store = join()
+    except RuntimeError as error:
+        report_failure(f"it could not join the others: {error}")
+        raise
     try:
         _obey(config, world, PartWriter(store, rank=world.rank))
     except RankLost as consequence:
@@ -265,8 +287,10 @@ def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> N
         rank = world.rank
         expected = isinstance(error, ForgeError)  # its message is enough
         log.error("rank_failed", rank=rank, error=repr(error), exc_info=not expected)
+        said = f"{type(error).__name__}: {error}"
+        report_failure(said)
         # The first failure stays.
-        store.compare_set(_FAILURE, "", f"rank {rank} failed: {type(error).__name__}: {error}")
+        store.compare_set(_FAILURE, "", f"rank {rank} failed: {said}")
         raise SystemExit(1) from None
 
 

@@ -13,7 +13,7 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.out_of_memory import recompute_activations
-from services.trainer.config import under_torchrun
+from services.trainer.torchrun_rank import under_torchrun
 
 
 def recompute(model: Any) -> None:

@@ -95,6 +95,10 @@ class TrainerProcess:
                 text=True,
             )
 
+    def flags(self, **settings: object) -> list[str]:
+        """The flags of a start with these settings."""
+        return [*self._argv, *_flags(settings)]
+
     def kill(self) -> None:
         """SIGKILL, if it runs."""
         if self.process is not None:

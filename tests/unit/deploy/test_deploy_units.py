@@ -21,6 +21,7 @@ from forge.runtime.process.startup import CANNOT_START
 from forge.runtime.settings import ServiceConfig, load, settings_of
 from services.pool.config import PoolConfig
 from services.trainer.config import TrainerConfig
+from services.trainer.torchrun_rank import END_S
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SYSTEMD = DEPLOY / "systemd"
@@ -110,6 +111,8 @@ def test_every_unit_notifies_readiness_and_drains_on_stop() -> None:
         if unit == BACKUP:
             continue
         assert re.search(r"^TimeoutStopSec=\d+", text, re.M), unit
+        watched = SYSTEMD / f"{unit.name.replace('@', '@0')}.d" / "15-watchdog.conf"
+        text += watched.read_text() if watched.exists() else ""
         assert "WatchdogSec=" in text or unit.name == "forge-etcd.service", unit
 
 
@@ -117,8 +120,7 @@ def test_every_service_has_its_own_user() -> None:
     """No service reads another's data; replicas are pools. sysusers creates each user."""
     users = (DEPLOY / "sysusers.d" / "forge.conf").read_text()
     for unit in SERVICES:
-        name = unit.name.removesuffix(".service").removesuffix("@")
-        name = name.removesuffix("-replica").removesuffix("-backup")
+        name = re.sub(r"(-replica|-backup|-rank)?@?\.service$", "", unit.name)
         assert f"User={name}\n" in unit.read_text(), unit
         assert f"u {name} " in users, unit
 
@@ -154,12 +156,13 @@ def test_each_unit_has_a_documented_etcd_password() -> None:
         assert name == "forge-etcd" or unit == BACKUP or (link[1] if link else name) in files, unit
 
 
-def test_trainer_unit_allows_time_to_write_a_checkpoint() -> None:
+@pytest.mark.parametrize("unit", ["forge-trainer@.service", "forge-trainer-rank@.service"])
+def test_trainer_unit_allows_time_to_write_a_checkpoint(unit: str) -> None:
     """A model's size decides the time: systemd waits longer than the trainer does."""
-    text = (DEPLOY / "systemd" / "forge-trainer@.service").read_text()
+    text = (SYSTEMD / unit).read_text()
     limit = re.search(r"^TimeoutStopSec=(\d+)min$", text, re.M)
     assert limit is not None
-    assert 60 * int(limit[1]) > TrainerConfig().drain_s
+    assert 60 * int(limit[1]) > TrainerConfig().drain_s + END_S
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,7 @@ def test_trainer_unit_allows_time_to_write_a_checkpoint() -> None:
     [
         ("forge-trainer@.service", TrainerConfig, "checkpoint.dir"),
         ("forge-trainer@.service", TrainerConfig, "metrics_file"),
+        ("forge-trainer-rank@.service", TrainerConfig, "metrics_file"),
         ("forge-pool@.service", PoolConfig, "data_dir"),
         ("forge-pool-replica@.service", PoolConfig, "data_dir"),
     ],
@@ -180,7 +184,7 @@ def test_environment_file_of_an_instance_may_move_its_data(
     words = re.findall(r"^Environment=(.*)$", text, re.M)
     environ = dict(word.split("=", 1) for line in words for word in line.split())
     environ = {name: value.replace("%i", "1") for name, value in environ.items()}
-    (flags,) = re.findall(r"-m \S+ --config \S+(.*)$", text, re.M)
+    (flags,) = re.findall(r"-m \S+ (?:-- )?--config \S+(.*)$", text, re.M)
     argv = shlex.split(flags)
 
     def value() -> object:
@@ -195,7 +199,7 @@ def test_environment_file_of_an_instance_may_move_its_data(
 def test_flags_of_a_unit_name_the_process_and_its_files_alone() -> None:
     """A flag wins over the `.env` file of an instance: shard and durability are changed there."""
     for unit in SERVICES:
-        for flags in re.findall(r"-m \S+ (--config .*)$", unit.read_text(), re.M):
+        for flags in re.findall(r"-m \S+ (?:-- )?(--config .*)$", unit.read_text(), re.M):
             named = {word for word in shlex.split(flags) if word.startswith("--")}
             assert named <= {"--config", "--key-file", "--token-file", "--instance-id"}, unit
 
@@ -225,8 +229,15 @@ def test_unit_starts_a_module_that_exists(unit: Path) -> None:
     assert unit.name == "forge-etcd.service" or (
         command in unit.read_text()
         if unit.name in commands
-        else module is not None and importlib.util.find_spec(f"{module[1]}.__main__") is not None
+        else module is not None and _runs(module[1])
     )
+
+
+def _runs(module: str) -> bool:
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    package = found.submodule_search_locations is not None
+    return not package or importlib.util.find_spec(f"{module}.__main__") is not None
 
 
 def test_wheel_has_every_unit_and_setting() -> None:

@@ -1,0 +1,91 @@
+"""The ranks of one trainer on two hosts: each a host name and a loopback address of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
+from forge.runtime.process.ports import free_ports
+
+ADDRESSES = ("127.0.0.2", "127.0.0.3")
+_ENTER = 'hostname "$1" && mount --bind "$0" /etc/hosts && shift && exec "$@"'
+
+
+class TwoHosts:
+    """`services.trainer.torchrun` on both hosts, started again like units of systemd."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._port = str(free_ports(1)[0])
+        self._supervisor = ProcessSupervisor(on_event=self._heard)
+        self.events: list[ProcessEvent] = []
+        self._starts = {0: 0, 1: 0}
+        self._names = folder / "hosts"
+        lines = [f"{address} host-{host}\n" for host, address in enumerate(ADDRESSES)]
+        self._names.write_text("127.0.0.1 localhost\n" + "".join(lines))
+
+    def _heard(self, event: ProcessEvent) -> None:
+        self.events.append(event)
+
+    async def start(self, host: int) -> None:
+        """Start the ranks of a host, one; again if it has ended without an error."""
+        self._starts[host] += 1
+        mesh = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(host))
+        meeting = ("--master-addr", ADDRESSES[0], "--master-port", self._port)
+        namespaces = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "sh", "-c")
+        await self._supervisor.start(
+            ProcessSpec(
+                name=self._name(host),
+                argv=(
+                    *(*namespaces, _ENTER, str(self._names), f"host-{host}", sys.executable),
+                    *("-m", "services.trainer.torchrun", *mesh, *meeting, "--", *self._settings),
+                ),
+                env=dict(os.environ),
+                log_path=self._folder / f"host-{host}.log",
+                stop_s=120.0,
+            )
+        )
+
+    async def stop(self) -> None:
+        """Stop both hosts, the last one that was started first."""
+        await self._supervisor.stop()
+
+    def agent(self, host: int) -> psutil.Process:
+        """The process of torchrun on a host."""
+        pid = self._supervisor.pid(self._name(host))
+        assert pid is not None, self.said(host)
+        return psutil.Process(pid)
+
+    def rank(self, host: int) -> psutil.Process | None:
+        """The rank of a host; None while it does not run."""
+        try:
+            for child in self.agent(host).children():
+                if child.environ().get("RANK") == str(host):
+                    return child
+        except psutil.Error:
+            pass
+        return None
+
+    def _name(self, host: int) -> str:
+        return f"host-{host} start {self._starts[host]}"
+
+    def crashes(self, host: int) -> list[str]:
+        """The line of each crash."""
+        return [one.last_line for one in self._of(host) if one.kind == "crashed"]
+
+    def ended(self, host: int) -> bool:
+        """Whether its newest process has ended without an error."""
+        return any(one.kind == "ended" for one in self._of(host) if one.name == self._name(host))
+
+    def _of(self, host: int) -> list[ProcessEvent]:
+        return [one for one in self.events if one.name.startswith(f"host-{host} ")]
+
+    def said(self, host: int) -> str:
+        """The log of a host."""
+        return (self._folder / f"host-{host}.log").read_text(errors="replace")

@@ -1,0 +1,73 @@
+"""The trainer's ranks under torchrun, as one process: what it refuses before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from torch.distributed import run as elastic
+
+from services.trainer.learner.heartbeats import LOST_S, Silence
+from services.trainer.torchrun import main
+from services.trainer.torchrun_rank import report_failure
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--nnodes", "1:4"], "--nnodes 1:4 is not allowed: a mesh has a fixed size"),
+        (["--nproc-per-node", "some"], "Unsupported nproc_per_node value: some"),
+        (["--", "--max-stepz=1"], "max_stepz"),
+        (
+            ["--nnodes=2", "--nproc-per-node=2", "--", "--mesh.dp-shard=3"],
+            "is not allowed with 4 ranks: the mesh has 3",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_rank_starts(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, with the exit code that no supervisor retries; the mesh is that of all hosts."""
+    before = dict(os.environ)
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("forge trainer: ") and said in line
+    assert dict(os.environ) == before
+
+
+def test_silent_rank_is_lost_after_a_limit() -> None:
+    """Counted from its newest heartbeat, or from the start if it has sent none."""
+    silence = Silence(2, now_s=0.0)
+    assert silence.lost([b"1", b""], now_s=LOST_S) is None
+    assert silence.lost([b"1", b"1"], now_s=LOST_S + 1) is None
+    assert silence.lost([b"1", b"2"], now_s=2 * LOST_S) is None
+    assert silence.lost([b"1", b"3"], now_s=2 * LOST_S + 1) == 0
+    assert Silence(1, now_s=0.0).lost([b""], now_s=LOST_S + 1) == 0
+
+
+def test_first_failure_of_a_rank_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones are consequences; without torchrun nothing is written."""
+    report_failure("nowhere")
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    report_failure("the cause")
+    report_failure("a consequence")
+    assert json.loads(file.read_text())["message"] == "the cause"
+
+
+def test_ranks_of_a_trainer_take_the_host_from_their_instance() -> None:
+    """Each variable of torchrun is an option of it; those of all hosts have a documented file."""
+    text = (ROOT / "deploy" / "systemd" / "forge-trainer-rank@.service").read_text()
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    (documented,) = re.findall(r"# /etc/forge/trainer-rank.env\n(.*?)```", page, re.S)
+    known = {f"PET_{name.upper()}" for name in vars(elastic.parse_args(["program"]))}
+    given = {*re.findall(r"(PET_\w+)=", text), *re.findall(r"(PET_\w+)=", documented)}
+    assert given <= known and "PET_NODE_RANK=%i" in text
+    assert {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR"} <= given
