@@ -1,6 +1,7 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
+                                 [--only full,egress,swaps,deltas]
 
 `full_over_socket`: CPU seconds of both ends of a plain socket copy over those of a publication of
 the same bytes to one worker, from digest to swap; both receive into new memory. Interleaved,
@@ -9,7 +10,8 @@ one. `swap_pause_ms`: the longest gap between two tokens of a running answer aro
 median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
 version at a client of the router. `delta_bytes_over_full`: bytes of a delta over those of all
 weights in bfloat16, median over real steps of the model by AdamW at a learning rate of 1e-6
-(`delta.1e-05.over_full` at 1e-5), beside the share of changed elements.
+(`delta.1e-05.over_full` at 1e-5), beside the share of changed elements, the largest delta and that
+of the last step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.report import arguments, keep, show
@@ -32,6 +35,8 @@ from forge.cli.models import ensure_model
 from tests.support.runtime.etcd import EtcdServer
 
 WORKERS = 8
+LEARNING_RATES = (1e-6, 1e-5, 1e-4)
+PARTS = ("full", "egress", "swaps", "deltas")
 _TENSORS = 64
 
 
@@ -111,36 +116,50 @@ def deltas(path: Path, *, steps: int) -> dict[str, float]:
     from benchmarks.support.weight_deltas import delta_sizes
 
     numbers: dict[str, float] = {}
-    for learning_rate in (1e-6, 1e-5, 1e-4):
+    for learning_rate in LEARNING_RATES:
         found = delta_sizes(path, learning_rate=learning_rate, steps=steps)
         numbers |= {f"delta.{learning_rate:g}.{name}": value for name, value in found.items()}
     return {"delta_bytes_over_full": numbers["delta.1e-06.over_full"], **numbers}
 
 
-def main() -> None:
-    """Measure and show."""
+def streams(parts: Sequence[str], *, quick: bool) -> dict[str, float]:
+    """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
     from benchmarks.support.weight_swaps import swaps
 
-    parser = arguments(str(__doc__), quick="smaller weights, fewer rounds, the tiny model")
-    parser.add_argument("--model", help="of the deltas: tiny, smollm2 or a directory")
-    parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
-    options = parser.parse_args()
-    mib, rounds, steps = (64, 3, 5) if options.quick else (512, 5, 20)
-    model = options.model or ("tiny" if options.quick else "smollm2")
-    path = asyncio.run(ensure_model(model, seed=0, root=options.root))
+    mib, rounds = (64, 3) if quick else (512, 5)
     numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         etcd = EtcdServer(folder / "etcd")
         etcd.start()
         try:
-            numbers |= full_over_socket(etcd, mib=mib, rounds=rounds)
-            numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
-            numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
+            if "full" in parts:
+                numbers |= full_over_socket(etcd, mib=mib, rounds=rounds)
+            if "egress" in parts:
+                numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
+            if "swaps" in parts:
+                numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
         finally:
             etcd.stop()
-    numbers |= deltas(path, steps=steps)
+    return numbers
+
+
+def main() -> None:
+    """Measure and show."""
+    parser = arguments(str(__doc__), quick="smaller weights, fewer rounds, the tiny model")
+    parser.add_argument("--model", help="of the deltas: tiny, smollm2 or a directory")
+    parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
+    parser.add_argument("--only", default=",".join(PARTS), help="these parts, separated by commas")
+    options = parser.parse_args()
+    parts = options.only.split(",")
+    if odd := set(parts) - set(PARTS):
+        parser.error(f"--only: {sorted(odd)} are none of {PARTS}")
+    numbers = streams(parts, quick=options.quick) if set(parts) - {"deltas"} else {}
+    if "deltas" in parts:
+        model = options.model or ("tiny" if options.quick else "smollm2")
+        path = asyncio.run(ensure_model(model, seed=0, root=options.root))
+        numbers |= deltas(path, steps=5 if options.quick else 20)
     show("Weight stream", numbers)
     keep(numbers, options.json)
 

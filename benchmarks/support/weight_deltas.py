@@ -26,7 +26,8 @@ _ANSWER_TOKENS = 24
 
 
 def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, float]:
-    """Return the median bytes of a delta over those of all weights, and the changed elements.
+    """Return the bytes of a delta over those of all weights (median, largest, last step), and the
+    median share of changed elements.
 
     The model samples answers to sums, with random rewards: the size of an AdamW step depends on
     the learning rate, not on the task.
@@ -51,7 +52,12 @@ def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, fl
         changed = sum(int((after[name] != before[name]).sum()) for name in after)
         shares.append(changed / sum(one.numel() for one in after.values()))
         before = after
-    return {"over_full": statistics.median(sizes), "changed": statistics.median(shares)}
+    return {
+        "over_full": statistics.median(sizes),
+        "over_full_max": max(sizes),
+        "over_full_last": sizes[-1],
+        "changed": statistics.median(shares),
+    }
 
 
 def _samples(model: Any, tokenizer: Any, rng: Random) -> Iterator[Sample]:

@@ -101,7 +101,14 @@ _THROUGHPUT = gauge(
     "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, per second of the step."
 )
 _WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
-_PUBLISH_S = gauge("forge_trainer_publish_seconds", "Time to copy and announce new weights.")
+_PUBLISH_S = gauge(
+    "forge_trainer_publish_seconds",
+    "Time that training waited for the copy of new weights, and for the publication before.",
+)
+ANNOUNCE_S = gauge(
+    "forge_trainer_announce_seconds",
+    "Time to digest and announce the newest weights, beside the next step.",
+)
 _CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state.")
 _LOST_S = counter("forge_trainer_lost_seconds_total", "Time of rewinds, resumes, skipped batches.")
 _RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")

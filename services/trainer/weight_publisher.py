@@ -82,6 +82,11 @@ class Publisher:
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
 
+    @property
+    def next_version(self) -> int:
+        """The number of the next publication, once there was one: no other trainer counts."""
+        return self._floor + 1
+
     async def publish(self, snapshot: Snapshot) -> int:
         """Announce `snapshot` as the next version and return that version.
 

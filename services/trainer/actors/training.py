@@ -1,7 +1,7 @@
 """The order of operations in training, and the recovery from a failure between them.
 
     resume    restore the newest checkpoint (step k), Rewind(k), publish
-    advance   take a batch, step, commit, publish, now and then begin a checkpoint
+    advance   take a batch, step, commit, begin to publish, now and then begin a checkpoint
     finish    at max_steps: last checkpoint written, its kept model published
 
 Owns the order alone. Invariant: the learner is ahead of the scheduler only between a step and its
@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
-from services.trainer.actors.learner import Restore, TakeSnapshot
+from services.trainer.actors.learner import Restore
+from services.trainer.actors.publications import Publications
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
@@ -83,14 +85,14 @@ class Training(Actor):
         self._source = source
         self._record = record
         self._lineage = lineage
-        self._make_publisher = make_publisher
+        self._publications = Publications(
+            record, lineage, make_publisher=make_publisher, copy=self._ask
+        )
         self._evaluator = evaluator
         self._clock = clock or RunClock()
         self._qualities = qualities or Qualities()
-        self._publisher: Publisher | None = None
         self._consistent = False
         """Learner and scheduler agree on the step; otherwise the next operation is resume."""
-        self._published_step = -1
         self._kept_step = -1
         """Step of the weights that were published from a checkpoint's files."""
         self._checkpoint: Path | None = None
@@ -106,7 +108,9 @@ class Training(Actor):
         """Time spent copying for checkpoints since the newest step."""
 
     async def stopped(self) -> None:
-        """Stops the renewals of batches; a checkpoint in progress is still written."""
+        """Stops the publication in progress and the renewals of batches; a checkpoint in progress
+        is still written."""
+        await self._publications.stop()
         if self._saving is not None:
             self._saving.cancel()  # the waiting, not the writing
         await self._source.drop()
@@ -121,6 +125,7 @@ class Training(Actor):
         return await super().receive(message)
 
     async def _advance(self) -> bool:
+        self._publications.check()
         if not self._consistent:
             await self._resume()
         elif self._config.max_steps and self._record.step >= self._config.max_steps:
@@ -144,9 +149,8 @@ class Training(Actor):
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
         self._checkpoint = checkpoint.path if checkpoint else None
         await self._source.rewind(self._record.step, fence=self._lineage.fence)
-        if self._publisher is None:
-            self._publisher = self._make_publisher(floor)
-        await self._publish(self._record.step)
+        self._publications.prepare(floor)
+        await self._publications.publish(self._record.step)
         if checkpoint is not None:
             self._kept_step = checkpoint.step
         self._record.oldest_checkpoint_step = await self._flush()
@@ -176,11 +180,12 @@ class Training(Actor):
                 weight_version=self._record.weight_version,
                 began_unix_s=began_unix_s,
             )
-            publish_s = await self._publish_if_possible(step)
+            publish_began_s = self._now_s()
+            await self._publications.begin(step)
             times = step_metrics.StepTimes(
                 step_s=result.compute_s,
                 wait_s=wait_s,
-                publish_s=publish_s,
+                publish_s=self._now_s() - publish_began_s,
                 checkpoint_s=self._capture_s,
                 run_s=self._clock.run_s(),
             )
@@ -191,7 +196,7 @@ class Training(Actor):
             await self._save_if_due(step)
             # The evaluation of the last step begins once its weights are surely published.
             if self._evaluator is not None and step != self._config.max_steps:
-                self._evaluator.reached(step, published=self._published_step == step)
+                self._publications.when_ended(partial(self._evaluate, step))
         self._idle_since_s = self._now_s()
 
     async def _give_up(self, batch: PreparedBatch, result: StepResult, step: int) -> None:
@@ -279,31 +284,16 @@ class Training(Actor):
         if result.cut_short:
             log.warning("updates_cut_short", step=step, reason=result.cut_short)
 
-    async def _publish(self, step: int, *, checkpoint: Path | None = None) -> None:
-        """Publish the weights in memory, or the kept model of `checkpoint`.
-
-        Raises `Unavailable` without leadership and when etcd does not answer, `Superseded`.
-        """
-        assert self._publisher is not None, "resume comes first"
-        self._lineage.require_leadership()
-        snapshot = await self._ask(TakeSnapshot(step=step, checkpoint=checkpoint))
-        self._record.weight_version = await self._publisher.publish(snapshot)
-        self._published_step = step
-
-    async def _publish_if_possible(self, step: int) -> float:
-        """Publish and return the seconds it took; an outage of etcd only delays publication."""
-        began_s = self._now_s()
-        try:
-            await self._publish(step)
-        except Unavailable as error:
-            log.warning("publication_waits", step=step, error=str(error))
-        return self._now_s() - began_s
+    def _evaluate(self, step: int, published: bool) -> None:
+        if self._evaluator is not None:
+            self._evaluator.reached(step, published=published)
 
     async def _save(self) -> tuple[int, str]:
         """Save a checkpoint of the newest step, durable on return."""
         if not self._consistent:
             raise Unavailable("training is being resumed: no consistent state to save yet")
         await self._flush()
+        await self._publications.settle()
         step = self._record.step
         return step, str(await (await self._begin_save(step)))
 
@@ -369,7 +359,7 @@ class Training(Actor):
             await self._save()
         # The final measurement must be of the kept model.
         if self._kept_step != self._record.step:
-            await self._publish(self._record.step, checkpoint=self._checkpoint)
+            await self._publications.publish(self._record.step, checkpoint=self._checkpoint)
             self._kept_step = self._record.step
         await self._source.release()
         if self._evaluator is not None:

@@ -29,7 +29,7 @@ class World:
 
     events: list[str] = field(default_factory=list)
     faults: dict[str, Exception] = field(default_factory=dict)
-    """Raised once, when that is done next."""
+    """Raised once, when that is done next; by event, or by its first word."""
     skip: str = ""
     gap: float = 0.0
     """Between the log-probs of trainer and engine."""
@@ -38,6 +38,8 @@ class World:
     saved: Checkpoint | None = None
     disk: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk answers."""
+    etcd: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while etcd answers."""
     batches: int = 100
     refills: int = 0
     """Claims of each batch besides its own."""
@@ -50,9 +52,12 @@ class World:
     takes_s: dict[str, float] = field(default_factory=dict)
     """How long each event takes, by its first word."""
 
+    def __post_init__(self) -> None:
+        self.etcd.set()
+
     def do(self, event: str) -> None:
         self.spend(event)
-        fault = self.faults.pop(event.split()[0], None)
+        fault = self.faults.pop(event, None) or self.faults.pop(event.split()[0], None)
         if fault is not None:
             self.events.append(f"{event} fails")
             raise fault
@@ -85,6 +90,7 @@ class FakeLearner(Actor):
                     shortage="no memory" if world.retries else "",
                 )
             case TakeSnapshot(step=step, checkpoint=checkpoint):
+                world.spend("copy")
                 world.kept.append(str(checkpoint or ""))
                 return Snapshot(step=step, tensors=[])
             case Capture():
@@ -168,7 +174,12 @@ class FakePublisher:
         self._world = world
         self.version = floor
 
+    @property
+    def next_version(self) -> int:
+        return self.version + 1
+
     async def publish(self, snapshot: Snapshot) -> int:
+        await self._world.etcd.wait()
         self._world.do(f"publish {snapshot.step}")
         self.version += 1
         return self.version

@@ -27,9 +27,9 @@ from tests.support.trainer.world import (
     World,
 )
 
-TAKES_S = {"take": 1.0, "step": 2.0, "publish": 0.5, "capture": 3.0, "restore": 7.0}
+TAKES_S = {"take": 1.0, "step": 2.0, "copy": 0.5, "capture": 3.0, "restore": 7.0}
 STEP_S = 3.5
-"""Waiting, computing, publishing."""
+"""Waiting, computing, copying the weights."""
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_crash_costs_its_lost_steps(world: World, tmp_path: Path) -> None:
         assert run.record.step == 4
         crashed_s = seconds(run)
         (third, fourth) = run.record.steps[2:]
-    lost_s = STEP_S + 60.0 + TAKES_S["restore"] + TAKES_S["publish"]
+    lost_s = STEP_S + 60.0 + TAKES_S["restore"] + TAKES_S["copy"]
     assert crashed_s - clean_s == pytest.approx(lost_s)
     # The checkpoint of step 2 was captured before the crash, on the way to a step that is gone.
     assert third.lost_s == pytest.approx(lost_s + TAKES_S["capture"])
@@ -128,7 +128,7 @@ async def test_crashes_before_the_first_checkpoint_count(world: World, tmp_path:
         world.now_s += 10.0
     async with process(world, tmp_path) as (run, _):
         await run.advance(3)
-        lost_s = 2 * (STEP_S + 10.0 + TAKES_S["restore"] + TAKES_S["publish"])
+        lost_s = 2 * (STEP_S + 10.0 + TAKES_S["restore"] + TAKES_S["copy"])
         assert run.record.steps[0].lost_s == pytest.approx(lost_s)
         assert seconds(run) == pytest.approx(lost_s + 2 * STEP_S)
 
@@ -143,7 +143,7 @@ async def test_stop_on_purpose_costs_only_the_resume(world: World, tmp_path: Pat
     world.now_s += 200_000.0
     async with process(world, tmp_path) as (run, _):
         await run.advance(2)
-        resumed_s = TAKES_S["restore"] + TAKES_S["publish"]
+        resumed_s = TAKES_S["restore"] + TAKES_S["copy"]
         expected_s = resumed_s + TAKES_S["capture"]
         assert run.record.steps[2].lost_s == pytest.approx(expected_s)
     world.now_s += 30.0
@@ -195,5 +195,5 @@ async def test_outage_during_a_resume_counts(world: World, tmp_path: Path) -> No
             await run.advance(1)
         world.now_s += 5.0
         await run.advance(2)
-        expected_s = STEP_S + 2 * TAKES_S["restore"] + 5.0 + TAKES_S["publish"]
+        expected_s = STEP_S + 2 * TAKES_S["restore"] + 5.0 + TAKES_S["copy"]
         assert run.record.steps[0].lost_s == pytest.approx(expected_s)

@@ -19,6 +19,7 @@ from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.weight_publisher import Superseded
 from tests.support.trainer.world import (
     FakeEvaluator,
     FakeLearner,
@@ -223,6 +224,43 @@ async def test_etcd_outage_only_delays_publication(run: Run) -> None:
     assert run.record.phase != pb.TRAINER_PHASE_FINISHED
     assert await run.advance() == ["publish 3", "release"]
     assert run.record.weight_version == 2
+
+
+async def test_step_waits_for_the_copy_of_the_weights_alone(run: Run) -> None:
+    """The next step computes and commits during the announcement; its own copy waits for it."""
+    await run.advance()
+    run.world.etcd.clear()
+    assert await run.advance() == ["take", "prepare", "step", "commit 1"]
+    assert run.record.status().weight_version == 2
+    second = asyncio.ensure_future(run.training.ask(Advance(), timeout_s=30))
+    while "commit 2" not in run.world.events:
+        await asyncio.sleep(0)
+    assert not second.done() and run.world.kept == ["", ""]
+    run.world.etcd.set()
+    await second
+    assert "publish 1" in run.world.events and run.world.kept == ["", "", ""]
+    asked = asyncio.ensure_future(run.training.ask(SaveCheckpoint(), timeout_s=30))
+    await asked
+    assert run.world.events[-1] == "save 2" and "publish 2" in run.world.events
+    assert run.record.weight_version == 3
+
+
+async def test_failed_publication_beside_a_step_ends_the_run(run: Run) -> None:
+    """Before the next batch is taken, if another trainer publishes; without etcd the version is
+    counted back to the announced one."""
+    await run.advance()
+    run.world.etcd.clear()
+    run.world.faults["publish"] = Unavailable("etcd is away")
+    await run.advance()
+    assert run.record.weight_version == 2 and run.world.evaluated == ["resumed"]
+    run.world.etcd.set()
+    run.world.faults["publish 2"] = Superseded("another trainer")
+    await run.advance()
+    assert run.world.evaluated == ["resumed", "1 not published", "2 not published"]
+    run.world.events.clear()
+    with pytest.raises(Superseded):
+        await run.training.ask(Advance(), timeout_s=30)
+    assert run.world.events == []
 
 
 async def test_full_disk_does_not_stop_training(run: Run) -> None:
