@@ -1,17 +1,18 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
-                                 [--only full,egress,swaps,deltas]
+                                 [--only full,egress,swaps,publication,deltas]
 
 `full_over_socket`: CPU seconds of both ends of a plain socket copy over those of a publication of
 the same bytes to one worker, from digest to swap; both receive into new memory. Interleaved,
 medians. `trainer_egress_over_one_worker`: bytes that leave the trainer for 8 workers over those for
 one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
 median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
-version at a client of the router. `delta_bytes_over_full`: bytes of a delta over those of all
-weights in bfloat16, median over real steps of the model by AdamW at a learning rate of 1e-6
-(`delta.1e-05.over_full` at 1e-5), beside the share of changed elements, the largest delta and that
-of the last step.
+version at a client of the router. `publication.share_beside`: share of a training
+step that waits for publication (`share_waited`: if it waited for digests and announcement, too).
+`delta_bytes_over_full`: bytes of a delta over those of all weights in bfloat16, median over real
+steps of the model by AdamW at a learning rate of 1e-6 (`delta.1e-05.over_full` at 1e-5), beside the
+share of changed elements, the largest delta and that of the last step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.support.runtime.etcd import EtcdServer
 
 WORKERS = 8
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
-PARTS = ("full", "egress", "swaps", "deltas")
+PARTS = ("full", "egress", "swaps", "publication", "deltas")
 _TENSORS = 64
 
 
@@ -122,9 +123,10 @@ def deltas(path: Path, *, steps: int) -> dict[str, float]:
     return {"delta_bytes_over_full": numbers["delta.1e-06.over_full"], **numbers}
 
 
-def streams(parts: Sequence[str], *, quick: bool) -> dict[str, float]:
+def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, float]:
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
+    from benchmarks.support.weight_publication import publication_share
     from benchmarks.support.weight_swaps import swaps
 
     mib, rounds = (64, 3) if quick else (512, 5)
@@ -140,6 +142,9 @@ def streams(parts: Sequence[str], *, quick: bool) -> dict[str, float]:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
             if "swaps" in parts:
                 numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
+            if "publication" in parts:
+                share = publication_share(folder, etcd.endpoint, model, steps=3)
+                numbers |= asyncio.run(share)
         finally:
             etcd.stop()
     return numbers
@@ -148,17 +153,21 @@ def streams(parts: Sequence[str], *, quick: bool) -> dict[str, float]:
 def main() -> None:
     """Measure and show."""
     parser = arguments(str(__doc__), quick="smaller weights, fewer rounds, the tiny model")
-    parser.add_argument("--model", help="of the deltas: tiny, smollm2 or a directory")
+    parser.add_argument("--model", help="of publication and deltas: tiny, smollm2 or a directory")
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     parser.add_argument("--only", default=",".join(PARTS), help="these parts, separated by commas")
     options = parser.parse_args()
     parts = options.only.split(",")
     if odd := set(parts) - set(PARTS):
         parser.error(f"--only: {sorted(odd)} are none of {PARTS}")
-    numbers = streams(parts, quick=options.quick) if set(parts) - {"deltas"} else {}
-    if "deltas" in parts:
+    path = Path()
+    numbers: dict[str, float] = {}
+    if {"publication", "deltas"} & set(parts):
         model = options.model or ("tiny" if options.quick else "smollm2")
         path = asyncio.run(ensure_model(model, seed=0, root=options.root))
+    if set(parts) - {"deltas"}:
+        numbers |= streams(parts, path, quick=options.quick)
+    if "deltas" in parts:
         numbers |= deltas(path, steps=5 if options.quick else 20)
     show("Weight stream", numbers)
     keep(numbers, options.json)
