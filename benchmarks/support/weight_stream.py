@@ -185,7 +185,7 @@ async def _follow(pipe: Connection, etcd: str, cluster: str, name: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security())
     config = SimpleNamespace(
-        instance_id=name, serving_group="", weight_silence_s=60.0, lease_ttl_s=30.0
+        instance_id=name, serving_group="", weights_dir="", weight_silence_s=60.0, lease_ttl_s=30.0
     )
     context = ServiceContext(
         config=config,

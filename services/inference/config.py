@@ -114,6 +114,9 @@ class InferenceConfig(ServiceConfig):
     """Policy to serve; etcd has its newest weights at weights/<policy>/latest."""
     weight_silence_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     """Longest silence in a weight fetch; then the worker tries the next source."""
+    weights_dir: str = ""
+    """Directory of any mounted file system in which the trainer with the same setting puts each
+    version; empty: none. A version that is not there comes by gRPC."""
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0

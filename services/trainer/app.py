@@ -49,6 +49,7 @@ from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.lineage import WORKERS, Lineage
 from services.trainer.published.files import HeldFiles
+from services.trainer.published.local_ways import LocalWays
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
@@ -66,6 +67,7 @@ class TrainerApp:
         self._context = context
         self._config: TrainerConfig = context.config
         self._versions = PublishedVersions(kept=self._config.kept_versions)
+        self._ways = LocalWays(workers=self._workers, directory=self._config.weights_dir)
         self._record = TrainingRecord(
             max_steps=self._config.max_steps,
             metrics_file=self._config.metrics_file,
@@ -159,6 +161,7 @@ class TrainerApp:
     async def stop(self) -> None:
         """Stops training, closes the metric sinks and resigns."""
         await cancel_and_wait(self._driver, self._following)
+        self._ways.keep(())
         if self._lineage is not None:
             await self._lineage.resign()
         await asyncio.to_thread(self._record.close_sinks)
@@ -268,7 +271,9 @@ class TrainerApp:
 
     def _make_publisher(self, floor: int) -> Publisher:
         coordinator = self._context.coordinator
-        return Publisher(coordinator, self._versions, source=self._address, floor=floor)
+        return Publisher(
+            coordinator, self._versions, source=self._address, floor=floor, ways=self._ways
+        )
 
     async def _spawn_steering(self, lineage: Lineage) -> ActorRef:
         files = HeldFiles(Path(self._config.checkpoint.dir) / "held")

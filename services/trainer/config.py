@@ -203,6 +203,9 @@ class TrainerConfig(ServiceConfig):
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
     """Newest published versions that stay in host memory, each as large as the model: those that
     `forge weights rollback` can return to."""
+    weights_dir: str = ""
+    """Directory of any mounted file system in which workers with the same setting find each
+    published version; empty: none. Trainer and workers run as the same user."""
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""

@@ -109,6 +109,11 @@ ANNOUNCE_S = gauge(
     "forge_trainer_announce_seconds",
     "Time to digest and announce the newest weights, beside the next step.",
 )
+WEIGHT_FILES = counter(
+    "forge_trainer_weight_files_total",
+    "Versions put into shared memory or the shared directory for workers, and those without room.",
+    ["way", "outcome"],
+)
 _CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state.")
 _LOST_S = counter("forge_trainer_lost_seconds_total", "Time of rewinds, resumes, skipped batches.")
 _RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")

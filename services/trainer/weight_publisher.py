@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from forge.core.errors import FailedPrecondition, StaleFence
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
@@ -25,6 +27,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from services.trainer.metrics import WEIGHT_VERSION
+from services.trainer.published.local_ways import LocalWays
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
 
 _KEY = manifest_key()
@@ -72,13 +75,21 @@ class Publisher:
     """Announces versions, which workers then fetch from `versions`."""
 
     def __init__(
-        self, register: Register, versions: PublishedVersions, *, source: str, floor: int
+        self,
+        register: Register,
+        versions: PublishedVersions,
+        *,
+        source: str,
+        floor: int,
+        ways: LocalWays | None = None,
     ) -> None:
-        """`source` is this trainer's address; `floor` the highest version that may be in use."""
+        """`source` is this trainer's address; `floor` the highest version that may be in use;
+        `ways` puts versions into files, too."""
         self._register = register
         self._versions = versions
         self._source = source
         self._floor = floor
+        self._ways = ways
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
 
@@ -106,8 +117,12 @@ class Publisher:
         manifest = await asyncio.to_thread(snapshot.manifest, version=version)
         encoded = manifest.encode()
         announcement = WeightAnnouncement.of(manifest, encoded, source=self._source)
+        tensors = snapshot.tensors
+        if self._ways is not None:
+            tensors, ways = await self._ways.put(version, announcement.manifest, tensors)
+            announcement = msgspec.structs.replace(announcement, ways=ways)
         # Held before it is announced: workers fetch as soon as they observe it.
-        self._versions.add(version, HeldWeights(tensors=snapshot.tensors, manifest=encoded))
+        self._versions.add(version, HeldWeights(tensors=tensors, manifest=encoded))
         try:
             await self._register.compare_and_swap(
                 _KEY,
@@ -123,6 +138,8 @@ class Publisher:
         self._versions.announced(
             PublishedVersion(announcement=announcement, published_unix_s=time.time())
         )
+        if self._ways is not None:
+            self._ways.keep(self._versions.weights.keys())
         WEIGHT_VERSION.set(version)
         log.info("weights_published", weight_version=version, step=snapshot.step)
         return version

@@ -3,12 +3,14 @@
 `manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
 `hold`: the versions that workers serve instead of the newest.
 `service`: the RPCs that send a version, held or arriving. `delta`: the changed elements of a
-tensor. Each service owns the tensors it holds.
+tensor. `version_files`: versions as files beside gRPC. Each service owns the tensors it holds.
 """
 
 from forge.runtime.weights.hold import ERROR_KEY, NO_HOLD, WeightHold, hold_key
 from forge.runtime.weights.manifest import (
     DEFAULT_POLICY,
+    DIRECTORY_WAY,
+    MEMORY_KEY,
     SLICE_BYTES,
     TRAINER_STANDBYS,
     TensorEntry,
@@ -36,9 +38,11 @@ from forge.runtime.weights.service import (
 
 __all__ = [
     "DEFAULT_POLICY",
+    "DIRECTORY_WAY",
     "ERROR_KEY",
     "FULL_NAME",
     "GROUP_PARTS",
+    "MEMORY_KEY",
     "NO_HOLD",
     "SLICE_BYTES",
     "TRAINER_STANDBYS",

@@ -20,6 +20,10 @@ from forge.core.named_tensor import NamedTensor
 DEFAULT_POLICY = "default"
 TRAINER_STANDBYS = f"trainer/{DEFAULT_POLICY}/standby/"
 """Prefix of the etcd keys of trainers that wait for their election."""
+MEMORY_KEY = "host_memory"
+"""Metadata of a worker: the shared memory that it sees, as `host_memory.place` names it."""
+DIRECTORY_WAY = "directory"
+"""In an announcement: the version is in the directory of the setting `weights_dir`."""
 SLICE_BYTES = 1 << 20
 """Data under one digest; a tensor's last slice may be shorter."""
 _DIGEST_BYTES = 8
@@ -162,6 +166,8 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
     """The trainer that published it, host:port; it sends the manifest and the tensors."""
     manifest: str = ""
     """sha256 of the encoded manifest, in hexadecimal."""
+    ways: tuple[str, ...] = ()
+    """Where else a file has the version: names of shared memory, and `DIRECTORY_WAY`."""
     tensor_names: tuple[str, ...] | None = None
     """Without `manifest`: in the order in which the tensors are hashed and sent."""
     layout: str = ""

@@ -28,6 +28,17 @@ WIRE_BYTES = counter(
     "forge_inference_weight_wire_bytes_total",
     "Data of tensors received for complete versions, deltas as such.",
 )
+VERSIONS = counter(
+    "forge_inference_weight_versions_total",
+    "Complete versions by the way that they came: grpc, memory (shared by the processes of a host) "
+    "or directory.",
+    ["way"],
+)
+WEIGHT_FILES_REFUSED = counter(
+    "forge_inference_weight_files_refused_total",
+    "Announced files that were missing, damaged or not this user's; their version came by gRPC.",
+    ["way"],
+)
 REFUSED_DELTAS = counter(
     "forge_inference_weight_deltas_refused_total",
     "Damaged deltas; the rest of their version was fetched whole.",

@@ -22,6 +22,7 @@ from forge.core.errors import (
     NotFound,
     Unavailable,
 )
+from forge.runtime.files.host_memory import place
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
@@ -97,7 +98,7 @@ async def _shared(span: KvSpan, request: pb.FetchKvRequest) -> pb.FetchKvRespons
     """Put a span into the memory that the caller shares; None if it shares none, or it is full."""
     if len(span.data) < shared_memory.LEAST_BYTES or not request.shared_memory:
         return None
-    if request.shared_memory != shared_memory.place():
+    if request.shared_memory != place():
         return None
     try:
         name, checksum = await asyncio.to_thread(shared_memory.write, span.data)
@@ -149,7 +150,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         self._channels = channels
         self._silence_s = silence_s
         self._local = local
-        self._shared_memory = shared_memory.place()
+        self._shared_memory = place()
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any

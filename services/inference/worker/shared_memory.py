@@ -15,30 +15,19 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from xxhash import xxh3_64
 
 from forge.core.errors import DataLoss
+from forge.runtime.files import host_memory
 
-_DIRECTORY = Path("/dev/shm")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DIRECTORY = host_memory.DIRECTORY
 _PREFIX = "forge-kv-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 LEAST_BYTES = 1 << 20
 """Smaller spans travel in the message: a file costs more than it saves."""
 _ABANDONED_S = 600.0
 _PIECE_BYTES = 1 << 20
-
-
-def place() -> str:
-    """Return a name of this host's memory and of this user in it; "" without such memory."""
-    try:
-        found = _DIRECTORY.stat()
-        boot_id = _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-    return f"{boot_id}/{found.st_dev}/{found.st_ino}/{os.geteuid()}"
 
 
 def write(data: bytes | memoryview) -> tuple[str, int]:

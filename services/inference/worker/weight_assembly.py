@@ -80,6 +80,12 @@ class WeightAssembly:
             base_version=self.base_version if self._entries else 0,
         )
 
+    def adopt(self, tensors: Sequence[NamedTensor]) -> None:
+        """Take all tensors, verified and in order, in place of the data received so far."""
+        self._restart()
+        for tensor in tensors:
+            self._keep(tensor)
+
     def refuse_deltas(self) -> None:
         """Take whole tensors from here on."""
         self.base_version, self._base = 0, {}

@@ -28,7 +28,13 @@ from forge.runtime.weights import (
 )
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.worker.metrics import REFUSED_DELTAS, SOURCES_GIVEN_UP, WIRE_BYTES
+from services.inference.worker.local_weights import LocalWeights
+from services.inference.worker.metrics import (
+    REFUSED_DELTAS,
+    SOURCES_GIVEN_UP,
+    VERSIONS,
+    WIRE_BYTES,
+)
 from services.inference.worker.weight_assembly import DamagedDelta, WeightAssembly
 from services.inference.worker.weight_relay import WeightRelay
 from services.inference.worker.weight_sources import WeightSources
@@ -49,22 +55,27 @@ class WeightFetch:
         channels: Channels,
         relay: WeightRelay,
         silence_s: float,
+        local: LocalWeights | None = None,
         served: Mapping[int, HeldWeights] | None = None,
         is_overtaken: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`served`: the version in service, the base of deltas. `is_overtaken`: newer weights are
-        announced; then it ends at a source without data."""
+        """`local`: files that may have the version. `served`: the version in service, the base of
+        deltas. `is_overtaken`: newer weights are announced; then it ends at a source without
+        data."""
         self.announced = announced
         self.probe: WeightProbe | None = announced.probe
         """Known once the manifest is here."""
         self.source = ""
         """Address of the source that sent the last data."""
+        self.way = "grpc"
+        """`memory` or `directory` if a file had the version."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
         self._sources = sources
         self._channels = channels
         self._relay = relay
         self._silence_s = silence_s
+        self._local = local
         self._served = served or {}
         self._is_overtaken = is_overtaken
         self._encoded = b""
@@ -86,6 +97,7 @@ class WeightFetch:
             before_bytes = self.received_bytes
             try:
                 assembly = await self._begun(address)
+                await self._read_file(assembly)
                 if not assembly.complete:
                     await self._receive(assembly, address)
                 if self._manifest is None:
@@ -110,6 +122,7 @@ class WeightFetch:
     def _complete(self, assembly: WeightAssembly) -> HeldWeights:
         self.wire_bytes = assembly.wire_bytes
         WIRE_BYTES.inc(assembly.wire_bytes)
+        VERSIONS.labels(self.way).inc()
         return HeldWeights(
             tensors=tuple(assembly.tensors.values()),
             manifest=self._encoded,
@@ -149,6 +162,17 @@ class WeightFetch:
             )
         self._relay.show(self._assembly, self._encoded)
         return self._assembly
+
+    async def _read_file(self, assembly: WeightAssembly) -> None:
+        """Take the version from a file, if there is one; once, since a refused file stays so."""
+        local, self._local = self._local, None
+        if local is None or self._manifest is None or assembly.complete:
+            return
+        found = await local.read(self.announced, self._manifest)
+        if found is not None:
+            tensors, self.way = found
+            assembly.adopt(tensors)
+            self._relay.progress()
 
     async def _fetch_manifest(self, address: str) -> bytes:
         stub = rpc.WeightServiceStub(self._channels.get(address))

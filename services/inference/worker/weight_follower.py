@@ -23,6 +23,7 @@ from forge.runtime.serving_groups import kind_in, starting_in
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
     ERROR_KEY,
+    MEMORY_KEY,
     NO_HOLD,
     HeldWeights,
     WeightAnnouncement,
@@ -33,6 +34,7 @@ from forge.runtime.weights import (
 )
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.appearance import Appearance
+from services.inference.worker.local_weights import LocalWeights
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
@@ -64,6 +66,9 @@ class WeightFollower:
         self._appearance = Appearance(context, kind=starting_in(group))
         self._own_id = context.config.instance_id
         self._sources = WeightSources(self._peers, own_id=self._own_id, fetches=self._fetches)
+        self._local = LocalWeights(directory=context.config.weights_dir)
+        # The trainer uses the memory of its host while a worker names it.
+        context.metadata[MEMORY_KEY] = self._local.place
         self.relay = WeightRelay()
         """The version during its fetch."""
         self._newest: WeightAnnouncement | None = None
@@ -208,6 +213,7 @@ class WeightFollower:
             weight_version=announced.weight_version,
             step=announced.step,
             source=fetch.source,
+            way=fetch.way,
             wire_bytes=fetch.wire_bytes,
             total_bytes=announced.total_bytes,
             fetch_s=round(fetched_s - began_s, 3),
@@ -229,6 +235,7 @@ class WeightFollower:
                 channels=self._context.channels,
                 relay=self.relay,
                 silence_s=self._context.config.weight_silence_s,
+                local=self._local,
                 served=self.weights,
                 is_overtaken=lambda: self._wanted != announced,
             )

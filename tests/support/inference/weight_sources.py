@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+import msgspec
 
 from forge.core.errors import NotFound
 from forge.core.named_tensor import NamedTensor
@@ -182,7 +183,12 @@ class Worker:
     """A follower with a fake coordinator and engine, and real channels."""
 
     def __init__(
-        self, *, silence_s: float = 0.3, name: str = "self", known_hold: bool = True
+        self,
+        *,
+        silence_s: float = 0.3,
+        name: str = "self",
+        known_hold: bool = True,
+        weights_dir: str = "",
     ) -> None:
         """`known_hold`: etcd has said that there is no hold."""
         self.engine = Engine()
@@ -190,7 +196,11 @@ class Worker:
         self.channels = Channels(SECURITY)
         self.coordinator = self
         self.config = SimpleNamespace(
-            instance_id=name, serving_group="", weight_silence_s=silence_s, lease_ttl_s=10
+            instance_id=name,
+            serving_group="",
+            weights_dir=weights_dir,
+            weight_silence_s=silence_s,
+            lease_ttl_s=10,
         )
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
@@ -218,9 +228,12 @@ class Worker:
             for name, address in peers.items()
         )
 
-    def publish(self, version: int, weights: Weights, *, source: str) -> WeightAnnouncement:
+    def publish(
+        self, version: int, weights: Weights, *, source: str, ways: tuple[str, ...] = ()
+    ) -> WeightAnnouncement:
         """Announce a version."""
         announced = announcement_of(version, weights, source=source)
+        announced = msgspec.structs.replace(announced, ways=ways)
         self._announcements.put_nowait(announced.encode())
         return announced
 

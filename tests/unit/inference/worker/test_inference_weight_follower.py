@@ -39,7 +39,11 @@ class Context:
         self.peers = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.config = SimpleNamespace(
-            instance_id="self", serving_group="", weight_silence_s=60.0, lease_ttl_s=10
+            instance_id="self",
+            serving_group="",
+            weights_dir="",
+            weight_silence_s=60.0,
+            lease_ttl_s=10,
         )
         self.metadata: dict[str, str] = {}
         self.coordinator = self.channels = self
