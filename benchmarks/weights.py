@@ -3,10 +3,11 @@
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                  [--only full,egress,swaps,publication,deltas]
 
-`full_over_socket`: CPU seconds of both ends of a plain socket copy over those of a publication of
-the same bytes to one worker, from digest to swap; both receive into new memory. Interleaved,
-medians. `trainer_egress_over_one_worker`: bytes that leave the trainer for 8 workers over those for
-one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
+`full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
+of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
+over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Interleaved, medians.
+`full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
+8 workers over those for one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
 median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
 version at a client of the router. `publication.share_beside`: share of a training
 step that waits for publication (`share_waited`: if it waited for digests and announcement, too).
@@ -21,8 +22,11 @@ import asyncio
 import statistics
 import tempfile
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from benchmarks.support.grpc_floor import receive_stream, serve_stream
 from benchmarks.support.report import arguments, keep, show
 from benchmarks.support.weight_stream import (
     Started,
@@ -36,49 +40,58 @@ from forge.cli.models import ensure_model
 from tests.support.runtime.etcd import EtcdServer
 
 WORKERS = 8
+WAYS = ("grpc", "memory", "directory")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 PARTS = ("full", "egress", "swaps", "publication", "deltas")
 _TENSORS = 64
 
 
-def full_over_socket(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
-    """Return CPU seconds per GiB of both ends, of the stream and of the socket, and their ratio."""
+def full_over_socket(etcd: EtcdServer, folder: Path, *, mib: int, rounds: int) -> dict[str, float]:
+    """Return CPU seconds per GiB of both ends by way, of a bare gRPC stream and of the socket, and
+    their ratios."""
     total_bytes = mib << 20
-    publisher = Started(publish_weights, etcd.endpoint, "full")
-    worker = Started(follow_weights, etcd.endpoint, "full", "w0")
-    sender = Started(send_bytes, total_bytes)
-    receiver = Started(receive_bytes, sender.ready, total_bytes)
-    processes = [publisher, worker, sender, receiver]
+    ends: dict[str, tuple[Started, Started]] = {}
+    for way in WAYS:
+        directory = str(folder) if way == "directory" else ""
+        publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
+        ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory)
+    for name, serve, receive in (
+        ("bare_grpc", serve_stream, receive_stream),
+        ("socket", send_bytes, receive_bytes),
+    ):
+        sender = Started(serve, total_bytes)
+        ends[name] = sender, Started(receive, sender.ready, total_bytes)
 
-    def stream() -> None:
-        worker.order("until", publisher.order("publish"))
+    def transfer(name: str) -> None:
+        sender, receiver = ends[name]
+        if name in WAYS:
+            receiver.order("until", sender.order("publish"))
+        elif name == "socket":
+            sender.begin("send")
+            receiver.order("receive")
+            sender.answer()
+        else:
+            receiver.order("receive")
 
-    def copy() -> None:
-        sender.begin("send")
-        receiver.order("receive")
-        sender.answer()
-
+    costs_s: dict[str, list[float]] = {name: [] for name in ends}
     try:
-        costs_s: dict[str, list[float]] = {"stream": [], "socket": []}
         for number in range(rounds + 1):
-            publisher.order("make", total_bytes, _TENSORS)
-            found = {
-                "stream": cpu_of([publisher, worker], stream),
-                "socket": cpu_of([sender, receiver], copy),
-            }
-            # The first round connects and allocates.
-            for name, cost_s in found.items() if number else ():
-                costs_s[name].append(cost_s)
+            for name, (sender, receiver) in ends.items():
+                if name in WAYS:
+                    sender.order("make", total_bytes, _TENSORS)
+                cost_s = cpu_of([sender, receiver], partial(transfer, name))
+                # The first round connects and allocates, and its worker is not in discovery yet.
+                costs_s[name] += [cost_s] if number else []
     finally:
-        for process in processes:
+        for way in WAYS:
+            ends[way][0].order("end")
+        for process in chain.from_iterable(ends.values()):
             process.end()
     per_gib = {name: statistics.median(found) * 1024 / mib for name, found in costs_s.items()}
-    return {
-        "full.mib": mib,
-        "full.stream_cpu_s_per_gib": per_gib["stream"],
-        "full.socket_cpu_s_per_gib": per_gib["socket"],
-        "full_over_socket": per_gib["socket"] / per_gib["stream"],
-    }
+    numbers = {f"full.{name}_cpu_s_per_gib": cost_s for name, cost_s in per_gib.items()}
+    ratios = {f"full_over_socket.{name}": per_gib["socket"] / per_gib[name] for name in per_gib}
+    best = max(ratios[f"full_over_socket.{way}"] for way in WAYS)
+    return {"full.mib": mib, **numbers, **ratios, "full_over_socket": best}
 
 
 def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
@@ -129,7 +142,7 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
     from benchmarks.support.weight_publication import publication_share
     from benchmarks.support.weight_swaps import swaps
 
-    mib, rounds = (64, 3) if quick else (512, 5)
+    mib, rounds = (64, 3) if quick else (256, 5)
     numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -137,7 +150,7 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
         etcd.start()
         try:
             if "full" in parts:
-                numbers |= full_over_socket(etcd, mib=mib, rounds=rounds)
+                numbers |= full_over_socket(etcd, folder, mib=mib, rounds=rounds)
             if "egress" in parts:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
             if "swaps" in parts:

@@ -23,7 +23,7 @@ from benchmarks.support.cpu import cpu_s
 from forge.core.named_tensor import NamedTensor
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorSystem
-from forge.runtime.coordination import Coordinator
+from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.process.allocator import keep_freed_memory
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.channel import Channels
@@ -36,6 +36,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
 from services.inference.worker.weight_follower import WeightFollower
+from services.trainer.published.local_ways import LocalWays
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Snapshot
 
@@ -104,11 +105,14 @@ def tensors(total_bytes: int, *, count: int, version: int) -> list[NamedTensor]:
     return made
 
 
-def publish_weights(pipe: Connection, etcd: str, cluster: str) -> None:
-    """Be a trainer's publisher. Orders: make(total_bytes, count), publish(), sent_bytes()."""
+def publish_weights(
+    pipe: Connection, etcd: str, cluster: str, way: str = "grpc", directory: str = ""
+) -> None:
+    """Be a trainer's publisher; `way` is memory, or directory for the one of this name, or grpc.
+    Orders: make(total_bytes, count), publish(), sent_bytes()."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("trainer", "trainer", level="warning", file="")
-    uvloop.run(_publish(pipe, etcd, cluster))
+    uvloop.run(_publish(pipe, etcd, cluster, way, directory))
 
 
 class _CountingServicer(weights.WeightServicer):
@@ -122,15 +126,21 @@ class _CountingServicer(weights.WeightServicer):
             yield response
 
 
-async def _publish(pipe: Connection, etcd: str, cluster: str) -> None:
+async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, directory: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
+    discovery = coordinator.discover("decode")
+
+    async def workers() -> Sequence[Instance]:
+        return discovery.instances if way == "memory" else ()
+
+    ways = LocalWays(workers=workers, directory=directory)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
     versions = PublishedVersions(kept=2)
     servicer = _CountingServicer(lambda: versions.weights, deltas=DeltaEncoder())
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
     )
-    publisher = Publisher(coordinator, versions, source=await server.start(), floor=0)
+    publisher = Publisher(coordinator, versions, source=await server.start(), floor=0, ways=ways)
     made: list[NamedTensor] = []
 
     async def obey(order: Order) -> Any:
@@ -141,7 +151,10 @@ async def _publish(pipe: Connection, etcd: str, cluster: str) -> None:
                 made = tensors(total_bytes, count=count, version=publisher.version + 1)
                 return None
             case "publish":
-                return await publisher.publish(Snapshot(step=publisher.version, tensors=made))
+                snapshot, made = Snapshot(step=publisher.version, tensors=made), []
+                return await publisher.publish(snapshot)
+            case "end":
+                return ways.keep(())
         return servicer.sent_bytes
 
     await _obey(pipe, obey)
@@ -155,11 +168,13 @@ async def _obey(pipe: Connection, obey: Callable[[Order], Awaitable[Any]]) -> No
             pipe.send(await obey(order))
 
 
-def follow_weights(pipe: Connection, etcd: str, cluster: str, name: str) -> None:
+def follow_weights(
+    pipe: Connection, etcd: str, cluster: str, name: str, directory: str = ""
+) -> None:
     """Be a worker's follower. Orders: until(version)."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("inference", name, level="error", file="")
-    uvloop.run(_follow(pipe, etcd, cluster, name))
+    uvloop.run(_follow(pipe, etcd, cluster, name, directory))
 
 
 @dataclass(slots=True)
@@ -181,11 +196,15 @@ class _Engine:
             await self.changed.wait_for(lambda: self.version >= version)
 
 
-async def _follow(pipe: Connection, etcd: str, cluster: str, name: str) -> None:
+async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, directory: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security())
     config = SimpleNamespace(
-        instance_id=name, serving_group="", weights_dir="", weight_silence_s=60.0, lease_ttl_s=30.0
+        instance_id=name,
+        serving_group="",
+        weights_dir=directory,
+        weight_silence_s=60.0,
+        lease_ttl_s=30.0,
     )
     context = ServiceContext(
         config=config,

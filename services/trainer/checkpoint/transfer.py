@@ -1,7 +1,7 @@
 """A checkpoint between hosts: read in pieces here, assembled and verified there.
 
-Owns the bytes of both ends, without calls. The files of the sender are opened together: a
-checkpoint that is pruned meanwhile can still be sent to its end. The receiver assembles under a
+Owns the bytes of both ends, without calls. The sender's pruning spares a
+checkpoint that is being sent. The receiver assembles under a
 name that is no checkpoint's, across restarts too, and renames the complete and verified directory.
 """
 
@@ -12,7 +12,6 @@ import json
 import shutil
 import zlib
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -35,30 +34,36 @@ _STAGING = "fetched-"
 def pieces(
     directory: Path, request: pb.FetchCheckpointRequest
 ) -> Generator[pb.FetchCheckpointResponse, None, None]:
-    """The answer to a request. Raises `NotFound` and `DataLoss`."""
+    """The answer to a request. Raises `NotFound` and `DataLoss`; `NotFound` in the middle, too, if
+    the checkpoint is set aside. One file is open at a time: many ranks write many files."""
     path = path_of(directory, request.step)
-    with ExitStack() as opened:
+    try:
+        checkpoint = read_checkpoint(path)
+        state = (path / STATE_FILE).read_bytes()
+    except FileNotFoundError:
+        raise _gone(request.step) from None
+    except DataLoss:
+        if path.exists():
+            raise
+        raise _gone(request.step) from None
+    sizes: dict[str, int] = dict(json.loads(state)["files"])
+    files = [*sorted(sizes.items()), (STATE_FILE, len(state))]
+    begin = pb.FetchCheckpointResponse.Begin(lineage=checkpoint.lineage)
+    for name, size in files:
+        begin.files.add(path=name, size_bytes=size)
+    yield pb.FetchCheckpointResponse(begin=begin)
+    for name, size in files:
         try:
-            checkpoint = read_checkpoint(path)
-            state = (path / STATE_FILE).read_bytes()
-            sizes: dict[str, int] = dict(json.loads(state)["files"])
-            files = [
-                (name, opened.enter_context((path / name).open("rb")), size)
-                for name, size in (*sorted(sizes.items()), (STATE_FILE, len(state)))
-            ]
+            file = (path / name).open("rb")
         except FileNotFoundError:
-            raise NotFound(f"there is no checkpoint of step {request.step} here") from None
-        except DataLoss:
-            if path.exists():
-                raise
-            raise NotFound(f"there is no checkpoint of step {request.step} here") from None
-        begin = pb.FetchCheckpointResponse.Begin(lineage=checkpoint.lineage)
-        for name, _, size in files:
-            begin.files.add(path=name, size_bytes=size)
-        yield pb.FetchCheckpointResponse(begin=begin)
-        for name, file, size in files:
+            raise _gone(request.step) from None
+        with file:
             for piece in _pieces_of(name, file, size, have=request.have.get(name, 0)):
                 yield pb.FetchCheckpointResponse(piece=piece)
+
+
+def _gone(step: int) -> NotFound:
+    return NotFound(f"there is no checkpoint of step {step} here")
 
 
 def _pieces_of(

@@ -143,18 +143,34 @@ def test_damaged_piece_is_never_in_a_checkpoint(
     assert receive(sender, receiver, checkpoint).name == "step-00000001"
 
 
-def test_pruned_checkpoint_is_sent_to_its_end(sender: Path, receiver: Path) -> None:
-    """A new request for it is refused."""
+def test_checkpoint_that_vanishes_is_not_completed(sender: Path, receiver: Path) -> None:
+    """The transfer ends with the error of a missing checkpoint, as a new request for it does."""
     checkpoint = save(sender, 1)
     staging = Staging(receiver, step=1, fingerprint=checkpoint.fingerprint)
     responses = sent(sender, 1, staging.begin())
     staging.add(next(responses))
     shutil.rmtree(checkpoint.path)
-    for response in responses:
-        staging.add(response)
-    assert read_checkpoint(staging.complete()).fingerprint == checkpoint.fingerprint
+    with pytest.raises(NotFound, match="no checkpoint of step 1"):
+        for response in responses:
+            staging.add(response)
+    with pytest.raises(DataLoss, match="did not arrive"):
+        staging.complete()
     with pytest.raises(NotFound, match="no checkpoint of step 1"):
         next(sent(sender, 1, {}))
+
+
+def test_sender_opens_one_file_at_a_time(sender: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of many ranks has more files than a process may open."""
+    many = {f"state/rank-{number:05d}.safetensors": 2000 for number in range(40)}
+    monkeypatch.setitem(globals(), "CONTENTS", {**CONTENTS, **many})
+    save(sender, 1)
+    before = open_files()
+    most = max(open_files() for _ in sent(sender, 1, {}))
+    assert most <= before + 1
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_other_checkpoint_of_the_step_is_refused(sender: Path, receiver: Path) -> None:
