@@ -50,6 +50,7 @@ from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.lineage import WORKERS, Lineage
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
@@ -285,6 +286,7 @@ class TrainerApp:
                 source=lambda: self._address,
                 fence=lambda: lineage.fence,
                 workers=self._workers,
+                served=ServedVersions(self._context.channels),
             ),
             name="steering",
         )

@@ -24,6 +24,7 @@ from forge.core.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
+    ResourceExhausted,
     StaleFence,
     Unavailable,
 )
@@ -33,7 +34,8 @@ from forge.runtime.telemetry import log
 from forge.runtime.weights import NO_HOLD, WeightAnnouncement, WeightHold, hold_key
 from services.trainer import metrics
 from services.trainer.published.files import HeldFiles
-from services.trainer.published.versions import PublishedVersions
+from services.trainer.published.recovery import ServedVersions
+from services.trainer.published.versions import PublishedVersion, PublishedVersions
 from services.trainer.weight_publisher import Register, Superseded
 
 _KEY = hold_key()
@@ -82,14 +84,17 @@ class Steering(Actor):
         source: Callable[[], str],
         fence: Callable[[], int],
         workers: Callable[[], Awaitable[Sequence[Instance]]],
+        served: ServedVersions,
     ) -> None:
         """`source` returns this trainer's address, "" while it is unknown; `fence` that of the
-        present leadership, or raises `Unavailable`; `workers` the workers in discovery."""
+        present leadership, or raises `Unavailable`; `workers` the workers in discovery; `served`
+        fetches held versions that this host lacks."""
         self._register = register
         self._versions = versions
         self._files = files
         self._fence = fence
         self._workers = workers
+        self._served = served
         self._own_address = source
         self._source = ""
         """Empty until the hold has been taken over."""
@@ -118,12 +123,9 @@ class Steering(Actor):
             raise Unavailable("the trainer is starting: it is not in discovery yet")
         hold, revision = await self._read()
         self._versions.pin(hold.versions)
-        for version in hold.versions:
-            try:
-                self._versions.store(*await asyncio.to_thread(self._files.read, version))
-            except DataLoss as error:
-                # A worker that serves it still sends it to others.
-                log.error("held_weights_missing", weight_version=version, error=str(error))
+        for held in (hold.base, hold.canary):
+            if held is not None:
+                await self._hold_again(held, since_unix_s=hold.since_unix_s)
         await asyncio.to_thread(self._files.keep, hold.versions)
         if hold.base is not None:
             hold = msgspec.structs.replace(
@@ -132,6 +134,25 @@ class Steering(Actor):
             hold = await self._write(hold, revision)
         self._show(hold)
         self._source = source
+
+    async def _hold_again(self, held: WeightAnnouncement, *, since_unix_s: float) -> None:
+        """Hold a version from its files, or from a worker that serves it: another host led."""
+        version = held.weight_version
+        try:
+            self._versions.store(*await asyncio.to_thread(self._files.read, version))
+        except DataLoss as error:
+            try:
+                weights = await self._served.fetch(held, await self._workers())
+                # Its time of publication was in the lost file: it was not later than the hold.
+                one = PublishedVersion(announcement=held, published_unix_s=since_unix_s)
+                stored = await asyncio.to_thread(self._files.write, one, weights)
+            except (Unavailable, ResourceExhausted) as cause:
+                # A worker that serves it still sends it to others.
+                reason = f"{error}; {cause}"
+                log.error("held_weights_missing", weight_version=version, error=reason)
+                return
+            self._versions.store(*stored)
+            log.info("held_weights_fetched", weight_version=version, reason=str(error))
 
     async def _change(self, before: WeightHold, hold: WeightHold, revision: int) -> WeightHold:
         """Store a hold. One that is there already stays, so that a repeated call has no effect."""

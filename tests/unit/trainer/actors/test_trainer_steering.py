@@ -3,7 +3,9 @@ failure between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Instance
-from forge.runtime.weights import WeightHold, hold_key
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.weights import FULL_NAME, HeldWeights, WeightHold, WeightServicer, hold_key
+from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import (
     Promote,
     ResumeHold,
@@ -27,14 +32,16 @@ from services.trainer.actors.steering import (
     chosen_workers,
 )
 from services.trainer.published.files import HeldFiles
+from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Superseded
+from tests.support.inference.weight_sources import SECURITY
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
 
 
-def worker(kind: str, name: str, version: int = 0) -> Instance:
+def worker(kind: str, name: str, version: int = 0, address: str = "") -> Instance:
     metadata = {"weight_version": str(version)}
-    return Instance(kind=kind, instance_id=name, address="", metadata=metadata, revision=0)
+    return Instance(kind=kind, instance_id=name, address=address, metadata=metadata, revision=0)
 
 
 WORKERS = [*(worker("decode", f"d{n}") for n in range(4)), worker("prefill", "p0")]
@@ -67,6 +74,7 @@ class Trainer:
             source=lambda: source,
             fence=lambda: fence,
             workers=all_workers,
+            served=ServedVersions(Channels(SECURITY), silence_s=0.3),
         )
 
     async def publish(self, *steps: int) -> None:
@@ -161,6 +169,45 @@ async def test_damaged_held_version_is_not_served(tmp_path: Path) -> None:
         await restarted.ask(canary(1))
     await restarted.ask(Promote(subject="ann@host"))
     assert restarted.hold.versions == ()
+
+
+async def test_trainer_of_another_host_gets_held_versions_from_workers(tmp_path: Path) -> None:
+    """One that ends its stream or sends other data is left; the version is then on disk here."""
+    register = FakeRegister()
+    killed = Trainer(register, tmp_path / "there")
+    await killed.publish(1, 2)
+    await killed.ask(canary(2))
+    weights = dict(killed.versions.weights)
+    damaged = replace(weights[1], tensors=snapshot(9).tensors)
+    async with serving({1: damaged}) as wrong, serving({}) as without, serving(weights) as right:
+        workers = [
+            worker("decode", "d0", 1, address=wrong),
+            worker("decode", "d1", 1, address=without),
+            worker("decode", "d2", 1, address=right),
+            worker("decode", "d3", 2, address=right),
+        ]
+        other = Trainer(register, tmp_path / "here", fence=2, source="host:2", workers=workers)
+        await other.ask(ResumeHold())
+    assert other.hold.versions == (1, 2)
+    assert [await other.first_byte(version) for version in (1, 2)] == [1, 2]
+    assert other.files == ["version-00000001", "version-00000002"]
+    assert [one.on_disk for one in other.versions.published] == [True, True]
+    again = Trainer(register, tmp_path / "here", fence=3, workers=[])
+    await again.ask(ResumeHold())
+    assert await again.first_byte(1) == 1
+
+
+@asynccontextmanager
+async def serving(held: Mapping[int, HeldWeights]) -> AsyncIterator[str]:
+    """The address of a worker with these versions."""
+    server = RpcServer(service="inference", host="127.0.0.1", port=0, security=SECURITY)
+    server.add_service(
+        rpc.add_WeightServiceServicer_to_server, WeightServicer(lambda: held), full_name=FULL_NAME
+    )
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(grace_s=0)
 
 
 async def test_hold_with_an_unknown_outcome_keeps_both_versions(tmp_path: Path) -> None:
