@@ -7,10 +7,11 @@
 of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
 over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Interleaved, medians.
 `full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
-8 workers over those for one. `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
-median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
-version at a client of the router. `publication.share_beside`: share of a training
-step that waits for publication (`share_waited`: if it waited for digests and announcement, too).
+8 workers over those for one. `swap_pause_ms`: the longest gap between two tokens of a running
+answer around a swap, less the median gap. `publish_to_sampled_p50_s`: from the begin of a
+publication to the first token of its version at a client of the router.
+`publication.share_beside`: share of a training step that waits for publication (`share_waited`: if
+it waited for digests and announcement, too).
 `delta_bytes_over_full`: bytes of a delta over those of all weights in bfloat16, median over real
 steps of the model by AdamW at a learning rate of 1e-6 (`delta.1e-05.over_full` at 1e-5), beside the
 share of changed elements, the largest delta and that of the last step.

@@ -37,7 +37,7 @@ async def _serve(pipe: Connection, total_bytes: int) -> None:
         for start in range(0, total_bytes, _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
 
-    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    class Handler(grpc.GenericRpcHandler):
         def service(self, details: Any) -> Any:
             return grpc.unary_stream_rpc_method_handler(send)
 
@@ -65,7 +65,8 @@ async def _receive(pipe: Connection, port: int, total_bytes: int) -> None:
                 await asyncio.to_thread(pipe.recv)
                 kept = [*kept[-1:], bytearray(total_bytes)]
                 got = 0
-                async for piece in channel.unary_stream(_METHOD)(b""):
+                call: Any = channel.unary_stream(_METHOD)
+                async for piece in call(b""):
                     kept[-1][got : got + len(piece)] = piece
                     got += len(piece)
                 pipe.send(None)
