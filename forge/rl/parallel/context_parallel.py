@@ -15,7 +15,7 @@ Shapes: N tokens that are attended by other ranks, E distinct edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from forge.core.prefix_tree import Span
 from forge.rl.collectives import all_reduce
 from forge.rl.tree.kv_relay import Slots, shared_slots, shared_tokens
 from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, idle_part, path_to
+
+BUCKET_BYTES = 16 << 20
+"""Small gradients are summed together, up to this size: an exchange costs more than their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +137,37 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
     present = torch.tensor([one.grad is not None for one in trained], dtype=torch.int32)
     present = present.to(trained[0].device)
     all_reduce(present, group, op=dist.ReduceOp.MAX)
+    gradients = []
     for parameter, somewhere in zip(trained, present.tolist(), strict=True):
         if somewhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            all_reduce(parameter.grad, group)
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        _sum_bucket(bucket, group)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one type, up to `BUCKET_BYTES` together."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        size += gradient.nbytes
+        if bucket and (size > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], gradient.nbytes
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sum_bucket(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    if len(bucket) == 1:
+        all_reduce(bucket[0], group)
+        return
+    total = torch.cat([one.flatten() for one in bucket])
+    all_reduce(total, group)
+    start = 0
+    for one in bucket:
+        one.copy_(total[start : start + one.numel()].view_as(one))
+        start += one.numel()

@@ -4,13 +4,16 @@ Prints one JSON object: {"<ranks> <family> <type> <kind>, rank <rank>": the larg
 of loss and gradients}. All ranks compute a case, and one of them compares it. The ranks are forks
 of one process that has imported what is slow to import and has not yet used autograd, which does
 not survive a fork. A collective costs more than the model, so each shape, each family and each way
-to run short of memory is computed once, and their products only with `--all`.
+to run short of memory is computed once, and their products only with `--all`. Two further forks
+shard the parameters (`tests.support.rl.worlds`).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
+import pkgutil
 import sys
 import tempfile
 from functools import cache
@@ -20,6 +23,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 
+import forge.rl
 from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
@@ -37,6 +41,7 @@ from tests.support.rl.models import (
     wide_norms,
 )
 from tests.support.rl.short_memory import memory_for
+from tests.support.rl.worlds import SHARDS, run_shard
 
 RANKS = 4
 BALANCE = 0.1
@@ -232,13 +237,26 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
     dist.destroy_process_group()
 
 
+def import_all() -> None:
+    """Every module of `forge.rl`."""
+    for module in pkgutil.walk_packages(forge.rl.__path__, "forge.rl."):
+        importlib.import_module(module.name)
+
+
 def main() -> None:
+    import_all()
     with tempfile.TemporaryDirectory() as folder:
-        results = str(Path(folder) / "results")
+        results, sharded = Path(folder, "results"), Path(folder, "sharded")
         fork = multiprocessing.get_context("fork")
         ranks = [
-            fork.Process(target=run_rank, args=(rank, str(Path(folder) / "meeting"), results))
-            for rank in range(RANKS)
+            *(
+                fork.Process(target=run_rank, args=(rank, f"{folder}/meeting", str(results)))
+                for rank in range(RANKS)
+            ),
+            *(
+                fork.Process(target=run_shard, args=(rank, f"{folder}/shards", str(sharded)))
+                for rank in range(SHARDS)
+            ),
         ]
         for each in ranks:
             each.start()
@@ -250,7 +268,7 @@ def main() -> None:
             for rank in range(RANKS)
             for case, error in json.loads(Path(f"{results}-{rank}").read_text()).items()
         }
-        print(json.dumps(found))
+        print(json.dumps(found | json.loads(sharded.read_text())))
 
 
 if __name__ == "__main__":

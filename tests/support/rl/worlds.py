@@ -3,15 +3,15 @@
 Prints, on rank 0, one JSON object: {"<mesh> <case>": the largest relative error of loss, gradients
 or weights}, and the parameters that a rank holds. Each case is computed by the world of every mesh
 of N ranks. `gradient` cases are compared with one sample at a time by the model's own forward,
-`step` cases with a learner of one process.
+`step` cases with a learner of one process. `tests.support.rl.ranks` forks two ranks for some.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -78,6 +78,7 @@ CASES = {
     "checkpointed, relayed": Case(checkpointed=True, budget=12, relayed=True),
 }
 LEAN = ("tied", "relayed experts", "adapters")
+SHARDS = 2
 
 
 def samples() -> list[Sample]:
@@ -294,16 +295,27 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
     return found
 
 
+def run_shard(rank: int, meeting: str, results: str) -> None:
+    """One of two ranks that shard the parameters; rank 0 writes the errors of some cases."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, SHARDS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SHARDS)
+    world = make_world(MeshShape(dp_shard=SHARDS), torch.device("cpu"))
+    found = all_cases(f"1x{SHARDS}x1", world, lean=True)
+    if not rank:
+        Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    lean = "--lean" in sys.argv
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     found: dict[str, float] = {}
-    for mesh in MESHES[ranks][: 1 if lean else None]:
+    for mesh in MESHES[ranks]:
         replicate, shard, cp = map(int, mesh.split("x"))
         shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp)
-        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=lean)
+        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=False)
     if not dist.get_rank():
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -32,14 +32,20 @@ ALSO = {
         "openai.resources.chat.completions",
     ),
     "forge.cli.main": (
+        "forge.cli.certs",
+        "forge.cli.etcd",
+        "forge.cli.exports.command",
         "forge.cli.pool",
         "forge.cli.pool_reading",
         "forge.cli.queue",
         "forge.cli.status",
         "forge.cli.token",
+        "forge.cli.weights",
         "forge.client.operator",
         "forge.client.pool",
+        "rich._emoji_codes",
         "rich.table",
+        "typer._adapters",
     ),
     "services.trainer": TORCH_MODELS,
     "services.inference": ("services.inference.router.role",),
@@ -51,7 +57,15 @@ ALSO = {
 }
 """Modules that a service imports once it has started."""
 COMMAND = "forge.cli.main"
-WORKER = ("services.inference.worker.role", *TORCH_MODELS)
+EVERY = ("encodings.idna",)
+"""Likewise of each process, for its first connection."""
+WORKER = (
+    "services.inference.worker.role",
+    "services.inference.engines.embedded.family_check",
+    "services.inference.engines.embedded.wiring",
+    "llguidance.hf",
+    *TORCH_MODELS,
+)
 """Likewise of an inference worker."""
 
 
@@ -104,7 +118,7 @@ def report_ends(status_files: dict[int, int]) -> None:
 
 def import_service(module: str, argv: list[str]) -> None:
     """Import what the module runs, if that has not been done."""
-    for also in ALSO.get(module, ()):
+    for also in (*EVERY, *ALSO.get(module, ())):
         importlib.import_module(also)
     if module == "services.inference" and "router" not in argv:
         for also in WORKER:
