@@ -27,11 +27,17 @@ from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
 from forge.runtime.weights import TRAINER_STANDBYS
 from forge.runtime.weights.delta import DeltaEncoder
-from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
+from forge.v1 import (
+    inference_pb2_grpc,
+    pool_pb2_grpc,
+    scheduler_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
-from services.trainer.actors.steering import ResumeHold, Steering
+from services.trainer.actors.steering import ResumeHold, ReviewCanary, Steering
 from services.trainer.actors.training import (
     UNBOUNDED_S,
     Advance,
@@ -81,6 +87,7 @@ class TrainerApp:
         self._batches: BatchSource | None = None
         self._lineage: Lineage | None = None
         self._following: asyncio.Task[None] | None = None
+        self._canaries: asyncio.Task[None] | None = None
         self._superseded = False
         kept = self._config.checkpoint
         self._retention = Retention(last=kept.keep_last, every_steps=kept.keep_every_steps)
@@ -142,6 +149,7 @@ class TrainerApp:
             full_name=weights.FULL_NAME,
         )
         self._driver = asyncio.create_task(self._drive(self._training, self._steering))
+        self._canaries = asyncio.create_task(self._review_canaries(self._steering), name="canaries")
         self._following = asyncio.create_task(self._until_superseded(lineage), name="leadership")
 
     async def drain(self) -> None:
@@ -161,7 +169,7 @@ class TrainerApp:
 
     async def stop(self) -> None:
         """Stops training, closes the metric sinks and resigns."""
-        await cancel_and_wait(self._driver, self._following)
+        await cancel_and_wait(self._driver, self._following, self._canaries)
         self._ways.keep(())
         if self._lineage is not None:
             await self._lineage.resign()
@@ -257,6 +265,20 @@ class TrainerApp:
                 # The actor's supervisor restarts it or ends the process.
                 await asyncio.sleep(_RETRY_S)
 
+    async def _review_canaries(self, steering: ActorRef) -> None:
+        """Let the automatic canary take its steps."""
+        while True:
+            await asyncio.sleep(_RETRY_S)
+            if not (self._config.canary.share or self._versions.hold.automatic):
+                continue
+            finished = self._record.phase == trainer_pb2.TRAINER_PHASE_FINISHED
+            try:
+                await steering.ask(ReviewCanary(finished=finished), timeout_s=UNBOUNDED_S)
+            except ActorStopped:
+                return
+            except ForgeError as error:
+                log.warning("canary_waits", error=str(error))
+
     async def _own_address(self) -> str:
         """The address under which this process is registered; waits for the registration."""
         incarnation = self._context.metadata["incarnation"]
@@ -287,6 +309,7 @@ class TrainerApp:
                 fence=lambda: lineage.fence,
                 workers=self._workers,
                 served=ServedVersions(self._context.channels),
+                canary=self._config.canary,
             ),
             name="steering",
         )

@@ -97,6 +97,22 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySettings:
+    """Automatic canary: new weights serve a share of the workers before all of them."""
+
+    share: Annotated[float, Meta(ge=0, le=0.9)] = 0.0
+    """Share of the workers that serve a new version first; 0: all follow the newest at once."""
+    trajectories: Annotated[int, Meta(ge=1)] = 64
+    """Trained trajectories that canary and base have each sampled alone before the judgement."""
+    max_logprob_gap: Annotated[float, Meta(ge=0)] = 0.2
+    """Largest mean |log-prob of trainer - engine| of the canary's tokens, staleness included."""
+    max_broken_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Largest share of answers of the canary that end with a log-prob that is not finite."""
+    max_reward_drop: Annotated[float, Meta(ge=0)] = 0.2
+    """Largest difference of mean rewards by which the canary may be below its base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
     """Evaluation on held-out tasks during training."""
 
@@ -203,6 +219,7 @@ class TrainerConfig(ServiceConfig):
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
     """Newest published versions that stay in host memory, each as large as the model: those that
     `forge weights rollback` can return to."""
+    canary: CanarySettings = field(default_factory=CanarySettings)
     weights_dir: str = ""
     """Directory of any mounted file system in which workers with the same setting find each
     published version; empty: none. Trainer and workers run as the same user."""

@@ -109,6 +109,12 @@ ANNOUNCE_S = gauge(
     "forge_trainer_announce_seconds",
     "Time to digest and announce the newest weights, beside the next step.",
 )
+CANARIES = counter(
+    "forge_trainer_canaries_total",
+    "Automatic canaries by outcome: begun, promoted, rolled_back, or ended since too few workers "
+    "decode.",
+    ["outcome"],
+)
 WEIGHT_FILES = counter(
     "forge_trainer_weight_files_total",
     "Versions put into shared memory or the shared directory for workers, and those without room.",

@@ -6,7 +6,7 @@
 tensor. `version_files`: versions as files beside gRPC. Each service owns the tensors it holds.
 """
 
-from forge.runtime.weights.hold import ERROR_KEY, NO_HOLD, WeightHold, hold_key
+from forge.runtime.weights.hold import BROKEN_KEY, ERROR_KEY, NO_HOLD, WeightHold, hold_key
 from forge.runtime.weights.manifest import (
     DEFAULT_POLICY,
     DIRECTORY_WAY,
@@ -37,6 +37,7 @@ from forge.runtime.weights.service import (
 )
 
 __all__ = [
+    "BROKEN_KEY",
     "DEFAULT_POLICY",
     "DIRECTORY_WAY",
     "ERROR_KEY",

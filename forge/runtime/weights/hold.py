@@ -11,6 +11,9 @@ import msgspec
 from forge.core.errors import DataLoss
 from forge.runtime.weights.manifest import DEFAULT_POLICY, WeightAnnouncement
 
+BROKEN_KEY = "broken_answers"
+"""Metadata of a worker: version in service, and its answers that ended with a log-prob that is not
+finite, as "VERSION COUNT"."""
 ERROR_KEY = "weights_error"
 """Metadata of a worker after a failed fetch (version, sources and reasons) or a refused version."""
 
@@ -33,6 +36,10 @@ class WeightHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     subject: str = ""
     """Who asked for it."""
     since_unix_s: float = 0.0
+    automatic: bool = False
+    """The trainer's own canary: it judges and replaces this hold, and no hold of a person."""
+    rejected: int = 0
+    """The newest version that an automatic canary rolled back."""
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ WEIGHT_FILES_REFUSED = counter(
     "Announced files that were missing, damaged or not this user's; their version came by gRPC.",
     ["way"],
 )
+BROKEN_ANSWERS = counter(
+    "forge_inference_broken_answers_total",
+    "Answers that ended with a log-prob that is not finite.",
+)
 REFUSED_DELTAS = counter(
     "forge_inference_weight_deltas_refused_total",
     "Damaged deltas; the rest of their version was fetched whole.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from forge.runtime import weights
 from forge.runtime.process.drain import serve_drain
@@ -18,6 +19,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.provider import EngineOptions, KvStoreOptions
 from services.inference.engines.registry import start_both, start_decode, start_prefill
+from services.inference.worker.broken_answers import note_broken
 from services.inference.worker.frozen_weights import load_frozen
 from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
@@ -102,7 +104,7 @@ def _serve_prefill(context: ServiceContext, engine: PrefillEngine) -> None:
     context.metadata["stored_tokens"] = str(getattr(engine, "stored_tokens", 0))
     context.server.add_service(
         rpc.add_PrefillServiceServicer_to_server,
-        PrefillServicer(engine),
+        PrefillServicer(engine, on_broken=partial(note_broken, context)),
         full_name="forge.v1.PrefillService",
     )
 
@@ -114,7 +116,13 @@ def _serve_decode(
     context.metadata["capacity"] = str(engine.capacity)
     context.server.add_service(
         rpc.add_DecodeServiceServicer_to_server,
-        DecodeServicer(engine, context.channels, silence_s=_FETCH_KV_SILENCE_S, local=local),
+        DecodeServicer(
+            engine,
+            context.channels,
+            silence_s=_FETCH_KV_SILENCE_S,
+            local=local,
+            on_broken=partial(note_broken, context),
+        ),
         full_name="forge.v1.DecodeService",
     )
 

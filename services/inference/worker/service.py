@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -31,10 +31,12 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec, kv_codec
 from services.inference.engines.base import (
+    BrokenWeights,
     CacheReports,
     DecodeEngine,
     FetchKv,
     KvSpan,
+    Piece,
     PrefillEngine,
     Prompt,
     RefusedHandOff,
@@ -49,8 +51,12 @@ from services.inference.worker import shared_memory
 class PrefillServicer(rpc.PrefillServiceServicer):
     """The RPCs of a prefill worker."""
 
-    def __init__(self, engine: PrefillEngine) -> None:
+    def __init__(
+        self, engine: PrefillEngine, *, on_broken: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`on_broken` observes each prompt whose first log-prob is not finite."""
         self._engine = engine
+        self._on_broken = on_broken
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         """Read a prompt and hold its keys and values."""
@@ -60,7 +66,12 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
-        read = await self._engine.prefill(prompt, hold_s=request.hold_s)
+        try:
+            read = await self._engine.prefill(prompt, hold_s=request.hold_s)
+        except BrokenWeights:
+            if self._on_broken is not None:
+                await self._on_broken()
+            raise
         current_span().set(
             {"gen_ai.usage.input_tokens": prompt.tokens, "forge.cached_tokens": read.cached_tokens}
         )
@@ -144,12 +155,15 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         *,
         silence_s: float,
         local: PrefillEngine | None = None,
+        on_broken: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`local`: this process's own engine of the role prefill, if it has one."""
+        """`local`: this process's own engine of the role prefill, if it has one; `on_broken`
+        observes each answer that ends with a log-prob that is not finite."""
         self._engine = engine
         self._channels = channels
         self._silence_s = silence_s
         self._local = local
+        self._on_broken = on_broken
         self._shared_memory = place()
 
     async def Decode(
@@ -165,7 +179,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         fetch = self._fetch_from(request, fetched)
         pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
         async with aclosing(pieces):
-            async for piece in pieces:
+            async for piece in self._observed(pieces):
                 tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
                 if piece.finish:
                     current_span().set(
@@ -179,6 +193,15 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     fetched_tokens=fetched.tokens if piece.finish else 0,
                     fetch_s=fetched.seconds if piece.finish else 0.0,
                 )
+
+    async def _observed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+        try:
+            async for piece in pieces:
+                yield piece
+        except BrokenWeights:
+            if self._on_broken is not None:
+                await self._on_broken()
+            raise
 
     def _fetch_from(self, request: pb.DecodeRequest, fetched: _Fetched) -> FetchKv:
         address = request.prefill_address

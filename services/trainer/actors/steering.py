@@ -12,7 +12,6 @@ read the hold themselves, and the trainer continues to publish.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,13 @@ from forge.core.errors import (
 )
 from forge.runtime.actors.actor import Actor
 from forge.runtime.coordination import Instance
+from forge.runtime.security.audit import write_audit
+from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
 from forge.runtime.weights import NO_HOLD, WeightAnnouncement, WeightHold, hold_key
 from services.trainer import metrics
+from services.trainer.config import CanarySettings
+from services.trainer.published.canary_rules import SUBJECT, chosen_workers, next_step
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
@@ -72,6 +75,17 @@ class Promote:
     subject: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReviewCanary:
+    """Take the next step of the automatic canary, if there is one; answered by its outcome or "".
+
+    Raises as `RollBack`.
+    """
+
+    finished: bool = False
+    """The run has ended: nothing more is trained by which a canary could be judged."""
+
+
 class Steering(Actor):
     """The hold of one policy."""
 
@@ -85,22 +99,24 @@ class Steering(Actor):
         fence: Callable[[], int],
         workers: Callable[[], Awaitable[Sequence[Instance]]],
         served: ServedVersions,
+        canary: CanarySettings = CanarySettings(),  # noqa: B008
     ) -> None:
         """`source` returns this trainer's address, "" while it is unknown; `fence` that of the
         present leadership, or raises `Unavailable`; `workers` the workers in discovery; `served`
-        fetches held versions that this host lacks."""
+        fetches held versions that this host lacks; `canary`: the automatic canary."""
         self._register = register
         self._versions = versions
         self._files = files
         self._fence = fence
         self._workers = workers
         self._served = served
+        self._automatic = canary
         self._own_address = source
         self._source = ""
         """Empty until the hold has been taken over."""
 
     async def receive(self, message: Any) -> Any:
-        """Handles `ResumeHold`, `RollBack`, `StartCanary` and `Promote`."""
+        """Handles `ResumeHold`, `RollBack`, `StartCanary`, `Promote` and `ReviewCanary`."""
         if not self._source:
             await self._resume(self._own_address())
         match message:
@@ -116,6 +132,8 @@ class Steering(Actor):
             case Promote(subject=subject):
                 hold, revision = await self._read()
                 return await self._change(hold, WeightHold(subject=subject), revision)
+            case ReviewCanary(finished=finished):
+                return await self._review(finished)
         return await super().receive(message)
 
     async def _resume(self, source: str) -> None:
@@ -184,6 +202,29 @@ class Steering(Actor):
         )
         return hold
 
+    async def _review(self, finished: bool) -> str:
+        hold, revision = await self._read()
+        if not (self._automatic.share or hold.automatic):
+            return ""
+        step = next_step(
+            self._automatic, hold, self._versions, await self._workers(), finished=finished
+        )
+        if step is None:
+            return ""
+        await self._change(hold, step.hold, revision)
+        metrics.CANARIES.labels(step.outcome).inc()
+        version = hold.canary.weight_version if hold.canary is not None else None
+        if step.outcome == "rolled_back":
+            log.error("canary_rolled_back", weight_version=version, reason=step.reason)
+        write_audit(
+            "AutomaticCanary",
+            Claims(subject=SUBJECT, scopes=frozenset({"service"})),
+            peer="",
+            code="OK",
+            error=f"{step.outcome}: {step.reason}",
+        )
+        return step.outcome
+
     async def _read(self) -> tuple[WeightHold, int]:
         stored = await self._register.get(_KEY)
         if stored is None:
@@ -239,28 +280,6 @@ class Steering(Actor):
             canary_workers=chosen_workers(await self._workers(), asked.version, asked.share),
             subject=asked.subject,
         )
-
-
-def chosen_workers(workers: Sequence[Instance], version: int, share: float) -> tuple[str, ...]:
-    """The workers of a canary, by instance id: of those that decode at least one and not all, of
-    prefill workers the same share if there are several. Workers that serve the version already
-    come first. Raises `FailedPrecondition` for fewer than two that decode."""
-    decode = [one for one in workers if one.kind == "decode"]
-    prefill = [one for one in workers if one.kind == "prefill"]
-    if len(decode) < 2:
-        raise FailedPrecondition(
-            f"{len(decode)} workers decode: a canary needs two, one of them for the other version"
-        )
-
-    def first(of: Sequence[Instance]) -> list[str]:
-        number = min(len(of) - 1, max(1, math.floor(share * len(of) + 0.5))) if of else 0
-        serving = str(version)
-        ordered = sorted(
-            of, key=lambda one: (one.metadata.get("weight_version") != serving, one.instance_id)
-        )
-        return [one.instance_id for one in ordered[:number]]
-
-    return tuple(sorted({*first(decode), *first(prefill)}))
 
 
 def _at(one: WeightAnnouncement | None, source: str) -> Any:

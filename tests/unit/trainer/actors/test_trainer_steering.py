@@ -3,11 +3,10 @@ failure between them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,83 +17,20 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.runtime.coordination import Instance
-from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.weights import FULL_NAME, HeldWeights, WeightHold, WeightServicer, hold_key
+from forge.runtime.weights import FULL_NAME, HeldWeights, WeightServicer, hold_key
 from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import (
     Promote,
     ResumeHold,
     RollBack,
     StartCanary,
-    Steering,
-    chosen_workers,
 )
-from services.trainer.published.files import HeldFiles
-from services.trainer.published.recovery import ServedVersions
-from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher, Superseded
+from services.trainer.published.canary_rules import chosen_workers
+from services.trainer.weight_publisher import Superseded
 from tests.support.inference.weight_sources import SECURITY
-from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
-
-
-def worker(kind: str, name: str, version: int = 0, address: str = "") -> Instance:
-    metadata = {"weight_version": str(version)}
-    return Instance(kind=kind, instance_id=name, address=address, metadata=metadata, revision=0)
-
-
-WORKERS = [*(worker("decode", f"d{n}") for n in range(4)), worker("prefill", "p0")]
-
-
-class Trainer:
-    """One trainer process over a register and a directory that outlive it."""
-
-    def __init__(
-        self,
-        register: FakeRegister,
-        directory: Path,
-        *,
-        fence: int = 1,
-        source: str = "host:1",
-        workers: Sequence[Instance] = WORKERS,
-    ) -> None:
-        self.register = register
-        self.directory = directory
-        self.versions = PublishedVersions(kept=2)
-        self.publisher = Publisher(register, self.versions, source=source, floor=0)
-
-        async def all_workers() -> Sequence[Instance]:
-            return workers
-
-        self.steering = Steering(
-            register,
-            self.versions,
-            HeldFiles(directory),
-            source=lambda: source,
-            fence=lambda: fence,
-            workers=all_workers,
-            served=ServedVersions(Channels(SECURITY), silence_s=0.3),
-        )
-
-    async def publish(self, *steps: int) -> None:
-        for step in steps:
-            await self.publisher.publish(snapshot(step))
-
-    async def ask(self, message: Any) -> Any:
-        return await self.steering.receive(message)
-
-    @property
-    def hold(self) -> WeightHold:
-        """The hold in etcd."""
-        return WeightHold.decode(self.register.entries[hold_key()].value)
-
-    @property
-    def files(self) -> list[str]:
-        return sorted(one.name for one in self.directory.glob("*"))
-
-    async def first_byte(self, version: int) -> int:
-        return int((await fetch(self.versions.weights, version))[0].data[0])
+from tests.support.trainer.published_weights import FakeRegister, snapshot
+from tests.support.trainer.steering import WORKERS, SteeredTrainer, worker
 
 
 def roll_back(version: int) -> RollBack:
@@ -107,7 +43,7 @@ def canary(version: int, share: float = 0.25) -> StartCanary:
 
 async def test_rollback_holds_a_version_over_later_publications(tmp_path: Path) -> None:
     """It is on disk before it is in etcd, stays in memory, and is announced beside the newest."""
-    trainer = Trainer(FakeRegister(), tmp_path / "held")
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     await trainer.publish(1, 2)
     await trainer.ask(roll_back(1))
     await trainer.publish(3, 4, 5)
@@ -121,7 +57,7 @@ async def test_rollback_holds_a_version_over_later_publications(tmp_path: Path) 
 
 async def test_promotion_ends_the_hold_and_frees_its_versions(tmp_path: Path) -> None:
     """Memory and disk have the newest versions alone; a second promotion changes nothing."""
-    trainer = Trainer(FakeRegister(), tmp_path / "held")
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     await trainer.publish(1, 2)
     await trainer.ask(roll_back(1))
     await trainer.publish(3, 4)
@@ -136,11 +72,11 @@ async def test_promotion_ends_the_hold_and_frees_its_versions(tmp_path: Path) ->
 async def test_restarted_trainer_serves_the_held_versions(tmp_path: Path) -> None:
     """From their files, under its own address and fence, before it publishes."""
     register, directory = FakeRegister(), tmp_path / "held"
-    killed = Trainer(register, directory)
+    killed = SteeredTrainer(register, directory)
     await killed.publish(1, 2)
     await killed.ask(canary(2))
     (directory / "version-00000009.unfinished").mkdir()
-    restarted = Trainer(register, directory, fence=2, source="host:2")
+    restarted = SteeredTrainer(register, directory, fence=2, source="host:2")
     await restarted.ask(ResumeHold())
     hold = restarted.hold
     assert hold.base is not None and hold.canary is not None
@@ -151,17 +87,17 @@ async def test_restarted_trainer_serves_the_held_versions(tmp_path: Path) -> Non
     await restarted.publish(3)
     assert restarted.versions.published[-1].weight_version == 3
     with pytest.raises(Superseded):
-        await Trainer(register, directory, fence=1).ask(roll_back(1))
+        await SteeredTrainer(register, directory, fence=1).ask(roll_back(1))
 
 
 async def test_damaged_held_version_is_not_served(tmp_path: Path) -> None:
     """One byte differs: the trainer starts without it, and says so by refusing to hold it anew."""
     register, directory = FakeRegister(), tmp_path / "held"
-    trainer = Trainer(register, directory)
+    trainer = SteeredTrainer(register, directory)
     await trainer.publish(1, 2)
     await trainer.ask(roll_back(1))
     (directory / "version-00000001" / "tensors.bin").write_bytes(b"\x01\x01\x02\x04")
-    restarted = Trainer(register, directory, fence=2)
+    restarted = SteeredTrainer(register, directory, fence=2)
     await restarted.ask(ResumeHold())
     assert 1 not in restarted.versions.weights
     await restarted.publish(3)
@@ -174,7 +110,7 @@ async def test_damaged_held_version_is_not_served(tmp_path: Path) -> None:
 async def test_trainer_of_another_host_gets_held_versions_from_workers(tmp_path: Path) -> None:
     """One that ends its stream or sends other data is left; the version is then on disk here."""
     register = FakeRegister()
-    killed = Trainer(register, tmp_path / "there")
+    killed = SteeredTrainer(register, tmp_path / "there")
     await killed.publish(1, 2)
     await killed.ask(canary(2))
     weights = dict(killed.versions.weights)
@@ -186,13 +122,14 @@ async def test_trainer_of_another_host_gets_held_versions_from_workers(tmp_path:
             worker("decode", "d2", 1, address=right),
             worker("decode", "d3", 2, address=right),
         ]
-        other = Trainer(register, tmp_path / "here", fence=2, source="host:2", workers=workers)
+        here = tmp_path / "here"
+        other = SteeredTrainer(register, here, fence=2, source="host:2", workers=workers)
         await other.ask(ResumeHold())
     assert other.hold.versions == (1, 2)
     assert [await other.first_byte(version) for version in (1, 2)] == [1, 2]
     assert other.files == ["version-00000001", "version-00000002"]
     assert [one.on_disk for one in other.versions.published] == [True, True]
-    again = Trainer(register, tmp_path / "here", fence=3, workers=[])
+    again = SteeredTrainer(register, tmp_path / "here", fence=3, workers=[])
     await again.ask(ResumeHold())
     assert await again.first_byte(1) == 1
 
@@ -213,7 +150,7 @@ async def serving(held: Mapping[int, HeldWeights]) -> AsyncIterator[str]:
 async def test_hold_with_an_unknown_outcome_keeps_both_versions(tmp_path: Path) -> None:
     """etcd stored it and its answer was lost: the repeated call finds it there."""
     register = FakeRegister()
-    trainer = Trainer(register, tmp_path / "held")
+    trainer = SteeredTrainer(register, tmp_path / "held")
     await trainer.publish(1, 2)
     await trainer.ask(roll_back(2))
     register.lose_answer = True
@@ -230,7 +167,7 @@ async def test_full_disk_changes_no_hold(tmp_path: Path) -> None:
     """The version is not on disk, so it is not held."""
     blocked = tmp_path / "held"
     blocked.write_text("")
-    trainer = Trainer(FakeRegister(), blocked)
+    trainer = SteeredTrainer(FakeRegister(), blocked)
     await trainer.publish(1, 2)
     with pytest.raises(ResourceExhausted, match="version-00000001"):
         await trainer.ask(roll_back(1))
@@ -239,7 +176,7 @@ async def test_full_disk_changes_no_hold(tmp_path: Path) -> None:
 
 async def test_canary_keeps_the_base_of_a_hold(tmp_path: Path) -> None:
     """Without a hold the base is the version before; a rollback to the base ends the canary."""
-    trainer = Trainer(FakeRegister(), tmp_path / "held")
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     await trainer.publish(1, 2)
     await trainer.ask(canary(2))
     assert trainer.hold.versions == (1, 2)
@@ -259,7 +196,7 @@ async def test_canary_keeps_the_base_of_a_hold(tmp_path: Path) -> None:
 
 async def test_impossible_canaries_are_refused(tmp_path: Path) -> None:
     """A share that is none, a single worker, no other version, no version."""
-    trainer = Trainer(FakeRegister(), tmp_path / "held")
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     await trainer.publish(1)
     for share in (0.0, 1.0, float("nan")):
         with pytest.raises(InvalidArgument, match="share"):
@@ -271,11 +208,11 @@ async def test_impossible_canaries_are_refused(tmp_path: Path) -> None:
     await trainer.ask(roll_back(1))
     with pytest.raises(FailedPrecondition, match="version 1 is held for all"):
         await trainer.ask(canary(1))
-    alone = Trainer(FakeRegister(), tmp_path / "other", workers=WORKERS[3:])
+    alone = SteeredTrainer(FakeRegister(), tmp_path / "other", workers=WORKERS[3:])
     await alone.publish(1, 2)
     with pytest.raises(FailedPrecondition, match="1 workers decode"):
         await alone.ask(canary(2))
-    starting = Trainer(FakeRegister(), tmp_path / "starting", source="")
+    starting = SteeredTrainer(FakeRegister(), tmp_path / "starting", source="")
     with pytest.raises(Unavailable, match="starting"):
         await starting.ask(Promote(subject=""))
 

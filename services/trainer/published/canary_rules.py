@@ -1,0 +1,187 @@
+"""The rules of a canary: its workers, its judgement, and the next step of an automatic one. Pure.
+
+An automatic canary holds the version that all workers serve, so that a newer one never reaches them
+unjudged:
+
+    held (base) -> begun (base and the newest) -> promoted (the newest is the base) | rolled_back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from forge.core.errors import FailedPrecondition
+from forge.runtime.coordination import Instance
+from forge.runtime.weights import BROKEN_KEY, ERROR_KEY, WeightAnnouncement, WeightHold
+from services.trainer.config import CanarySettings
+from services.trainer.published.quality import Quality
+from services.trainer.published.versions import PublishedVersions
+
+SUBJECT = "automatic canary"
+"""Of the holds that this trainer makes by itself."""
+
+
+class Outcome(Enum):
+    """Of a judgement."""
+
+    WAIT = "wait"
+    PROMOTE = "promote"
+    ROLL_BACK = "roll_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """An outcome and its reason."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+def judge(
+    settings: CanarySettings, *, canary: Quality, base: Quality, broken: int, refused: str
+) -> Judgement:
+    """`broken`: answers of the canary's workers that ended with a log-prob that is not finite;
+    `refused`: why a worker refused the version, or ""."""
+    if refused:
+        return Judgement(outcome=Outcome.ROLL_BACK, reason=f"refused: {refused}")
+    # Early: broken answers are no trajectories, so a canary of NaN alone would never have enough.
+    allowed = settings.max_broken_share * max(settings.trajectories, canary.trajectories + broken)
+    if broken > allowed:
+        return Judgement(
+            outcome=Outcome.ROLL_BACK,
+            reason=f"{broken} answers with a log-prob that is not finite, allowed {allowed:g}",
+        )
+    if min(canary.trajectories, base.trajectories) < settings.trajectories:
+        return Judgement(outcome=Outcome.WAIT)
+    gap = canary.logprob_gap
+    if not gap <= settings.max_logprob_gap:
+        return Judgement(
+            outcome=Outcome.ROLL_BACK,
+            reason=f"log-prob gap {gap:.4f} above {settings.max_logprob_gap:g}",
+        )
+    drop = base.mean_reward - canary.mean_reward
+    if not drop <= settings.max_reward_drop:
+        return Judgement(
+            outcome=Outcome.ROLL_BACK,
+            reason=f"mean reward {canary.mean_reward:.4f}, the base's {base.mean_reward:.4f}: "
+            f"{drop:.4f} lower, allowed {settings.max_reward_drop:g}",
+        )
+    return Judgement(
+        outcome=Outcome.PROMOTE, reason=f"{canary.trajectories} trajectories in bounds"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A change of the hold by the automatic canary."""
+
+    hold: WeightHold
+    outcome: str
+    """held, begun, moved, promoted, rolled_back or ended."""
+    reason: str = ""
+
+
+def next_step(
+    settings: CanarySettings,
+    hold: WeightHold,
+    versions: PublishedVersions,
+    workers: Sequence[Instance],
+    *,
+    finished: bool = False,
+) -> Step | None:
+    """The next change; None if there is none now. A person's hold is left alone until its
+    promotion. Without judgement by trained trajectories (the run is `finished`) or by other workers
+    all follow the newest version."""
+    if hold.base is not None and not hold.automatic:
+        return None
+    published = versions.published
+    if not published:
+        return None
+    newest = published[-1].announcement
+    ends = "the run has finished" if finished else "" if settings.share else "canary.share is 0"
+    try:
+        chosen = chosen_workers(workers, newest.weight_version, settings.share)
+    except FailedPrecondition as error:
+        ends, chosen = ends or str(error), ()
+    if ends:
+        over = WeightHold(subject=SUBJECT, rejected=hold.rejected)
+        return Step(hold=over, outcome="ended", reason=ends) if hold.base is not None else None
+    if hold.base is None:
+        return Step(hold=_held(newest, rejected=hold.rejected), outcome="held")
+    if hold.canary is not None:
+        return _judged(settings, hold, versions, workers, chosen)
+    if newest.weight_version <= max(hold.base.weight_version, hold.rejected):
+        return None
+    begun = msgspec.structs.replace(hold, canary=newest, canary_workers=chosen)
+    return Step(hold=begun, outcome="begun", reason=f"version {newest.weight_version}")
+
+
+def _judged(
+    settings: CanarySettings,
+    hold: WeightHold,
+    versions: PublishedVersions,
+    workers: Sequence[Instance],
+    chosen: tuple[str, ...],
+) -> Step | None:
+    assert hold.base is not None and hold.canary is not None
+    version = hold.canary.weight_version
+    own = [one for one in workers if one.instance_id in hold.canary_workers]
+    if not any(one.kind == "decode" for one in own):
+        moved = msgspec.structs.replace(hold, canary_workers=chosen)
+        return Step(hold=moved, outcome="moved", reason="its workers have ended")
+    found = judge(
+        settings,
+        canary=versions.qualities.of(version),
+        base=versions.qualities.of(hold.base.weight_version),
+        broken=sum(_broken(one, version) for one in own),
+        refused=next((_refusal(one, version) for one in own if _refusal(one, version)), ""),
+    )
+    match found.outcome:
+        case Outcome.PROMOTE:
+            promoted = _held(hold.canary, rejected=hold.rejected)
+            return Step(hold=promoted, outcome="promoted", reason=found.reason)
+        case Outcome.ROLL_BACK:
+            back = _held(hold.base, rejected=version)
+            return Step(hold=back, outcome="rolled_back", reason=found.reason)
+    return None
+
+
+def _held(base: WeightAnnouncement, *, rejected: int) -> WeightHold:
+    return WeightHold(base=base, subject=SUBJECT, automatic=True, rejected=rejected)
+
+
+def _broken(worker: Instance, version: int) -> int:
+    of, _, count = worker.metadata.get(BROKEN_KEY, "").partition(" ")
+    return int(count) if of == str(version) and count.isdecimal() else 0
+
+
+def _refusal(worker: Instance, version: int) -> str:
+    error = worker.metadata.get(ERROR_KEY, "")
+    return error if error.startswith(f"version {version} is refused") else ""
+
+
+def chosen_workers(workers: Sequence[Instance], version: int, share: float) -> tuple[str, ...]:
+    """The workers of a canary, by instance id: of those that decode at least one and not all, of
+    prefill workers the same share if there are several. Workers that serve the version already
+    come first. Raises `FailedPrecondition` for fewer than two that decode."""
+    decode = [one for one in workers if one.kind == "decode"]
+    prefill = [one for one in workers if one.kind == "prefill"]
+    if len(decode) < 2:
+        raise FailedPrecondition(
+            f"{len(decode)} workers decode: a canary needs two, one of them for the other version"
+        )
+
+    def first(of: Sequence[Instance]) -> list[str]:
+        number = min(len(of) - 1, max(1, math.floor(share * len(of) + 0.5))) if of else 0
+        serving = str(version)
+        ordered = sorted(
+            of, key=lambda one: (one.metadata.get("weight_version") != serving, one.instance_id)
+        )
+        return [one.instance_id for one in ordered[:number]]
+
+    return tuple(sorted({*first(decode), *first(prefill)}))
