@@ -191,6 +191,23 @@ class Operator:
         for group in await retried(lambda: self._list_groups(tag), retry_for_s=self._retry_for_s):
             yield group
 
+    async def first_groups(
+        self, tag: str, *, most: int
+    ) -> tuple[list[scheduler_pb2.BatchGroup], bool]:
+        """Return up to `most` groups of `tag` with their trajectories' rewards, and whether these
+        are all. Without a tag: those in the scheduler's memory."""
+        _, stub = await self._scheduler.pick(where=leads)
+        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag))
+        found: list[scheduler_pb2.BatchGroup] = []
+        try:
+            async for response in flowing(call, silence_s=LIST_SILENCE_S, source="the scheduler"):
+                if len(found) == most:
+                    return found, False
+                found.append(response.group)
+        finally:
+            call.cancel()
+        return found, True
+
     async def results(self, tag: str) -> list[DomainResult]:
         """Return the results of the ended groups of `tag`, by domain name."""
         return domain_results([group async for group in self.groups(tag) if ended(group)])

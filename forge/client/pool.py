@@ -87,12 +87,22 @@ class PoolReader:
                 yield page
 
     async def search(
-        self, wanted: pool_pb2.TrajectoryFilter, text: str, *, page_size: int = 0
+        self,
+        wanted: pool_pb2.TrajectoryFilter,
+        text: str,
+        *,
+        page_size: int = 0,
+        start: tuple[str, str] = ("", ""),
     ) -> AsyncIterator[tuple[str, pool_pb2.SearchTrajectoriesResponse]]:
         """Yields the trajectories that match `wanted` and have a text in a message, shard by shard:
-        pages with the name of their shard; they may be empty."""
-        for shard in await self.shards():
-            token = ""
+        pages with the name of their shard; they may be empty. `start`: a shard, and the
+        `next_page_token` of its last page that was read; "" there: continue with the next shard."""
+        first, token = start
+        shards = await self.shards()
+        if first:
+            shards = [one for one in shards if one > first or (token and one == first)]
+        for shard in shards:
+            token = token if shard == first else ""
             while True:
                 request = pool_pb2.SearchTrajectoriesRequest(
                     filter=wanted, text=text, page_size=page_size, page_token=token

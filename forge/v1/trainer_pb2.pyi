@@ -591,6 +591,26 @@ class StepMetrics(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RewardComponentsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -642,6 +662,7 @@ class StepMetrics(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     FLAT_GROUPS_FIELD_NUMBER: _builtins.int
     REFILL_GROUPS_FIELD_NUMBER: _builtins.int
+    REWARD_COMPONENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -747,6 +768,12 @@ class StepMetrics(_message.Message):
         "several", those of records without an engine "unknown".
         """
 
+    @_builtins.property
+    def reward_components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By name of a reward: the mean, over the batch's trajectories that have one, of the sum of its values.
+        The 32 most frequent names; what agents say of themselves is left out.
+        """
+
     def __init__(
         self,
         *,
@@ -801,10 +828,11 @@ class StepMetrics(_message.Message):
         engines: _abc.Mapping[_builtins.str, Global___EngineMetrics] | None = ...,
         flat_groups: _builtins.int = ...,
         refill_groups: _builtins.int = ...,
+        reward_components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "reward_by_domain", b"reward_by_domain", "reward_components", b"reward_components", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

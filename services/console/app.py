@@ -18,6 +18,7 @@ from services.console.data.overview import Overview
 from services.console.data.queue_view import QueueView
 from services.console.data.services_view import ServicesView
 from services.console.data.steps import Steps
+from services.console.data.tasks_view import TasksView
 from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
@@ -69,6 +70,14 @@ class ConsoleApp:
             period_s=config.services_poll_s,
             timeout_s=4 * config.call_timeout_s,
         )
+        tasks = TasksView(operator, reader)
+        topics["tasks"] = Poll(
+            "tasks",
+            news,
+            tasks.read,
+            period_s=config.services_poll_s,
+            timeout_s=config.fetch_timeout_s,
+        )
         texts = await asyncio.to_thread(TokenTexts.load, config.model_path)
         for topic in topics.values():
             context.keep_running(topic.run(), name=f"topic-{topic.name}")
@@ -76,6 +85,7 @@ class ConsoleApp:
             viewers=Viewers(topics, news, most=config.http.max_viewers),
             queue=queue,
             trajectories=TrajectoryList(reader),
+            tasks=tasks,
             cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
             texts=texts,
             compared=ComparedRuns(config.compare, most=config.max_steps),

@@ -162,6 +162,11 @@ _ACCEPTANCE = gauge(
     "forge_trainer_mtp_acceptance", "Share of drafts that would be accepted.", ["head"]
 )
 _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
+_COMPONENT = gauge(
+    "forge_trainer_reward_component",
+    "Mean of the rewards of one name over the newest batch's trajectories that have one.",
+    ["name"],
+)
 _DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_domain_{name}", help, ["domain"])
     for name, help in (
@@ -245,6 +250,9 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
         _ACCEPTANCE.labels(head).set(accepted)
     for domain, reward in metrics.reward_by_domain.items():
         _REWARD.labels(domain).set(reward)
+    _COMPONENT.clear()
+    for name, value in metrics.reward_components.items():
+        _COMPONENT.labels(name).set(value)
     for domain, own in metrics.domains.items():
         for name, shown in _DOMAIN_GAUGES.items():
             shown.labels(domain).set(getattr(own, name))

@@ -12,11 +12,12 @@ from playwright.async_api import Browser, expect
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
 
-PAGES = ("overview", "window", "trajectories", "weights", "services")
+PAGES = ("overview", "window", "trajectories", "tasks", "weights", "services")
 READY = {
     "overview": "dl.tiles dd:has-text('/ 500')",
     "window": "ul.legend li:has-text('trained')",
     "trajectories": "table.rows tbody tr",
+    "tasks": "section[aria-label='Data sets'] tbody tr:has-text('trained')",
     "weights": "table.rows tbody tr:has-text('newest')",
     "services": "article.service:has-text('scheduler')",
 }
@@ -143,6 +144,52 @@ async def test_list_leads_to_a_trajectory_and_its_tokens(browser: Browser, addre
         await page.wait_for_selector("section.rollout .brief")
         assert await page.locator("section.rollout").count() >= 2
         assert await one.problems() == []
+        assert one.errors == []
+
+
+async def test_search_leads_to_the_turn_with_the_text(browser: Browser, address: str) -> None:
+    """A word of a message, with a filter; the match shows it, and its link opens the turn."""
+    async with watched(browser, address) as one:
+        page = one.page
+        await one.go("#/trajectories")
+        await page.wait_for_selector(READY["trajectories"])
+        await page.fill("input[name=text]", "ANSWER")
+        await page.fill("input[name=domain]", "general")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("tbody .excerpt mark")
+        marks = await page.locator("tbody .excerpt mark").all_inner_texts()
+        assert {mark.lower() for mark in marks} == {"answer"}
+        assert await one.problems() == []
+        await page.locator("tbody tr:has(mark) a").first.click()
+        await page.wait_for_selector(".message")
+        assert re.search(r"#/trajectories/[^/]+/[0-9]+$", page.url)
+        await one.go("#/trajectories")
+        await page.fill("input[name=text]", "no such words anywhere")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".empty")).to_be_visible(timeout=LIMIT_MS)
+        await page.locator("summary", has_text="More conditions").click()
+        await page.fill("input[name=text]", "")
+        await page.fill("input[name=tag]", "train")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("tbody tr")
+        assert await one.problems() == []
+        assert one.errors == []
+
+
+async def test_data_set_leads_to_its_tasks(browser: Browser, address: str) -> None:
+    """From the data set to a task with the outcomes of its rollouts, and to its group."""
+    async with watched(browser, address, width=390, height=844) as one:
+        page = one.page
+        await one.go("#/tasks")
+        await page.wait_for_selector(READY["tasks"])
+        await page.wait_for_selector("section[aria-label='Held-out tasks'] tbody tr")
+        await page.locator("section[aria-label='Data sets'] tbody a").first.click()
+        await page.wait_for_selector("section[aria-label='Tasks'] tbody tr")
+        assert await one.problems() == []
+        assert await one.overflow_px() <= 0
+        trained = page.locator("section[aria-label='Tasks'] tbody tr", has_text="trained")
+        await trained.locator("a").first.click()
+        await page.wait_for_selector("section.rollout")
         assert one.errors == []
 
 

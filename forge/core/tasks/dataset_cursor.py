@@ -42,6 +42,12 @@ def place_of(name: str, task_id: str) -> Place | None:
     return Place(int(found[2]), int(found[3])) if found and found[1] == name else None
 
 
+def any_place_of(task_id: str) -> Place | None:
+    """Return the place of a task in its data set; None for a task of no file."""
+    found = _PLACE.fullmatch(task_id)
+    return Place(int(found[2]), int(found[3])) if found else None
+
+
 class DatasetCursor:
     """The position in one data set."""
 

@@ -20,7 +20,9 @@ FIELDS = (
     *("inference_gap_mean", "merge_ratio", "step_s", "wait_s", "publish_s", "yield_j"),
     *("trained_tokens_per_s", "trained_tokens", "masked_fraction", "behavior_kl", "run_s"),
 )
-"""Columns of a row, by the names of `StepMetrics`; `reward_by_domain` follows."""
+"""Columns of a row, by the names of `StepMetrics`; `MAPS` follow."""
+MAPS = ("reward_components", "reward_by_domain")
+"""The last columns: objects by name."""
 AGAIN_S = 1.0
 
 Row = list[object]
@@ -74,7 +76,7 @@ class Steps(Topic):
             self._rows.pop()
             self._epoch += 1
         row: Row = [getattr(metrics, field) for field in FIELDS]
-        self._rows.append([*row, dict(metrics.reward_by_domain)])
+        self._rows.append([*row, *(dict(getattr(metrics, name)) for name in MAPS)])
         if len(self._rows) > self._most:
             half = len(self._rows) // 2
             self._rows = self._rows[:half:2] + self._rows[half:]

@@ -26,6 +26,11 @@ PROBED_ROLLOUTS = 64
 PROBED_ATTEMPTS = 4
 """Ids that are looked up for a task together, until none is known."""
 MOST_ROLLOUTS = 1024
+MOST_MATCHES = 50
+"""Trajectories after which an answer of a search ends; the next one continues."""
+SEARCH_S = 10.0
+"""Time after which it ends, too: the pool reads all messages that the filter leaves."""
+TEXT_FIELDS = ("domain", "reward_name", "tag", "scaffold", "user")
 STATES = {
     "": pb.TRAJECTORY_STATE_UNSPECIFIED,
     "open": pb.TRAJECTORY_STATE_OPEN,
@@ -47,7 +52,14 @@ def filter_of(query: Mapping[str, str]) -> pool_pb2.TrajectoryFilter:
         except ValueError:
             raise InvalidArgument(f"{name} = {text[:40]!r} must be a number") from None
 
-    wanted = pool_pb2.TrajectoryFilter(domain=query.get("domain", ""), state=STATES[state])
+    wanted = pool_pb2.TrajectoryFilter(state=STATES[state])
+    for name in TEXT_FIELDS:
+        setattr(wanted, name, query.get(name, "").strip())
+    for fact in filter(None, (one.strip() for one in query.get("where", "").split(","))):
+        key, equals, value = fact.partition("=")
+        if not (key and equals):
+            raise InvalidArgument(f"where {fact[:80]!r} must be KEY=VALUE, or several with commas")
+        wanted.metadata[key.strip()] = value.strip()
     try:
         wanted.MergeFrom(
             pool_pb2.TrajectoryFilter(
@@ -74,18 +86,27 @@ def whole_number(query: Mapping[str, str], name: str, default: int) -> int:
 class TrajectoryList:
     """Reads lists from every pool shard."""
 
-    def __init__(self, reader: PoolReader, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        reader: PoolReader,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._reader = reader
         self._clock = clock
+        self._monotonic = monotonic
 
     async def newest(self, wanted: pool_pb2.TrajectoryFilter) -> dict[str, Any]:
         """The matching trajectories that closed last, newest first; of open ones any."""
         is_open = wanted.state == pb.TRAJECTORY_STATE_OPEN
+        # An index finds labels in all time at once.
+        labelled = bool(wanted.tag or wanted.scaffold or wanted.user or wanted.metadata)
         found: list[pb.TrajectorySummary] = []
         damaged: list[str] = []
         complete = True
-        for back_s in (None,) if is_open else LOOKS_BACK_S:
-            if not is_open:
+        for back_s in (None,) if is_open or labelled else LOOKS_BACK_S:
+            if back_s is not None or not (is_open or labelled):
                 wanted.closed_from_unix_s = self._clock() - back_s if back_s else 0.0
             now, damaged, complete = await self._look(wanted)
             if complete or not found:
@@ -94,6 +115,33 @@ class TrajectoryList:
                 break
         rows = [summary_row(one) for one in found]
         return {"rows": rows, "damaged": damaged, "complete": complete and len(found) < MOST}
+
+    async def search(
+        self, wanted: pool_pb2.TrajectoryFilter, text: str, *, after: str
+    ) -> dict[str, Any]:
+        """Trajectories that match and have a text in a message, in the pool's order. `after`:
+        `next` of the answer before, or ""; the last answer has none. Raises `InvalidArgument`."""
+        rows: list[dict[str, Any]] = []
+        damaged: list[str] = []
+        freed = 0
+        last = after
+        began_s = self._monotonic()
+        shard, _, token = after.partition("/")
+        async for name, page in self._reader.search(
+            wanted, text, page_size=MOST_MATCHES, start=(shard, token)
+        ):
+            rows += [
+                summary_row(one.trajectory) | {"turn": one.turn_index, "excerpt": one.excerpt}
+                for one in page.matches
+            ]
+            damaged += page.damaged_trajectory_ids
+            freed += page.freed_trajectories
+            last = f"{name}/{page.next_page_token}"
+            if len(rows) >= MOST_MATCHES or self._monotonic() - began_s > SEARCH_S:
+                break
+        else:
+            last = ""
+        return {"rows": rows, "damaged": damaged[:MOST], "freed": freed, "next": last}
 
     async def _look(
         self, wanted: pool_pb2.TrajectoryFilter

@@ -63,6 +63,7 @@ SUMMARIES = Right("PoolService", "operator")
 CONTENT = Right("PoolService", "admin")
 WEIGHTS = Right("TrainerService", "operator")
 QUEUE_CHANGES = Right("SchedulerService", "operator")
+"""Also the list of groups, whose trajectories have rewards."""
 DRAIN = Right("DrainService", "operator")
 
 

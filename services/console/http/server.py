@@ -22,6 +22,7 @@ from forge.runtime.telemetry import log
 from services.console.config import ConsoleConfig
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
+from services.console.data.tasks_view import TasksView
 from services.console.data.token_rows import MOST_TOKENS, token_rows
 from services.console.data.token_texts import TokenTexts
 from services.console.data.trajectory_cache import TrajectoryCache
@@ -32,6 +33,7 @@ from services.console.http.access import (
     COOKIE,
     HEADERS,
     QUEUE,
+    QUEUE_CHANGES,
     SUMMARIES,
     TRAINING,
     Access,
@@ -50,6 +52,7 @@ TOPIC_RIGHTS: Mapping[str, Right] = {
     "closes": SUMMARIES,
     "services": QUEUE,
     "weights": TRAINING,
+    "tasks": QUEUE_CHANGES,
 }
 _TRAJECTORY = "{trajectory:[a-zA-Z0-9._:-]{1,240}}"
 MAX_BODY_BYTES = 16 << 10
@@ -69,6 +72,7 @@ class Sources:
     viewers: Viewers
     queue: QueueView
     trajectories: TrajectoryList
+    tasks: TasksView
     cache: TrajectoryCache
     texts: TokenTexts
     compared: ComparedRuns
@@ -124,6 +128,8 @@ class HttpServer:
         add("/api/compared", self._data(TRAINING, self._compared))
         add("/api/queue/{index:[0-9]{1,18}}", self._data(QUEUE, self._position))
         add("/api/trajectories", self._data(SUMMARIES, self._newest))
+        add("/api/search", self._data(CONTENT, self._search))
+        add("/api/data_set", self._data(QUEUE_CHANGES, self._data_set))
         add("/api/groups/{task:[a-zA-Z0-9._-]{1,200}}", self._data(SUMMARIES, self._group))
         add(f"/api/trajectories/{_TRAJECTORY}", self._data(CONTENT, self._trajectory))
         add(
@@ -159,6 +165,17 @@ class HttpServer:
 
     async def _newest(self, request: web.Request) -> Any:
         return await self._sources.trajectories.newest(filter_of(request.query))
+
+    async def _search(self, request: web.Request) -> Any:
+        text = request.query.get("text", "").strip()
+        if not text:
+            raise InvalidArgument("text is empty: name what to search for")
+        return await self._sources.trajectories.search(
+            filter_of(request.query), text, after=request.query.get("after", "")
+        )
+
+    async def _data_set(self, request: web.Request) -> Any:
+        return await self._sources.tasks.data_set(request.query.get("tag", ""))
 
     async def _group(self, request: web.Request) -> Any:
         return await self._sources.trajectories.group(request.match_info["task"])

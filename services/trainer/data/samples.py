@@ -38,6 +38,7 @@ from services.trainer.data.grammar_correction import (
     weighted_advantages,
 )
 from services.trainer.data.other_models import policy_part
+from services.trainer.data.reward_components import reward_components
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -85,6 +86,8 @@ class BatchSamples:
     """The same by engine of inference (`services.trainer.data.engines`)."""
     outcomes_by_version: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Outcome reward of each trajectory that one weight version alone sampled, by that version."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each named reward (`services.trainer.data.reward_components`)."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled tokens of each trajectory, by domain."""
     completions_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -207,6 +210,7 @@ def build_samples(
         outcomes=outcomes,
         outcomes_by_engine=outcomes_by_engine,
         outcomes_by_version=by_version,
+        reward_components=reward_components(one.trajectory for one in everyone),
         lengths=lengths,
         completions_s=completions_s,
         baselines_s=baselines_s,

@@ -55,6 +55,7 @@ def step_metrics(
         loss=result.loss,
         mean_reward=batch.mean_outcome,
         reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
+        reward_components=batch.reward_components,
         clip_fraction=stats.clip_fraction,
         entropy=stats.entropy,
         grad_norm=result.grad_norm,

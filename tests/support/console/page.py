@@ -27,6 +27,7 @@ from services.console.config import ConsoleConfig
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.steps import Steps
+from services.console.data.tasks_view import TasksView
 from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
@@ -61,6 +62,7 @@ class FakeOperator:
 
     def __init__(self) -> None:
         self.groups = {3: scheduler_pb2.QueuedGroup(queue_index=3, task_id="t", domain="code")}
+        self.listed: list[scheduler_pb2.BatchGroup] = []
         self.reads = 0
         self.activity = scheduler_pb2.ACTIVITY_UNSPECIFIED
         self.steps: asyncio.Queue[trainer_pb2.StepMetrics] = asyncio.Queue()
@@ -75,6 +77,17 @@ class FakeOperator:
             next_index=2,
             groups=[self.groups[index]] if index in self.groups else [],
         )
+
+    async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        return scheduler_pb2.GetSchedulerStatusResponse(
+            domains=[scheduler_pb2.DomainStatus(domain="code", share=1.0)]
+        )
+
+    async def first_groups(
+        self, tag: str, *, most: int
+    ) -> tuple[list[scheduler_pb2.BatchGroup], bool]:
+        found = [one for one in self.listed if tag in ("", one.group.task.tag)]
+        return found[:most], len(found) <= most
 
     async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
         self.activity = activity
@@ -166,6 +179,36 @@ class FakePool:
         for first in range(0, max(1, len(found)), page_size):
             yield Page(shard="0", trajectories=found[first : first + page_size])
 
+    async def shards(self) -> list[str]:
+        return ["0"]
+
+    async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
+        return pool_pb2.GetPoolStatsResponse(pool_shard=shard)
+
+    async def search(
+        self,
+        wanted: pool_pb2.TrajectoryFilter,
+        text: str,
+        *,
+        page_size: int,
+        start: tuple[str, str],
+    ) -> AsyncIterator[tuple[str, pool_pb2.SearchTrajectoriesResponse]]:
+        """A page for each trajectory; its token is the id of the next one."""
+        ids = sorted(self.stored)
+        for at in range(ids.index(start[1]) if start[1] else 0, len(ids)):
+            said = [turn.messages_json for turn in self.stored[ids[at]].turns]
+            page = pool_pb2.SearchTrajectoriesResponse(
+                next_page_token=ids[at + 1] if at + 1 < len(ids) else ""
+            )
+            for index, one in enumerate(said):
+                if text in one and not page.matches:
+                    page.matches.add(
+                        trajectory=self.summary(self.stored[ids[at]]),
+                        turn_index=index,
+                        excerpt=one,
+                    )
+            yield "0", page
+
 
 class Console:
     """One console and a client of it."""
@@ -179,6 +222,7 @@ class Console:
         self.security = Security(KEYRING, insecure=True)
         news = News()
         queue = QueueView(cast(Operator, self.operator))
+        tasks = TasksView(cast(Operator, self.operator), cast(PoolReader, self.pool))
         self.topics: dict[str, Topic] = {
             "steps": Steps(news, self.operator.tail, most=config.max_steps),
             "queue": Poll("queue", news, queue.read, period_s=0.05, timeout_s=5.0),
@@ -189,6 +233,7 @@ class Console:
                 period_s=0.05,
                 timeout_s=5.0,
             ),
+            "tasks": Poll("tasks", news, tasks.read, period_s=0.05, timeout_s=5.0),
             "overview": Poll("overview", news, _overview, period_s=0.05, timeout_s=5.0),
         }
         self.viewers = Viewers(self.topics, news, most=config.http.max_viewers)
@@ -199,6 +244,7 @@ class Console:
                 viewers=self.viewers,
                 queue=queue,
                 trajectories=TrajectoryList(cast(PoolReader, self.pool)),
+                tasks=tasks,
                 cache=TrajectoryCache(self.pool.find, most_bytes=1 << 20),
                 texts=TokenTexts(),
                 compared=ComparedRuns(config.compare, most=config.max_steps),

@@ -71,6 +71,18 @@ async def take_all(address: str) -> None:
             await one.page.locator("button.step").last.click()
             await one.page.wait_for_selector(".t.own")
             await take(one, "console_trajectory")
+        async with watched(browser, address, height=640) as one:
+            await one.go("#/trajectories")
+            await one.page.wait_for_selector("tbody tr")
+            await one.page.fill("input[name=text]", "answer")
+            await one.page.fill("input[name=domain]", "general")
+            await one.page.keyboard.press("Enter")
+            await one.page.wait_for_selector("tbody .excerpt mark")
+            await take(one, "console_search")
+        async with watched(browser, address, dark=True, height=760) as one:
+            await one.go("#/tasks")
+            await one.page.wait_for_selector("section[aria-label='Held-out tasks'] tbody tr")
+            await take(one, "console_tasks")
         async with watched(browser, address, height=620) as one:
             await one.go("#/weights")
             await one.page.wait_for_selector("table.rows tbody tr")

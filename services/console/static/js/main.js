@@ -5,6 +5,7 @@ import { fill, h, text } from "./dom.js";
 import { get } from "./live.js";
 import * as overview from "./overview.js";
 import * as services from "./services.js";
+import * as tasks from "./tasks.js";
 import * as trajectories from "./trajectories.js";
 import * as weights from "./weights.js";
 import * as queue from "./window.js";
@@ -13,6 +14,7 @@ const PAGES = [
   ["overview", "Overview", overview],
   ["window", "Window", queue],
   ["trajectories", "Trajectories", trajectories],
+  ["tasks", "Tasks", tasks],
   ["weights", "Weights", weights],
   ["services", "Services", services],
 ];

@@ -39,6 +39,8 @@ export function show(root, context) {
   charts.time = new Chart("Time of a step, in seconds", [{ label: "train", color: "--c2" }, { label: "wait for a batch", color: "--c1" }, { label: "publish", color: "--c7", width: 1.25 }]);
   charts.yield = new Chart("Yield J", [{ label: "J", color: "--accent" }]);
 
+  const components = { names: [], place: h("div", { class: "wide components" }), chart: null };
+
   charts.reward.element.classList.add("wide");
   for (const name of ["tokens", "staleness", "entropy", "gap", "merge", "time", "yield"]) charts[name].element.classList.add("third");
   fill(
@@ -46,7 +48,7 @@ export function show(root, context) {
     h("div", { class: "head" }, title, sub),
     notes,
     h("dl", { class: "tiles" }, Object.values(tiles).map((one) => one.element)),
-    h("div", { class: "charts" }, charts.reward.element, h("section", { class: "panel third chart" }, h("header", {}, h("h2", {}, "Reward by domain"), h("span", {}, "dots: held-out")), domains), charts.tokens.element, charts.staleness.element, charts.entropy.element, charts.gap.element, charts.merge.element, charts.time.element, charts.yield.element),
+    h("div", { class: "charts" }, charts.reward.element, h("section", { class: "panel third chart" }, h("header", {}, h("h2", {}, "Reward by domain"), h("span", {}, "dots: held-out")), domains), components.place, charts.tokens.element, charts.staleness.element, charts.entropy.element, charts.gap.element, charts.merge.element, charts.time.element, charts.yield.element),
   );
 
   // Other runs, which the setting `compare` names.
@@ -139,6 +141,20 @@ export function show(root, context) {
     });
   }
 
+  // Rewards by name, where a batch has more than the outcome.
+  function drawComponents(steps) {
+    const rows = column("reward_components");
+    const names = [...new Set(rows.flatMap((one) => Object.keys(one)))].sort().slice(0, COLORS.length);
+    if (!names.length) return;
+    if (names.join() !== components.names.join()) {
+      components.chart?.end();
+      components.names = names;
+      components.chart = new Chart("Reward components", names.map((label, index) => ({ label, color: COLORS[index], width: 2 })));
+      fill(components.place, components.chart.element);
+    }
+    components.chart.set([steps, ...names.map((name) => smooth(rows.map((one) => one[name] ?? null)))], "mean of the trajectories that have one");
+  }
+
   function drawSteps() {
     if (!state.rows.length) return;
     drawCompared();
@@ -152,6 +168,7 @@ export function show(root, context) {
     charts.time.set([steps, column("step_s"), column("wait_s"), column("publish_s")], `${seconds(last("step_s"))} train, ${seconds(last("wait_s"))} wait`);
     charts.yield.set([steps, column("yield_j")], `now ${number(last("yield_j"), 2)}`);
     drawReward();
+    drawComponents(steps);
     const reward = column("mean_reward");
     tiles.reward.set(number(smooth(reward).at(-1), 3), `last step ${number(reward.at(-1), 2)}`);
     tiles.yield.set(number(last("yield_j"), 2), "tokens/s × gain per rollout");
@@ -195,7 +212,7 @@ export function show(root, context) {
 
   return () => {
     close();
-    for (const chart of [...Object.values(charts), ...[...multiples.values()].map((one) => one.chart), ...Object.values(compared.charts)]) chart.end();
+    for (const chart of [...Object.values(charts), ...(components.chart ? [components.chart] : []), ...[...multiples.values()].map((one) => one.chart), ...Object.values(compared.charts)]) chart.end();
   };
 }
 

@@ -6,10 +6,13 @@ import { get, live } from "./live.js";
 import { showTrajectory } from "./trajectory.js";
 
 const link = (id, turn) => `#/trajectories/${encodeURIComponent(id)}${turn === undefined ? "" : `/${turn}`}`;
-const FIELDS = ["domain", "state", "min_reward", "max_reward", "min_version", "max_version"];
+const FIELDS = ["text", "domain", "state", "min_reward", "max_reward", "min_version", "max_version", "reward_name", "tag", "scaffold", "user", "where"];
+// Conditions that a live row does not show: a list with one is read once.
+const HIDDEN = ["text", "reward_name", "tag", "scaffold", "user", "where"];
 
 export function show(root, context, words) {
   if (words[0] === "group") return showGroup(root, words[1] || "");
+  if (words[0] === "find") return showList(root, context, words[1]);
   if (words[0]) return showTrajectory(root, words[0], words[1]);
   return showList(root, context);
 }
@@ -20,8 +23,15 @@ export function outcome(value) {
   return h("span", { class: `badge ${kind}` }, number(value, 2));
 }
 
-function showList(root, context) {
-  const state = { rows: [], query: {}, asked: 0 };
+// An excerpt with the text that was searched for in bold.
+function marked(excerpt, words) {
+  const at = excerpt.toLowerCase().indexOf(words.toLowerCase());
+  if (at < 0) return [excerpt];
+  return [excerpt.slice(0, at), h("mark", {}, excerpt.slice(at, at + words.length)), excerpt.slice(at + words.length)];
+}
+
+function showList(root, context, wanted) {
+  const state = { rows: [], query: {}, asked: 0, next: "" };
   const inputs = {
     domain: h("input", { name: "domain", size: 12, list: "domains" }),
     state: h("select", { name: "state" }, h("option", { value: "" }, "any"), ["sealed", "abandoned", "open"].map((one) => h("option", { value: one }, one))),
@@ -29,19 +39,33 @@ function showList(root, context) {
     max_reward: h("input", { name: "max_reward", type: "number", step: "any" }),
     min_version: h("input", { name: "min_version", type: "number", min: 0 }),
     max_version: h("input", { name: "max_version", type: "number", min: 0 }),
+    text: h("input", { name: "text", type: "search", size: 30, placeholder: "in messages, reasoning and calls" }),
+    reward_name: h("input", { name: "reward_name", size: 12, placeholder: "outcome" }),
+    tag: h("input", { name: "tag", size: 12 }),
+    scaffold: h("input", { name: "scaffold", size: 12 }),
+    user: h("input", { name: "user", size: 12 }),
+    where: h("input", { name: "where", size: 20, placeholder: "repository=a/b" }),
   };
+  for (const [name, value] of new URLSearchParams(wanted || "")) if (inputs[name]) inputs[name].value = value;
   const known = h("datalist", { id: "domains" });
   inputs.domain.setAttribute("list", "domains");
   const find = h("input", { name: "id", size: 24, placeholder: "task, or task:0:0", "aria-label": "Task or trajectory id" });
   const form = h(
     "form",
     { class: "panel filter" },
+    h("label", { class: "search" }, "Text", inputs.text),
     h("label", {}, "Domain", inputs.domain, known),
     h("label", {}, "State", inputs.state),
-    h("label", {}, "Outcome from", inputs.min_reward),
+    h("label", {}, "Reward from", inputs.min_reward),
     h("label", {}, "to", inputs.max_reward),
     h("label", {}, "Weights from", inputs.min_version),
     h("label", {}, "to", inputs.max_version),
+    h("details", { class: "more", open: ["reward_name", "tag", "scaffold", "user", "where"].some((name) => inputs[name].value) }, h("summary", {}, "More conditions"), h("div", { class: "filter" },
+      h("label", {}, "Name of the reward", inputs.reward_name),
+      h("label", {}, "Tag", inputs.tag),
+      h("label", {}, "Scaffold", inputs.scaffold),
+      h("label", {}, "User", inputs.user),
+      h("label", {}, "Metadata", inputs.where))),
     h("button", { class: "primary", type: "submit" }, "Filter"),
     h("button", { type: "reset" }, "Clear"),
   );
@@ -51,7 +75,8 @@ function showList(root, context) {
   const body = h("tbody");
   const table = h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["Trajectory", "Domain", "State", "Outcome", "Turns", "Sampled", "Weights", "Closed", "Group"].map((one) => h("th", { scope: "col", class: ["Turns", "Sampled", "Weights"].includes(one) ? "num" : null }, one)))), body);
   const empty = h("p", { class: "empty", hidden: true }, "No trajectory matches.");
-  fill(root, h("div", { class: "head" }, h("h1", {}, "Trajectories"), sub, open), form, problem, h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Trajectories" }, table, empty));
+  const further = h("button", { type: "button", hidden: true, onclick: () => read(true) }, "Search further");
+  fill(root, h("div", { class: "head" }, h("h1", {}, "Trajectories"), sub, open), form, problem, h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Trajectories" }, table, empty), h("p", {}, further));
 
   function row(one) {
     const versions = one.versions[0] < 0 ? "" : one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions[0]}–${one.versions[1]}`;
@@ -59,7 +84,7 @@ function showList(root, context) {
     return h(
       "tr",
       { class: one.fresh ? "fresh" : null },
-      h("td", {}, one.freed ? h("span", { class: "mono" }, one.id) : h("a", { class: "mono", href: link(one.id) }, one.id)),
+      h("td", {}, one.freed ? h("span", { class: "mono" }, one.id) : h("a", { class: "mono", href: link(one.id, one.turn) }, one.id), one.excerpt ? h("p", { class: "small excerpt" }, ...marked(one.excerpt, state.query.text), h("span", { class: "muted" }, ` turn ${one.turn}`)) : null),
       h("td", {}, one.domain),
       h("td", {}, one.state, one.freed ? h("span", { class: "muted" }, " freed") : null),
       h("td", {}, outcome(one.outcome), components.length ? h("span", { class: "muted small" }, ` ${components.map((each) => `${each.name} ${number(each.value)}`).slice(0, 3).join(", ")}`) : null, one.reason ? h("span", { class: "muted small" }, ` ${one.reason.slice(0, 120)}`) : null),
@@ -72,20 +97,30 @@ function showList(root, context) {
   }
 
   function draw() {
-    fill(body, state.rows.slice(0, 200).map(row));
+    fill(body, state.rows.slice(0, state.query.text ? 2000 : 200).map(row));
     empty.hidden = state.rows.length > 0;
   }
 
-  async function read() {
+  async function read(more = false) {
     const asked = ++state.asked;
     state.query = Object.fromEntries(FIELDS.map((name) => [name, inputs[name].value.trim()]).filter(([, value]) => value));
+    const { text: words, ...filter } = state.query;
+    if (!more) state.next = "";
+    further.hidden = true;
+    if (words) text(sub, "searching the messages");
     try {
-      const found = await get(`/api/trajectories?${new URLSearchParams(state.query)}`);
+      const found = await get(words ? `/api/search?${new URLSearchParams({ ...filter, text: words, after: state.next })}` : `/api/trajectories?${new URLSearchParams(filter)}`);
       if (asked !== state.asked) return;
       problem.hidden = true;
-      state.rows = found.rows;
-      text(sub, `${found.complete ? "" : "newest "}${count(found.rows.length, "trajectory", "trajectories")}${found.damaged.length ? `, ${found.damaged.length} damaged` : ""}, live`);
+      state.rows = more ? [...state.rows, ...found.rows] : found.rows;
+      state.next = found.next || "";
+      further.hidden = !state.next;
+      const damaged = found.damaged.length ? `, ${found.damaged.length} damaged` : "";
+      text(sub, words
+        ? `${count(state.rows.length, "match", "matches")}${state.next ? " so far" : ""}${damaged}${found.freed ? `, ${count(found.freed, "freed trajectory", "freed trajectories")} not searched` : ""}`
+        : `${found.complete ? "" : "newest "}${count(found.rows.length, "trajectory", "trajectories")}${damaged}${isLive() ? ", live" : ""}`);
     } catch (error) {
+      if (asked !== state.asked) return;
       problem.hidden = false;
       text(problem, error.message);
       text(sub, "");
@@ -93,10 +128,12 @@ function showList(root, context) {
     draw();
   }
 
+  const isLive = () => !HIDDEN.some((name) => state.query[name]);
+
   function fits(one) {
     const { query } = state;
     const [low, high] = one.versions;
-    return (!query.domain || one.domain === query.domain)
+    return isLive() && (!query.domain || one.domain === query.domain)
       && (!query.state || one.state === query.state)
       && (!query.min_reward || (one.outcome !== null && one.outcome >= Number(query.min_reward)))
       && (!query.max_reward || (one.outcome !== null && one.outcome <= Number(query.max_reward)))
@@ -105,7 +142,7 @@ function showList(root, context) {
   }
 
   form.addEventListener("submit", (event) => { event.preventDefault(); read(); });
-  form.addEventListener("reset", () => setTimeout(read));
+  form.addEventListener("reset", () => setTimeout(() => read()));
   open.addEventListener("submit", (event) => {
     event.preventDefault();
     const id = find.value.trim();

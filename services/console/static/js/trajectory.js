@@ -17,6 +17,23 @@ function shape(tag, attributes) {
   return element;
 }
 
+// Each reward component over the turns, with its running sum.
+function rewardTable(whole) {
+  const names = [...new Set(whole.rewards.map((one) => one.name))].sort();
+  const last = whole.turns.length - 1;
+  const turns = [...new Set(whole.rewards.map((one) => (one.turn < 0 ? last : one.turn)))].sort((a, b) => a - b).slice(0, 400);
+  const rows = names.map((name) => {
+    let sum = 0;
+    return h("tr", {}, h("th", { scope: "row" }, name), turns.map((turn) => {
+      const own = whole.rewards.filter((one) => one.name === name && (one.turn < 0 ? last : one.turn) === turn);
+      sum += own.reduce((total, one) => total + one.value, 0);
+      return h("td", { class: "num" }, own.length ? [number(own.reduce((total, one) => total + one.value, 0), 2), h("span", { class: "muted small" }, ` Σ ${number(sum, 2)}`)] : h("span", { class: "muted" }, "·"));
+    }));
+  });
+  const head = h("tr", {}, h("th", { scope: "col" }, "Reward"), turns.map((turn) => h("th", { scope: "col", class: "num" }, h("a", { href: `#/trajectories/${encodeURIComponent(whole.id)}/${turn}` }, `turn ${turn}`))));
+  return h("section", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Rewards over turns" }, h("table", { class: "rows" }, h("caption", {}, "Rewards over turns"), h("thead", {}, head), h("tbody", {}, rows)));
+}
+
 export function showTrajectory(root, id, wanted) {
   const stop = new AbortController();
   const state = { whole: null, chosen: null };
@@ -34,6 +51,7 @@ export function showTrajectory(root, id, wanted) {
     const { whole } = state;
     const sampled = whole.turns.reduce((sum, one) => sum + one.sampled, 0);
     fill(sub, [whole.domain, whole.state, count(whole.branches.length, "branch", "branches"), count(whole.turns.length, "turn"), count(sampled, "sampled token"), whole.closed ? clock(whole.closed) : ""].filter(Boolean).join(" · "), " ", ...whole.rewards.filter((one) => one.turn < 0).map((one) => h("span", { class: "badge" }, `${one.name} ${number(one.value, 2)}`)));
+    if (whole.rewards.some((one) => one.turn >= 0)) root.insertBefore(rewardTable(whole), body);
     if (whole.reason) root.insertBefore(h("p", { class: "note" }, whole.reason), body);
     if (!whole.turns.length) {
       fill(body, h("p", { class: "empty panel" }, "This trajectory has no turn."));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, cast
 
@@ -45,6 +46,8 @@ def forked() -> pb.Trajectory:
         {"min_reward": "much"},
         {"min_version": "1.5"},
         {"max_version": "99999999999"},
+        {"where": "repository"},
+        {"where": "=b"},
     ],
 )
 def test_wrong_filter_is_refused(query: dict[str, str]) -> None:
@@ -58,6 +61,41 @@ def test_filter_has_only_given_bounds() -> None:
     found = filter_of({"domain": "code", "state": "sealed", "min_reward": "0.5", "max_reward": ""})
     assert (found.domain, found.state, found.min_reward) == ("code", 2, 0.5)
     assert not found.HasField("max_reward") and not found.HasField("min_weight_version")
+
+
+def test_filter_has_labels_and_metadata() -> None:
+    """Those that the pool has indexes of; several facts with commas."""
+    found = filter_of({"tag": " eval-7 ", "scaffold": "s", "user": "ada", "where": "a=b, c=d=e,"})
+    assert (found.tag, found.scaffold, found.user) == ("eval-7", "s", "ada")
+    assert dict(found.metadata) == {"a": "b", "c": "d=e"}
+
+
+async def test_list_of_a_label_looks_once_at_all_time() -> None:
+    """An index finds it; a start time would have the records of all groups read."""
+    pool = FakePool()
+    pool.put("t:0:0")
+    found = await listed(pool).newest(filter_of({"tag": "trial"}))
+    assert [one.HasField("closed_from_unix_s") for one in pool.asked] == [False]
+    assert len(found["rows"]) == 1 and found["complete"]
+
+
+async def test_search_continues_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a number of matches, and after a time without any; the last answer has no next."""
+    pool = FakePool()
+    for number in range(5):
+        said = "needle" if number != 2 else "hay"
+        pool.put(f"t{number}:0:0", make_turn(messages_json=said))
+    monkeypatch.setattr(trajectory_list, "MOST_MATCHES", 2)
+    found = await listed(pool).search(filter_of({}), "needle", after="")
+    assert [row["id"] for row in found["rows"]] == ["t0:0:0", "t1:0:0"]
+    assert (found["rows"][0]["turn"], found["rows"][0]["excerpt"]) == (0, "needle")
+    found = await listed(pool).search(filter_of({}), "needle", after=found["next"])
+    assert [row["id"] for row in found["rows"]] == ["t3:0:0", "t4:0:0"]
+    times = itertools.count(step=trajectory_list.SEARCH_S + 1)
+    slow = TrajectoryList(cast(PoolReader, pool), monotonic=lambda: next(times))
+    found = await slow.search(filter_of({}), "nothing", after="")
+    assert found["rows"] == [] and found["next"]
+    assert (await listed(pool).search(filter_of({}), "nothing", after=""))["next"] == ""
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "1" * 12, "", "²"])

@@ -247,6 +247,8 @@ async def test_position_without_a_group_is_not_found() -> None:
     [
         ("/api/trajectories", "operator"),
         ("/api/groups/t", "operator"),
+        ("/api/data_set?tag=train", "operator"),
+        ("/api/search?text=a", "admin"),
         ("/api/trajectories/t:0:0", "admin"),
         ("/api/trajectories/t:0:0/turns/0/tokens", "admin"),
     ],
@@ -277,6 +279,9 @@ async def test_trajectory_is_served_part_by_part() -> None:
             ("/api/trajectories/t:0:0/turns/9/tokens", 404),
             ("/api/trajectories/t:0:0/turns/0/tokens?count=0", 400),
             ("/api/trajectories?state=x", 400),
+            ("/api/search?text=+", 400),
+            ("/api/search?text=a", 200),
+            ("/api/data_set?tag=train", 200),
             ("/api/trajectories/..%2f..%2fetc", 404),
             ("/api/groups/none", 404),
         ):
