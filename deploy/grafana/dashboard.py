@@ -30,6 +30,11 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
         ("Reward by domain", "none", {"forge_trainer_reward{$at}": "{{domain}}"}),
         (
+            "Reward components",
+            "none",
+            {"forge_trainer_reward_component{$at}": "{{name}}"},
+        ),
+        (
             "Entropy by domain, nats per token",
             "none",
             {"forge_trainer_domain_entropy{$at}": "{{domain}}"},

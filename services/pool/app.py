@@ -22,6 +22,7 @@ from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from services.pool.replication.shard_identity import hold_shard
+from services.pool.restored_shard import TrainersStep, watch_restored
 from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
 from services.pool.service import (
     AUDITED,
@@ -164,9 +165,15 @@ class PoolApp:
             await self._replica.drain()
 
     def _retain(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+        self._context.keep_running(self._watch_restored(store), name="restored")
         if self._context.config.retention.mode != "keep":
             retention = self._retention(store, writer, readers)
             self._context.keep_running(retention.run(), name="retention")
+
+    async def _watch_restored(self, store: PoolStore) -> None:
+        trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
+        await watch_restored(store.directory, store.shard, TrainersStep(trainers))
+        await asyncio.Event().wait()
 
     def _retention(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> Retention:
         settings: RetentionSettings = self._context.config.retention

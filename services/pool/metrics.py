@@ -39,6 +39,10 @@ DAMAGED_ENTRIES = counter(
 COVERED_STEP = gauge(
     "forge_pool_covered_step", "Groups trained at or before this step may be freed."
 )
+TRAINED_SINCE_BACKUP = gauge(
+    "forge_pool_trained_since_backup_steps",
+    "Steps by which the trainer is ahead of the backup that the shard was restored from.",
+)
 REPAIRS = counter(
     "forge_pool_repairs_total",
     "Damaged records: repaired from a copy, left without one, or overwritten by a new state.",

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,10 +18,22 @@ import pytest_asyncio
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.ports import free_ports
 from tests.support.runtime.etcd import EtcdServer
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import until, until_blocking
 from tests.support.scheduler.cluster import SchedulerCluster
+from tests.support.suite.forge_run import ForgeRun, end_runs
 
 FILES = Path(__file__).parents[2] / "deploy/prometheus"
+DASHBOARD = FILES.parent / "grafana/forge.json"
+WITHOUT_EVENTS = {
+    "Failed attempts per second",
+    "Gateway: refused per second",
+    "Drafts accepted, by head",
+    "GPU use",
+    "Replica behind, commits",
+    "Failed calls per second",
+    "Crashes of actors",
+}
+"""Panels that show no series on a run without failures, draft heads, GPUs and replicas."""
 pytestmark = [
     pytest.mark.skipif(
         shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -65,6 +78,13 @@ class Prometheus:
                 return json.load(answer)["data"]
         except OSError:
             return None
+
+    def query(self, expression: str) -> list[Any]:
+        """The series of an expression now. Raises `OSError` for one that Prometheus refuses."""
+        words = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"{self._url}/query?{words}", timeout=10) as answer:
+            series: list[Any] = json.load(answer)["data"]["result"]
+            return series
 
     def up(self) -> set[str]:
         """Services that are scraped with success."""
@@ -131,3 +151,43 @@ async def test_alert_fires_for_a_pool_that_was_killed(
     finally:
         following.terminate()
         following.wait()
+
+
+def test_dashboard_shows_a_real_run(
+    prometheus: Prometheus, tmp_path: Path, forge_root: Path
+) -> None:
+    """Every query of the dashboard is answered, and every panel has data, but for those of events
+    and devices that this run does not have."""
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=500, extra=("--eval-every-steps", "2"))
+    run.start()
+    command = [
+        *(sys.executable, "-m", "forge.cli.main", "targets", "--run-dir", str(run.directory)),
+        *("--file", str(prometheus.targets), "--every", "1s"),
+    ]
+    run.wait_for_step(1)
+    following = subprocess.Popen(command)
+    try:
+        run.wait_for_step(6)
+        (cluster,) = {one["metric"]["cluster"] for one in prometheus.query("up")}
+        panels = {
+            panel["title"]: [
+                target["expr"].replace("$cluster", cluster) for target in panel["targets"]
+            ]
+            for panel in json.loads(DASHBOARD.read_text())["panels"]
+            if panel.get("targets")
+        }
+
+        def empty() -> set[str]:
+            return {
+                title
+                for title, expressions in panels.items()
+                for expression in expressions
+                if not prometheus.query(expression)
+            }
+
+        until_blocking(lambda: empty() <= WITHOUT_EVENTS, limit_s=240.0)
+        print(f"{len(panels)} panels, without series: {sorted(empty())}")
+    finally:
+        following.terminate()
+        following.wait()
+        end_runs()

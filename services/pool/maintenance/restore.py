@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge.core.errors import ConfigError
-from services.pool.maintenance.backup import Progress, check, copy_file, new_directory
+from services.pool.maintenance.backup import (
+    Progress,
+    check,
+    copy_file,
+    new_directory,
+    snapshot,
+)
 from services.pool.maintenance.increments import is_increment, write_restored
 from services.pool.maintenance.integrity import Damage
+from services.pool.maintenance.manifests import manifest_of
+from services.pool.restored_shard import note_restored
 from services.pool.storage.file_locks import DATA, LOCK, set_hand_over_mark
 from services.pool.storage.lmdb_env import opened_alone
+from services.pool.storage.records import Records
 
 
 def restore(backup: Path, target: Path, progress: Progress) -> list[Damage]:
@@ -34,6 +43,10 @@ def restore(backup: Path, target: Path, progress: Progress) -> list[Damage]:
         with opened_alone(copy):
             pass  # Migrates a backup of an earlier release.
         damage.extend(check(copy, checked))
+        if not damage:
+            with snapshot(copy) as opened:
+                steps = manifest_of(Records(*opened), taken_unix_s=0.0).steps
+            note_restored(copy, steps[0][0] if steps else 0)
         # What reading has left there belongs to this copy's old name.
         (copy / LOCK).unlink(missing_ok=True)
         set_hand_over_mark(copy)

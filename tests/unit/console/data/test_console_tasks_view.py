@@ -18,7 +18,9 @@ def group(
         group=pb.GroupRecord(task=task, queue_index=index),
         phase=phase,
         trajectories=[
-            pb.TrajectorySummary(rewards=[make_reward(value=one), make_reward("p", kind=2)])
+            pb.TrajectorySummary(
+                rewards=[make_reward(value=one), make_reward("p", kind=pb.REWARD_KIND_PROCESS)]
+            )
             for one in outcomes
         ],
     )
@@ -53,12 +55,18 @@ def test_domain_has_the_counts_of_all_shards() -> None:
     part = pool_pb2.GetPoolStatsResponse.TrajectoryCount
     shard = pool_pb2.GetPoolStatsResponse(
         group_counts=[
-            count(domain="code", purpose=1, state=pb.GROUP_STATE_TRAINED, groups=3),
-            count(domain="code", purpose=2, state=pb.GROUP_STATE_EVALUATED, groups=2),
+            count(domain="code", purpose=pb.PURPOSE_TRAIN, state=pb.GROUP_STATE_TRAINED, groups=3),
+            count(domain="code", purpose=pb.PURPOSE_EVAL, state=pb.GROUP_STATE_EVALUATED, groups=2),
         ],
         trajectory_counts=[
             part(state=pb.TRAJECTORY_STATE_OPEN, trajectories=9),
-            part(domain="code", state=2, trajectories=4, turns=8, sampled_tokens=16),
+            part(
+                domain="code",
+                state=pb.TRAJECTORY_STATE_SEALED,
+                trajectories=4,
+                turns=8,
+                sampled_tokens=16,
+            ),
         ],
     )
     status = scheduler_pb2.GetSchedulerStatusResponse(
