@@ -6,12 +6,14 @@ from forge.v1 import common_pb2 as pb
 from services.trainer.data import reward_components as components
 from services.trainer.data.reward_components import reward_components
 
+OUTCOME, PROCESS = pb.REWARD_KIND_OUTCOME, pb.REWARD_KIND_PROCESS
+
 
 def trajectory(*rewards: pb.RewardEvent) -> pb.Trajectory:
     return pb.Trajectory(rewards=rewards)
 
 
-def reward(name: str, value: float, kind: pb.RewardKind.ValueType = 2) -> pb.RewardEvent:
+def reward(name: str, value: float, kind: pb.RewardKind.ValueType = PROCESS) -> pb.RewardEvent:
     return pb.RewardEvent(event_id=name, name=name, value=value, kind=kind)
 
 
@@ -19,8 +21,10 @@ def test_mean_is_over_the_trajectories_that_have_the_reward() -> None:
     """Several of one trajectory are one sum; what agents say of themselves is no component."""
     found = reward_components(
         [
-            trajectory(reward("tests", 1.0, 1), reward("calls", -0.5), reward("calls", -0.25)),
-            trajectory(reward("tests", 0.0, 1), reward("mine", 1.0, pb.REWARD_KIND_AGENT)),
+            trajectory(
+                reward("tests", 1.0, OUTCOME), reward("calls", -0.5), reward("calls", -0.25)
+            ),
+            trajectory(reward("tests", 0.0, OUTCOME), reward("mine", 1.0, pb.REWARD_KIND_AGENT)),
         ]
     )
     assert found == {"calls": -0.75, "tests": 0.5}
