@@ -354,6 +354,7 @@ class TrainerApp:
             baselines_s=lambda: speed_baselines(self._record.steps),
             settings=SourceSettings(
                 trainer_id=config.instance_id,
+                logged_rollouts=config.logged_rollouts,
                 max_groups=config.batch_groups,
                 patience_s=config.patience_s,
                 refill_groups=config.advantages.refill_groups,

@@ -200,6 +200,13 @@ class TrainerConfig(ServiceConfig):
     """Directory of TensorBoard event files; empty: none."""
     wandb_project: str = ""
     """Project of Weights & Biases; empty: none."""
+    trackio_project: str = ""
+    """Project of Trackio; empty: none."""
+    logged_rollouts: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Rollouts of a batch, with their conversations, in a table of Weights & Biases and Trackio; 0:
+    none, so prompts and answers stay in the pool."""
+    logged_rollouts_every_steps: Annotated[int, Meta(ge=1)] = 10
+    """Steps between two of these tables."""
     logprob_gap_alarm: Annotated[float, Meta(ge=0)] = 0.05
     """Mean |log-prob of trainer - engine| over the freshest tokens above which each step logs a
     warning; 0: no warning."""

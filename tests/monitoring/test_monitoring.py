@@ -168,6 +168,7 @@ def test_dashboard_shows_a_real_run(
     following = subprocess.Popen(command)
     try:
         run.wait_for_step(6)
+        until_blocking(lambda: prometheus.query("up"))
         (cluster,) = {one["metric"]["cluster"] for one in prometheus.query("up")}
         panels = {
             panel["title"]: [

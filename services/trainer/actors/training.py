@@ -245,6 +245,8 @@ class Training(Actor):
         self._warn(result, step, batch.claim.batch_id)
         _warn_of_barren_domains(batch, step)
         self._record.append(done)
+        if batch.rollouts and step % self._config.logged_rollouts_every_steps == 0:
+            self._record.show_rollouts(batch.rollouts)
         self._qualities.add(batch.samples.outcomes_by_version, result.stats.gaps)
         metrics.show(done, batch.samples)
         log.info(

@@ -28,6 +28,7 @@ from forge.v1 import common_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grp
 from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
 from services.trainer.data.traced_calls import traced_calls
 from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
+from services.trainer.reporting.logged_rollouts import LoggedRollout, logged_rollouts
 
 Planner = Callable[[Sequence[Sample]], BatchPlan]
 
@@ -50,6 +51,8 @@ class SourceSettings:
     """Most groups of a batch that replace flat ones; 0: none does."""
     refill_wait_s: float = 0.0
     """Longest wait for them."""
+    logged_rollouts: int = 0
+    """Rollouts of a batch that are rows of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class PreparedBatch:
     plan: BatchPlan
     traceparents: tuple[str, ...] = ()
     """Contexts of the traced rollouts of the batch, one for each trace."""
+    rollouts: tuple[LoggedRollout, ...] = ()
+    """Rows for trackers of experiments."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -223,6 +228,9 @@ class BatchSource:
                 samples = await asyncio.to_thread(build)
             samples = replace(samples, refill_groups=len(draft.groups) - own)
             plan = await asyncio.to_thread(self._plan, samples.samples)
+            rollouts = await asyncio.to_thread(
+                logged_rollouts, draft.groups, self._settings.logged_rollouts
+            )
         except BaseException:
             for claim in draft.claims:
                 claim.renewal.cancel()
@@ -233,6 +241,7 @@ class BatchSource:
             refills=tuple(refills),
             samples=samples,
             plan=plan,
+            rollouts=rollouts,
             traceparents=traced_calls(draft.groups) if is_tracing() else (),
         )
 

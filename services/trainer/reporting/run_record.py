@@ -14,6 +14,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, Extent, History, extend
+from services.trainer.reporting.logged_rollouts import LoggedRollout
 from services.trainer.reporting.sinks import Sink
 
 MOST_EVALUATIONS = 1000
@@ -66,6 +67,11 @@ class TrainingRecord:
         for sink in self._sinks:
             sink.write(metrics)
         self._wake()
+
+    def show_rollouts(self, rows: Sequence[LoggedRollout]) -> None:
+        """Give rollouts of the newest step to the sinks."""
+        for sink in self._sinks:
+            sink.rollouts(self.step, rows)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """An evaluation ended."""

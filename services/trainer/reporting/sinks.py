@@ -1,7 +1,7 @@
-"""Sinks of the metrics of each step: TensorBoard and Weights & Biases.
+"""Sinks of the metrics of each step: TensorBoard, Weights & Biases and Trackio.
 
-Owns the names of values and their writing. Both packages are optional and imported only when
-configured; both get the values of the record, named as in docs/services/trainer.md
+Owns the names of values and their writing. The packages are optional and imported only when
+configured; all get the values of the record, named as in docs/services/trainer.md
 (`domains/code/entropy`).
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,10 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import EVALUATION
 from services.trainer.config import TrainerConfig
+from services.trainer.reporting.logged_rollouts import LoggedRollout
+
+ROLLOUTS = "rollouts"
+"""Name of the table of rollouts."""
 
 
 class Sink(Protocol):
@@ -36,6 +41,9 @@ class Sink(Protocol):
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """Write the evaluation of an earlier step, or of step 0."""
 
+    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
+        """Write rollouts of the newest step, if the sink has tables."""
+
     def close(self) -> None:
         """Write everything out and end."""
 
@@ -47,6 +55,8 @@ def make_sinks(config: TrainerConfig) -> list[Sink]:
         sinks.append(QueuedSink(TensorBoardSink(Path(config.tensorboard_dir))))
     if config.wandb_project:
         sinks.append(QueuedSink(WandbSink(config.wandb_project, name=config.cluster)))
+    if config.trackio_project:
+        sinks.append(QueuedSink(TrackioSink(config.trackio_project, name=config.cluster)))
     return sinks
 
 
@@ -72,6 +82,10 @@ class QueuedSink:
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """Queue an evaluation."""
         self._submit(lambda: self._begun().evaluated(evaluation))
+
+    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
+        """Queue a table."""
+        self._submit(lambda: self._begun().rollouts(step, rows))
 
     def close(self) -> None:
         """Write all queued entries, close the sink and end the thread."""
@@ -155,6 +169,9 @@ class TensorBoardSink:
         """Write the scalars of an evaluation at its step."""
         self._add(_evaluation_scalars(evaluation), evaluation.step)
 
+    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
+        """Nothing: TensorBoard has no tables."""
+
     def close(self) -> None:
         """Close the file; a later write opens another."""
         writer, self._writer = self._writer, None
@@ -195,27 +212,28 @@ class TensorBoardSink:
         writer.flush()
 
 
-class WandbSink:
-    """A run of Weights & Biases; the package reads its own settings (WANDB_API_KEY, WANDB_MODE)."""
+class TrackerSink:
+    """A run of a tracker with the interface of `wandb`: `init`, `log`, `Table`."""
 
-    def __init__(self, project: str, *, name: str) -> None:
+    def __init__(self, package: str, setting: str, project: str, *, name: str) -> None:
+        """Raises `ConfigError` without the package."""
         try:
-            import wandb
+            self._tracker: Any = import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"wandb_project = {project!r} needs the package wandb: pip install wandb"
+                f"{setting} = {project!r} needs the package {package}: pip install {package}"
             ) from error
-        self._wandb: Any = wandb
         self._project, self._name = project, name
+        self._options: dict[str, Any] = {}
         self._run: Any = None
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin another run: Weights & Biases cannot rewind steps."""
+        """Begin another run: steps cannot be taken back."""
         self._step = step
         self.close()
-        self._run = self._wandb.init(
-            project=self._project, name=f"{self._name}-from-{step}", reinit="finish_previous"
+        self._run = self._tracker.init(
+            project=self._project, name=f"{self._name}-from-{step}", **self._options
         )
 
     def write(self, metrics: pb.StepMetrics) -> None:
@@ -224,14 +242,42 @@ class WandbSink:
         self._run.log(scalars(metrics), step=metrics.step)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """Log the scalars of an evaluation over their own axis, since its step is in the past."""
-        axis = f"{EVALUATION}/step"
-        self._run.define_metric(f"{EVALUATION}/*", step_metric=axis)
-        values = {axis: evaluation.step, **_evaluation_scalars(evaluation)}
-        self._run.log(values, step=self._step)
+        """Log the scalars of an evaluation at its step, which is in the past."""
+        self._run.log(_evaluation_scalars(evaluation), step=evaluation.step)
+
+    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
+        """Log a table; it has one row for each rollout."""
+        table = self._tracker.Table(
+            columns=list(LoggedRollout._fields), data=[list(row) for row in rows]
+        )
+        self._run.log({ROLLOUTS: table}, step=step)
 
     def close(self) -> None:
         """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+
+class WandbSink(TrackerSink):
+    """A run of Weights & Biases; the package reads its own settings (WANDB_API_KEY, WANDB_MODE)."""
+
+    def __init__(self, project: str, *, name: str) -> None:
+        super().__init__("wandb", "wandb_project", project, name=name)
+        self._options = {"reinit": "finish_previous"}
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """Log over an axis of its own: Weights & Biases refuses an earlier step."""
+        axis = f"{EVALUATION}/step"
+        self._run.define_metric(f"{EVALUATION}/*", step_metric=axis)
+        values = {axis: evaluation.step, **_evaluation_scalars(evaluation)}
+        self._run.log(values, step=self._step)
+
+
+class TrackioSink(TrackerSink):
+    """A run of Trackio; the package reads its own settings (TRACKIO_DIR, TRACKIO_SPACE_ID)."""
+
+    def __init__(self, project: str, *, name: str) -> None:
+        super().__init__("trackio", "trackio_project", project, name=name)
+        # Forge has its own metrics of processes and GPUs.
+        self._options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

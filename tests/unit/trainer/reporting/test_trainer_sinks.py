@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import structlog
 from tensorboardX.proto import event_pb2
 
 from forge.core.errors import ConfigError
+from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
+from services.trainer.reporting.logged_rollouts import LoggedRollout, logged_rollouts
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
+from tests.support.pool.records import make_turn
 from tests.support.runtime.disks import full_beyond
 
 STEP = pb.StepMetrics(
@@ -121,6 +125,62 @@ def test_wandb_gets_steps_and_a_restore_starts_a_run(monkeypatch: pytest.MonkeyP
     assert calls == ["c-from-0", (3, 0.5), "finish"] * 2
 
 
+ROLLOUT = LoggedRollout("t:0:0", "code", 1.0, '{"tests": 1.0}', 2, "[]")
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_trackers_get_a_table_of_rollouts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns are those of a row; both packages have one interface."""
+    logged: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: None
+    )
+    stand_in = SimpleNamespace(
+        init=lambda **settings: run, Table=lambda columns, data: (columns, data)
+    )
+    monkeypatch.setitem(sys.modules, package, stand_in)
+    kept = record(**{f"{package}_project": "p"})
+    kept.rewind([])
+    kept.append(STEP)
+    kept.show_rollouts([ROLLOUT])
+    kept.close_sinks()
+    columns = ["trajectory_id", "domain", "reward", "components", "turns", "conversation"]
+    assert logged[1] == (3, {"rollouts": (columns, [list(ROLLOUT)])})
+
+
+def test_trackio_gets_an_evaluation_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes earlier steps, unlike Weights & Biases."""
+    logged: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **settings: run))
+    kept = record(trackio_project="p")
+    kept.rewind([])
+    kept.append(STEP)
+    kept.evaluated(EVALUATION)
+    kept.close_sinks()
+    assert [step for step, _ in logged] == [3, 2]
+    assert logged[1][1]["evaluation/mean_reward"] == 0.5
+
+
+def test_rollouts_of_many_groups_come_first() -> None:
+    """One of each group, before the second of any; without messages on record there is no text."""
+    turn = make_turn(
+        messages_json='{"messages": [{"role": "user", "content": "2+2"}], '
+        '"answer": {"role": "assistant", "content": "4"}}'
+    )
+    groups = [
+        [common_pb2.Trajectory(trajectory_id=f"{task}:{at}:0", turns=[turn]) for at in range(2)]
+        for task in "ab"
+    ]
+    groups[1][0].ClearField("turns")
+    rows = logged_rollouts(groups, 3)
+    assert [row.trajectory_id for row in rows] == ["a:0:0", "b:0:0", "a:1:0"]
+    assert json.loads(rows[0].conversation)[-1]["content"] == "4" and rows[1].conversation == ""
+    assert logged_rollouts(groups, 0) == ()
+
+
 def test_sink_that_fails_at_start_begins_with_a_later_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,6 +255,7 @@ def test_failing_sink_is_one_line_and_stops_nothing(tmp_path: Path) -> None:
     [
         ({"tensorboard_dir": "x"}, "tensorboardX", r"pip install 'forge-rl\[tensorboard\]'"),
         ({"wandb_project": "x"}, "wandb", "pip install wandb"),
+        ({"trackio_project": "x"}, "trackio", "pip install trackio"),
     ],
 )
 def test_missing_sink_package_is_one_line(

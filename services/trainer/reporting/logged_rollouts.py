@@ -1,0 +1,62 @@
+"""Rollouts of a batch as rows of a table, for trackers of experiments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from forge.client.conversations import conversations
+from forge.core.conversation.messages import to_openai
+from forge.core.errors import ForgeError
+from forge.v1 import common_pb2 as pb
+
+MOST_CHARACTERS = 20_000
+"""Of the conversation of one row; the beginning is left out."""
+
+
+class LoggedRollout(NamedTuple):
+    """One row; the fields are its columns."""
+
+    trajectory_id: str
+    domain: str
+    reward: float
+    """Sum of the outcomes."""
+    components: str
+    """Rewards by name, as JSON."""
+    turns: int
+    conversation: str
+    """The messages before and with the last answer, as JSON; "" without any on record."""
+
+
+def logged_rollouts(
+    groups: Sequence[Sequence[pb.Trajectory]], most: int
+) -> tuple[LoggedRollout, ...]:
+    """Returns up to `most` rows: the first rollout of each group, then the second ones."""
+    by_rank = zip_longest(*groups) if most else ()
+    chosen = [one for rank in by_rank for one in rank if one is not None][:most]
+    return tuple(_row(one) for one in chosen)
+
+
+def _row(one: pb.Trajectory) -> LoggedRollout:
+    outcomes = [each.value for each in one.rewards if each.kind == pb.REWARD_KIND_OUTCOME]
+    return LoggedRollout(
+        trajectory_id=one.trajectory_id,
+        domain=one.domain,
+        reward=sum(outcomes),
+        components=json.dumps({each.name: each.value for each in one.rewards}),
+        turns=len(one.turns),
+        conversation=_conversation(one.turns),
+    )
+
+
+def _conversation(turns: Sequence[pb.Turn]) -> str:
+    try:
+        found, _ = conversations(turns)
+    except ForgeError:
+        return ""
+    if not found:
+        return ""
+    messages = [to_openai(message) for message in found[-1].messages]
+    return json.dumps(messages, ensure_ascii=False)[-MOST_CHARACTERS:]
