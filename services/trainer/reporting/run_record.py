@@ -14,7 +14,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, Extent, History, extend
-from services.trainer.reporting.logged_rollouts import LoggedRollout
+from services.trainer.data.logged_rollouts import LoggedRollout
 from services.trainer.reporting.sinks import Sink
 
 MOST_EVALUATIONS = 1000

@@ -23,7 +23,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import EVALUATION
 from services.trainer.config import TrainerConfig
-from services.trainer.reporting.logged_rollouts import LoggedRollout
+from services.trainer.data.logged_rollouts import LoggedRollout
 
 ROLLOUTS = "rollouts"
 """Name of the table of rollouts."""

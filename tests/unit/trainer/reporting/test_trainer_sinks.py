@@ -19,7 +19,7 @@ from forge.core.errors import ConfigError
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
-from services.trainer.reporting.logged_rollouts import LoggedRollout, logged_rollouts
+from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
 from tests.support.pool.records import make_turn
