@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli.command_exit import console, say
+from forge.cli.command_exit import console, finish, say
+from forge.cli.options import duration_s
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from forge.cli.deploy.cluster import Cluster
     from forge.cli.deploy.render import Report
 
 deploy_app = typer.Typer(
@@ -19,6 +23,12 @@ deploy_app = typer.Typer(
     help="Make a cluster of systemd hosts from one inventory file.",
 )
 Out = Annotated[Path, typer.Option(help="Directory of `forge deploy render`.")]
+HealthLimit = Annotated[
+    str, typer.Option(help="Longest wait for an instance to become healthy, e.g. 5m.")
+]
+DrainLimit = Annotated[
+    str, typer.Option(help="Longest wait for work in flight of a drained instance, e.g. 2m.")
+]
 
 
 @deploy_app.command()
@@ -89,3 +99,207 @@ def _show(report: Report) -> None:
             say(f"    and {len(changed) - 8} more")
     if missing := report.inventory.missing():
         say(f"no host runs: {', '.join(missing)}")
+
+
+@deploy_app.command()
+def apply(out: Out, drain: DrainLimit = "2m", health: HealthLimit = "5m") -> None:
+    """Bring every host to its rendered files, from the computer that rendered them.
+
+    Copies and installs them, starts etcd, applies its users and roles, records the tokens, starts
+    what does not run, and restarts one after another what runs since before a change. Reaches hosts
+    as root by ssh. Repeat it at any time: without a change it changes nothing.
+    """
+    from forge.cli.deploy.apply import apply as bring
+
+    with _cluster(out, drain=drain, health=health) as cluster:
+        bring(cluster, _report)
+        _show_notes(cluster)
+
+
+@deploy_app.command()
+def upgrade(
+    out: Out,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the steps, and do nothing.")
+    ] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Undo an upgrade that is not finished.")
+    ] = False,
+    drain: DrainLimit = "2m",
+    health: HealthLimit = "5m",
+) -> None:
+    """Roll the rendered release through the cluster, one instance after another.
+
+    Each is drained, restarted with the new release and checked before the next one. The first
+    failure rolls everything back to the release of before, with exit code 1. After an interruption
+    the same command continues. Install the release on every host, and render with it, first.
+    """
+    from forge.cli.deploy.upgrade import Upgrade
+
+    _leave_link()
+    with _cluster(out, drain=drain, health=health) as cluster:
+        one = Upgrade(cluster, _report)
+        journal = one.begun() if rollback else one.plan()
+        if dry_run:
+            for number, step in enumerate(journal.steps, start=1):
+                state = "done " if number <= journal.done else ""
+                _report(f"{state}{number}/{len(journal.steps)} {step}")
+            return
+        if rollback and journal.state == "rolling":
+            journal = one.roll_back(journal, "by --rollback")
+        done = one.run(journal)
+        _show_notes(cluster)
+        _report(
+            f"every instance has release {journal.to}"
+            if done
+            else f"rolled back to release {journal.before}; the reason is above"
+        )
+    raise typer.Exit(0 if done or rollback else 1)
+
+
+@deploy_app.command()
+def install(
+    rollback: Annotated[
+        str, typer.Option(metavar="RELEASE", help="Leave this release; restore what was before.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """On a host: install its rendered files, those of /etc/forge/deploy.new or the present ones.
+
+    Writes files, users, the link of the release, and enables the units. Starts and restarts
+    nothing; it prints what to start and restart. Stops units that left the inventory, except pools
+    and etcd. Repeat it at any time.
+    """
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from forge.cli.deploy.install import chosen_source
+    from forge.cli.deploy.install import install as put
+
+    done = put(chosen_source(rollback))
+    if as_json:
+        sys.stdout.write(f"{json.dumps(asdict(done))}\n")
+        return
+    for path in done.changed:
+        _report(path)
+    for verb, units in (("start", done.start), ("restart", done.restart)):
+        if units:
+            _report(f"now: systemctl {verb} {' '.join(units)}")
+    for unit in done.kept:
+        _report(f"{unit} left the inventory and still runs; move its data before you stop it")
+
+
+@deploy_app.command()
+def check(
+    folder: Annotated[Path, typer.Option(help="Rendered files of this host.")] = Path(
+        "/etc/forge/deploy"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """On a host: compare it with its rendered files; each difference has its remedy.
+
+    Files, owners and modes, users, units, release, ports, model, certificates, and etcd and the
+    clocks of the cluster. The exit code is 1 if something differs.
+    """
+    import sys
+
+    from forge.cli.deploy.check import as_json as json_of
+    from forge.cli.deploy.check import check_host
+    from forge.cli.deploy.host import HostDirectory
+    from forge.cli.finding import report
+
+    findings = []
+    for finding in check_host(folder):
+        findings.append(finding)
+        if not as_json:
+            report(finding)
+    if as_json:
+        sys.stdout.write(json_of(HostDirectory(folder=folder).manifest().host, findings) + "\n")
+    raise typer.Exit(0 if all(one.ok for one in findings) else 1)
+
+
+@deploy_app.command()
+def bootstrap() -> None:
+    """On the first host with etcd: apply users and roles, and record the rendered tokens.
+
+    `apply` and `upgrade` run it. Repeat it at any time.
+    """
+    from forge.cli.deploy.bootstrap import bootstrap as prepare
+
+    async def main() -> None:
+        for change in await prepare() or ["nothing to change"]:
+            _report(change)
+
+    finish(main, "Interrupted.")
+
+
+@deploy_app.command()
+def drain(
+    instance: Annotated[str, typer.Argument(help="Id in discovery, see `forge status`.")],
+    wait: Annotated[str, typer.Option(help="Longest wait for its work in flight.")] = "0s",
+    resume: Annotated[bool, typer.Option("--resume", help="End the drain.")] = False,
+) -> None:
+    """On a host with the key: give a worker or a runner no new work, until it restarts.
+
+    Prints how many requests or rollouts still run after the wait.
+    """
+    from forge.cli.deploy.check import connection
+    from forge.cli.deploy.drain import drain_instance
+    from forge.cli.deploy.host import DEPLOYED, HostDirectory
+
+    at = connection(HostDirectory(folder=DEPLOYED).manifest())
+    wait_s = duration_s("wait", wait) or 0.0
+
+    async def main() -> None:
+        running = await drain_instance(at, instance, resume=resume, wait_s=wait_s)
+        _report(f"{instance}: {'serves again' if resume else f'{running} still run'}")
+
+    finish(main, "Interrupted.")
+
+
+def _report(line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def _show_notes(cluster: Cluster) -> None:
+    for note in cluster.notes:
+        _report(note)
+
+
+@contextmanager
+def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
+    """Yield the hosts of a rendered cluster; one command at a time has them."""
+    import fcntl
+
+    from forge.cli.deploy.cluster import HEALTHY_S, Cluster
+    from forge.cli.deploy.render import rendered_hosts, rendered_inventory
+    from forge.cli.deploy.transport import transport_for
+    from forge.core.errors import FailedPrecondition
+
+    manifests = rendered_hosts(out)
+    logins = {host.name: host.login for host in rendered_inventory(out).hosts}
+    with (out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPrecondition(f"another forge deploy works on {out}; wait for it") from None
+        yield Cluster(
+            out=out,
+            manifests=manifests,
+            transports={host: transport_for(login) for host, login in logins.items()},
+            drain_s=duration_s("drain", drain) or 0.0,
+            healthy_s=duration_s("health", health) or HEALTHY_S,
+        )
+
+
+def _leave_link() -> None:
+    """Continue by the release's own path: on a host of the cluster the link changes meanwhile, and
+    with it every module that is imported later."""
+    import os
+    import sys
+
+    prefix = Path(sys.prefix)
+    if prefix.resolve() != prefix:
+        program = str(prefix.resolve() / "bin/python")
+        os.execv(program, [program, "-m", "forge.cli.main", *sys.argv[1:]])

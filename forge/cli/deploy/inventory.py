@@ -26,7 +26,6 @@ LOCAL = "local"
 """`login` of the computer on which the commands run."""
 _KEYS = (
     "cluster",
-    "release",
     "model",
     "checkpoints",
     "certificate_days",
@@ -133,7 +132,7 @@ def bracketed(address: str) -> str:
 
 
 def read_inventory(text: str, *, source: str, release: str) -> Inventory:
-    """Return the inventory in a TOML text. `release`: the default of the key.
+    """Return the inventory in a TOML text. `release`: the one that renders.
 
     Raises `ConfigError`, or `InvalidArgument` with a line for each of several errors.
     """
@@ -213,7 +212,7 @@ def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
     _check_settings(reader, "settings.", settings)
     return Inventory(
         cluster=reader.text("", table, "cluster", "default", _NAME),
-        release=reader.text("", table, "release", release, _NAME),
+        release=release,
         model=reader.text("", table, "model", "/var/lib/forge/models/policy"),
         checkpoints=reader.text("", table, "checkpoints", ""),
         certificate_days=reader.number("", table, "certificate_days", 365, (1, _MOST_DAYS)),

@@ -119,6 +119,15 @@ async def issue(
     return keyring.sign(claims)
 
 
+async def record_once(coordinator: Coordinator, token_id: str, record: Record) -> bool:
+    """Record a token that was signed before etcd ran; return False for a token that has a record,
+    which stays: it may be revoked. Raises Unavailable."""
+    if token_id in await records(coordinator):
+        return False
+    await _change(coordinator, token_id, lambda present: present or record)
+    return True
+
+
 async def renew(
     coordinator: Coordinator, keyring: Keyring, claims: Claims, *, now_s: float
 ) -> tuple[str, Claims]:

@@ -40,6 +40,14 @@ concurrency = 16
 [settings.gateway.http]
 port = 8100
 """
+SMALL = """
+[hosts.alpha]
+address = "10.0.0.1"
+services = { etcd = 1, scheduler = 1, decode = 1 }
+[hosts.beta]
+address = "10.0.0.2"
+services = { scheduler = 1 }
+"""
 RELEASE = "0.1.0"
 
 

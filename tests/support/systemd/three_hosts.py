@@ -21,7 +21,7 @@ from tests.support.systemd.work import TASKS
 _UPGRADE = ROOT / "docs/runbooks/upgrade.md"
 NEXT_RELEASE = "0.2.0"
 NAMES = ("forge-1", "forge-2", "forge-3")
-_SSH = """
+SSH = """
 apt-get install -y --no-install-recommends openssh-server rsync
 mkdir -p /root/.ssh
 ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519
@@ -102,7 +102,7 @@ class ThreeHosts:
         units = root / "etc/systemd/system"
         shutil.copytree(ROOT / "deploy/systemd-tls", units, dirs_exist_ok=True)
         (root / "etc/forge/trainer@1.env").write_text(CPU.splitlines()[0] + "\n")
-        BareHost(root, shared=self._installed.software).install(_SSH, network=True)
+        BareHost(root, shared=self._installed.software).install(SSH, network=True)
 
     def _install_next_release(self) -> None:
         """As the page does it, on a host that reaches a package index."""

@@ -59,7 +59,7 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
         + tables.replace("or `both = 1`", "")
     )
     assert set(everything) == {
-        *("cluster", "release", "model", "checkpoints", "certificate_days", "hosts", "settings")
+        *("cluster", "model", "checkpoints", "certificate_days", "hosts", "settings")
     }
     keys_of_host = {"address", "login", "names", "gpus", "services", "env", "settings"}
     assert set(everything["hosts"]["forge-1"]) == keys_of_host

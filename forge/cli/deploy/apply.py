@@ -1,0 +1,109 @@
+"""`forge deploy apply`: installs the rendered files on all hosts, starts what does not run, and
+restarts one after another what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
+from forge.cli.deploy.kinds import ETCD
+from forge.cli.deploy.plan import restart_steps, roll_order
+from forge.core.errors import FailedPrecondition, raise_all
+
+
+def apply(cluster: Cluster, report: Callable[[str], None]) -> None:
+    """Bring all hosts to their rendered files. A repetition changes nothing more.
+
+    Raises `FailedPrecondition` for hosts with another release, `StepFailed` for the first fault.
+    """
+    raise_all(list(reachable(cluster)))
+    _require_release(cluster)
+    needs: dict[str, dict[str, Any]] = {}
+    for host in cluster.manifests:
+        cluster.copy(host)
+        found = needs[host] = cluster.install(host)
+        report(f"{host}: {len(found['changed'])} files changed")
+        for unit in found["kept"]:
+            report(
+                f"{host}: {unit} left the inventory and still runs; move its data, then: "
+                f"systemctl disable --now {unit}"
+            )
+    _start_etcd(cluster, needs, report)
+    _start(cluster, needs, report)
+    _restart(cluster, needs, report)
+
+
+def _require_release(cluster: Cluster) -> None:
+    for host, manifest in cluster.manifests.items():
+        ended = cluster.transports[host].run(["readlink", "/opt/forge/.venv"])
+        link = ended.output.strip()
+        if link and link != manifest.release:
+            raise FailedPrecondition(
+                f"{host} has release {link}, and {manifest.release} is rendered: "
+                "forge deploy upgrade changes releases"
+            )
+
+
+def _start_etcd(
+    cluster: Cluster, needs: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]
+) -> None:
+    """Start all members at once: one is ready when most are. Then users, roles and tokens."""
+    members = [host for host, one in needs.items() if "forge-etcd.service" in one["start"]]
+    for host in members:
+        report(f"{host}: start forge-etcd.service")
+        cluster.run(host, "systemctl", "start", "--no-block", "forge-etcd.service")
+    for host in members:
+        cluster.wait_active(host, "forge-etcd.service")
+    for host, one in needs.items():
+        if "forge-etcd.service" in one["restart"]:
+            report(f"{host}: restart forge-etcd.service")
+            cluster.run(host, "systemctl", "restart", "forge-etcd.service", limit_s=120.0)
+            cluster.wait_active(host, "forge-etcd.service")
+    report(f"{cluster.admin}: users, roles and tokens of etcd")
+    _bootstrap(cluster)
+
+
+def _bootstrap(cluster: Cluster) -> None:
+    deadline_s = cluster.now_s() + cluster.healthy_s
+    while True:
+        try:
+            cluster.forge(cluster.admin, "bootstrap")
+            return
+        except StepFailed:
+            # A new cluster elects its leader first.
+            if cluster.now_s() >= deadline_s:
+                raise
+            cluster.pause(1.0)
+
+
+def _start(
+    cluster: Cluster, needs: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]
+) -> None:
+    """Start all units at once: some are ready only when others are."""
+    chosen = {
+        host: [unit for unit in one["start"] if unit != "forge-etcd.service"]
+        for host, one in needs.items()
+    }
+    for host, units in chosen.items():
+        if units:
+            report(f"{host}: start {', '.join(units)}")
+            # A unit with wrong settings stays failed until it is reset.
+            cluster.run(host, "systemctl", "reset-failed", *units)
+            cluster.run(host, "systemctl", "start", "--no-block", *units)
+    for host, units in chosen.items():
+        for unit in units:
+            cluster.wait_active(host, unit)
+
+
+def _restart(
+    cluster: Cluster, needs: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]
+) -> None:
+    if not any(one["restart"] for one in needs.values()):
+        return
+    leaders = cluster.leaders()
+    for host, unit in roll_order(cluster.manifests, leaders):
+        if unit.kind != ETCD and unit.name in needs[host]["restart"]:
+            for step in restart_steps(host, unit):
+                report(str(step))
+                cluster.perform(step, release=cluster.manifests[host].release)

@@ -1,0 +1,37 @@
+"""Drains one instance: it gets no new work, and the command waits for the work in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from forge.cli.connection import Connection, person
+from forge.core.errors import NotFound
+from forge.runtime.rpc.status import translated
+from forge.v1 import drain_pb2, drain_pb2_grpc
+
+_CALL_S = 10.0
+_PAUSE_S = 0.5
+
+
+async def drain_instance(at: Connection, instance: str, *, resume: bool, wait_s: float) -> int:
+    """Set the drain of an instance; return the requests or rollouts that still run after `wait_s`.
+
+    Raises `NotFound` for an instance that is not in discovery, `Unavailable`.
+    """
+    request = drain_pb2.SetDrainingRequest(draining=not resume, on_behalf_of=person())
+    deadline_s = time.monotonic() + wait_s
+    async with at.open() as (coordinator, channels):
+        addresses = [
+            one.address for one in await coordinator.all_instances() if one.instance_id == instance
+        ]
+        if not addresses:
+            raise NotFound(f"instance {instance} is not in discovery; forge status lists all")
+        stub: Any = drain_pb2_grpc.DrainServiceStub(channels.get(addresses[0]))
+        while True:
+            async with translated():
+                answer = await stub.SetDraining(request, timeout=_CALL_S)
+            if resume or not answer.running or time.monotonic() >= deadline_s:
+                return int(answer.running)
+            await asyncio.sleep(_PAUSE_S)

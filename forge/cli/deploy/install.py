@@ -1,0 +1,219 @@
+"""`forge deploy install`: makes this host what its rendered files say. Repeatable at any point.
+
+Owns files, users, the link of the release and the enabled units. Not here: copies to hosts and the
+order of restarts (`roll`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.cli.deploy.comparison import HostState, stale_since
+from forge.cli.deploy.host import (
+    DEPLOYED,
+    LINK,
+    HostDirectory,
+    installed_version,
+    read_host,
+    systemctl,
+)
+from forge.cli.deploy.rendered import MANIFEST, FileEntry, Manifest
+from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument, Unavailable
+
+NEW = DEPLOYED.with_name("deploy.new")
+"""A copy that is not installed yet."""
+PREVIOUS = DEPLOYED.with_name("deploy.previous")
+"""The files of before, for a rollback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What an installation did, and what the units need."""
+
+    changed: list[str]
+    """Paths."""
+    start: list[str]
+    """Units that do not run."""
+    restart: list[str]
+    """Units that run since before a change."""
+    kept: list[str]
+    """Units that left the inventory and still run: pools, whose data is theirs alone."""
+
+
+def install(source: Path) -> Installed:
+    """Install a directory with a manifest, the running one included. Starts and restarts nothing,
+    and stops the units that left the inventory.
+
+    Raises `InvalidArgument`, `FailedPrecondition` for another host or a missing release, and
+    `Unavailable` if systemd refuses.
+    """
+    directory = HostDirectory(folder=source)
+    manifest = directory.manifest()
+    before = read_host(directory, manifest)
+    _require(manifest, before)
+    old = _old_manifest()
+    try:
+        changed = [one.path for one in manifest.files if _put(directory, one, before)]
+        changed += _remove_left(old, manifest)
+        if changed or not set(manifest.users) <= before.users:
+            _run("systemd-sysusers", "forge.conf")
+            _run("systemd-tmpfiles", "--create", *_tmpfiles(manifest))
+        if before.release != manifest.release:
+            _link(manifest.release)
+            changed.append(str(LINK))
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
+    systemctl("daemon-reload")
+    systemctl("enable", "--quiet", "forge.target", *(unit.name for unit in manifest.units))
+    kept = _stop_left(old, manifest)
+    _adopt(source)
+    after = read_host(HostDirectory(folder=DEPLOYED), manifest)
+    running = [unit for unit in manifest.units if after.units[unit.name].active == "active"]
+    return Installed(
+        changed=changed,
+        start=[unit.name for unit in manifest.units if unit not in running],
+        restart=[unit.name for unit in running if stale_since(unit, after)],
+        kept=kept,
+    )
+
+
+def chosen_source(rollback: str) -> Path:
+    """Return the directory to install: a complete new copy, or the installed one.
+
+    `rollback`: a release to leave. Where it is installed, the files of before become the new copy;
+    elsewhere nothing but an interrupted installation is undone.
+    """
+    if not rollback:
+        return NEW if (NEW / MANIFEST).exists() else DEPLOYED
+    current = _old_manifest()
+    shutil.rmtree(NEW, ignore_errors=True)
+    if (current is None or current.release == rollback) and (PREVIOUS / MANIFEST).exists():
+        shutil.copytree(PREVIOUS, NEW)
+        return NEW
+    return DEPLOYED
+
+
+def _require(manifest: Manifest, state: HostState) -> None:
+    if state.name != manifest.host:
+        raise FailedPrecondition(
+            f"this host is {state.name}, and the files are those of {manifest.host}; "
+            "set its host name, or correct the inventory"
+        )
+    if not installed_version(LINK.with_name(manifest.release)):
+        raise FailedPrecondition(
+            f"/opt/forge/{manifest.release} has no forge; install it as docs/deploy.md shows"
+        )
+
+
+def _old_manifest() -> Manifest | None:
+    """The manifest of the last installation, if this release reads it."""
+    try:
+        return HostDirectory(folder=DEPLOYED).manifest()
+    except ForgeError:
+        return None
+
+
+def _put(directory: HostDirectory, entry: FileEntry, state: HostState) -> bool:
+    """Write a file that differs, at once; return whether it did."""
+    found, path = state.files.get(entry.path), Path(entry.path)
+    if found is not None and found.sha256 == entry.sha256:
+        if (found.mode, found.owner) == (entry.mode, state.owner):
+            return False
+        path.chmod(entry.mode)
+        shutil.chown(path, 0, 0)
+        return True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A unit reads files whose names end as its own do: another ending.
+    unfinished = path.with_name(f".{path.name}.forge-new")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(directory.content(entry.path))
+        file.flush()
+        os.fsync(descriptor)
+    unfinished.chmod(entry.mode)
+    shutil.chown(unfinished, 0, 0)
+    unfinished.replace(path)
+    return True
+
+
+def _remove_left(old: Manifest | None, manifest: Manifest) -> list[str]:
+    """Remove files of the last installation that this one has no more."""
+    kept = {one.path for one in manifest.files}
+    left = [one.path for one in old.files if one.path not in kept] if old else []
+    # A unit that is kept needs its files.
+    left = [path for path in left if not _belongs_to_kept(path, old, manifest)]
+    for path in left:
+        Path(path).unlink(missing_ok=True)
+    return left
+
+
+def _left(old: Manifest | None, manifest: Manifest) -> list[str]:
+    names = {unit.name for unit in manifest.units}
+    return [unit.name for unit in old.units if unit.name not in names] if old else []
+
+
+def _belongs_to_kept(path: str, old: Manifest | None, manifest: Manifest) -> bool:
+    left = set(_left(old, manifest))
+    units = [unit for unit in old.units if unit.name in left] if old else []
+    return any(path in unit.inputs for unit in units if _has_data(unit.name))
+
+
+def _has_data(unit: str) -> bool:
+    """Whether a stop of this unit takes data out of the cluster, or a vote out of etcd."""
+    return unit.startswith(("forge-pool", "forge-etcd"))
+
+
+def _stop_left(old: Manifest | None, manifest: Manifest) -> list[str]:
+    """Stop what left the inventory; return what must be moved first."""
+    left = _left(old, manifest)
+    stopped = [unit for unit in left if not _has_data(unit)]
+    if stopped:
+        systemctl("disable", "--quiet", "--now", *stopped)
+    return [unit for unit in left if _has_data(unit)]
+
+
+def _tmpfiles(manifest: Manifest) -> Sequence[str]:
+    return [
+        Path(one.path).name for one in manifest.files if one.path.startswith("/etc/tmpfiles.d/")
+    ]
+
+
+def _run(*command: str) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        reason = ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}"
+        raise Unavailable(f"{command[0]}: {reason}")
+
+
+def _link(release: str) -> None:
+    """Lead the link to a release, at once."""
+    new = LINK.with_name(".venv.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(release)
+    new.replace(LINK)
+
+
+def _adopt(source: Path) -> None:
+    """Make a new copy the installed one, and keep that of before. Each state in between is finished
+    by a repetition: without DEPLOYED nothing is removed or stopped."""
+    if source == DEPLOYED:
+        return
+    if (source / MANIFEST).read_bytes() == _bytes(DEPLOYED / MANIFEST):
+        shutil.rmtree(source)
+        return
+    if DEPLOYED.exists():
+        shutil.rmtree(PREVIOUS, ignore_errors=True)
+        DEPLOYED.rename(PREVIOUS)
+    source.rename(DEPLOYED)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,123 @@
+"""Hosts of a rendered cluster that answer the commands of `forge deploy` in memory.
+
+Each unit has the release that its host's link had at its last restart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.cli.deploy.rendered import Manifest
+from forge.cli.deploy.transport import Ended, Transport
+
+Fault = Callable[[str, Sequence[str]], bool]
+DONE = Ended(code=0, output="")
+
+
+class Killed(BaseException):
+    """The computer that rolls has lost its power."""
+
+
+@dataclass(slots=True)
+class FakeHosts:
+    """All hosts. `fails` makes a command fail, `kills` ends the rolling process after it."""
+
+    manifests: Mapping[str, Manifest]
+    before: str
+    fails: Fault = lambda host, words: False
+    kills: Fault = lambda host, words: False
+    links: dict[str, str] = field(default_factory=dict)
+    copied: dict[str, str] = field(default_factory=dict)
+    units: dict[tuple[str, str], str] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
+    broken: set[tuple[str, str]] = field(default_factory=set)
+    """Units that never start with a release: (unit, release)."""
+    commands: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for host, manifest in self.manifests.items():
+            self.links[host] = self.before
+            self.units |= {(host, unit.name): self.before for unit in manifest.units}
+
+    def transports(self) -> dict[str, Transport]:
+        """One for each host."""
+        return {host: _Host(host, self) for host in self.manifests}
+
+    def releases(self) -> set[str]:
+        """What links and units have, etcd's apart."""
+        own = {one for (_, unit), one in self.units.items() if unit != "forge-etcd.service"}
+        return own | set(self.links.values())
+
+    def answer(self, host: str, words: Sequence[str]) -> Ended:
+        """The effect and the output of a command."""
+        self.commands.append((host, " ".join(words)))
+        if self.fails(host, words):
+            return Ended(code=1, output="", errors=f"planted: {words[-1]}")
+        ended = self._effect(host, list(words))
+        if self.kills(host, words):
+            raise Killed
+        return ended
+
+    def _effect(self, host: str, words: list[str]) -> Ended:
+        manifest = self.manifests[host]
+        match words:
+            case ["readlink", _]:
+                return Ended(code=0, output=self.links[host] + "\n")
+            case [_, "-m", "forge.cli.main", "--version"]:
+                return Ended(code=0, output=manifest.release + "\n")
+            case ["sh", "-c", _]:
+                self.copied[host] = manifest.release
+            case [_, _, _, "deploy", "install", "--rollback", left]:
+                if self.links[host] == left:
+                    self.links[host] = self.before
+            case [_, _, _, "deploy", "install", "--json"]:
+                self.links[host] = self.copied[host]
+                return Ended(code=0, output='{"changed": [], "start": [], "restart": []}')
+            case [_, _, _, "deploy", "drain", instance, *_]:
+                self.drained.add(instance)
+            case ["systemctl", "restart", unit]:
+                self.units[host, unit] = self.links[host]
+                (instance,) = [one.instance_id for one in manifest.units if one.name == unit]
+                self.drained.discard(instance)
+            case ["systemctl", "is-active", unit]:
+                failed = (unit, self.units[host, unit]) in self.broken
+                return Ended(code=3 if failed else 0, output="failed" if failed else "active")
+            case ["bash", "-lc", _]:
+                return Ended(code=0, output=json.dumps({"services": self._services()}))
+        return DONE
+
+    def _services(self) -> list[dict[str, Any]]:
+        services = []
+        first: set[str] = set()
+        for host, manifest in self.manifests.items():
+            for unit in manifest.units:
+                # The first host leads.
+                kind = {"pool-replica": "pool", "agents": "runner"}.get(unit.kind, unit.kind)
+                leads = unit.kind not in first
+                if kind == "etcd" or (unit.kind == "pool-replica" and not leads):
+                    continue
+                first.add(unit.kind)
+                services.append(
+                    {
+                        "kind": kind,
+                        "instance": unit.instance_id,
+                        "role": "leader" if leads and kind in ("scheduler", "trainer") else "",
+                        "state": "ready",
+                        "error": "",
+                        "version": self.units[host, unit.name],
+                        "metadata": {"shard": "s0", "copies": "2"} if kind == "pool" else {},
+                    }
+                )
+        return services
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    name: str
+    hosts: FakeHosts
+
+    def run(self, words: Sequence[str], *, stdin: bytes = b"", limit_s: float = 60.0) -> Ended:
+        return self.hosts.answer(self.name, words)

@@ -1,0 +1,117 @@
+"""Two bare hosts that `forge deploy` makes a cluster of: software and a model, nothing else.
+
+Owns the machines and the releases; the inventory is the test's. The first host renders, and
+reaches the second one by ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.systemd.bare_host import BareHost
+from tests.support.systemd.installed import SOFTWARE, Installed
+from tests.support.systemd.network import Network
+from tests.support.systemd.three_hosts import SSH
+from tests.support.systemd.work import TASKS
+
+RELEASE, NEXT, BROKEN = "0.1.0", "0.4.0", "0.5.0"
+NAMES = ("forge-1", "forge-2")
+BROKEN_MODULE = "services/scheduler/__main__.py"
+_BARE = """
+rm -rf /etc/forge /etc/systemd/system/forge* /etc/sysusers.d/forge.conf /etc/tmpfiles.d/forge.conf
+rm -rf /var/lib/forge/pool* /var/lib/forge/trainer*
+"""
+
+
+class TwoHosts:
+    """The booted hosts by name."""
+
+    def __init__(self, installed: Installed, folder: Path) -> None:
+        self._folder = folder
+        self._network = Network()
+        software = installed.root / SOFTWARE.lstrip("/")
+        make_release(software / RELEASE, software / NEXT)
+        make_release(software / RELEASE, software / BROKEN)
+        broken = next((software / BROKEN).glob(f"lib/python3*/site-packages/{BROKEN_MODULE}"))
+        broken.unlink()
+        broken.write_text("raise SystemExit('planted: this release does not start')\n")
+        # Each host has its own link: the releases alone are shared.
+        shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
+        stock = installed.copy(folder / "stock")
+        (stock / "root/tasks.py").write_text(TASKS)
+        with (stock / "etc/hosts").open("a") as hosts:
+            hosts.write("".join(f"10.0.0.{n} {name}\n" for n, name in enumerate(NAMES, start=1)))
+        for one in shared.values():
+            (stock / one.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        (stock / SOFTWARE.lstrip("/") / ".venv").symlink_to(RELEASE)
+        BareHost(stock, shared=shared).install(SSH + _BARE, network=True)
+        self.hosts: dict[str, BareHost] = {}
+        for number, name in enumerate(NAMES, start=1):
+            root = folder / name
+            subprocess.run(["cp", "--archive", "--reflink=auto", stock, root], check=True)
+            (root / "etc/hostname").write_text(f"{name}\n")
+            host = BareHost(
+                root, name=name, network=self._network, address=f"10.0.0.{number}", shared=shared
+            )
+            host.boot()
+            self.hosts[name] = host
+
+    @property
+    def first(self) -> BareHost:
+        """The host that renders."""
+        return self.hosts["forge-1"]
+
+    def deploy(self, *words: str, release: str = RELEASE, check: bool = True) -> str:
+        """Run `forge deploy` of a release on the first host."""
+        program = (f"{SOFTWARE}/{release}/bin/python", "-m", "forge.cli.main", "deploy")
+        return self.first.run(*program, *words, check=check)
+
+    def status(self) -> dict[str, Any]:
+        """What `forge status --json` prints on the first host."""
+        shown = self.first.run("bash", "-lc", "forge status --json 2>/dev/null", check=False)
+        away = {"services": [], "problems": ["etcd does not answer"], "scheduler": None}
+        status: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2] or "null") or away
+        return status
+
+    def check(self, name: str) -> dict[str, Any]:
+        """What `forge deploy check --json` prints on a host."""
+        shown = self.hosts[name].run("bash", "-lc", "forge deploy check --json", check=False)
+        found: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2])
+        return found
+
+    def trained(self) -> int:
+        """Groups that are trained, as the scheduler counts them."""
+        return int((self.status()["scheduler"] or {}).get("trained", 0))
+
+    def submit(self, first: int, beyond: int) -> None:
+        """Submit the tasks of these seeds."""
+        file = f"/root/tasks-{first}.jsonl"
+        python = f"{SOFTWARE}/{RELEASE}/bin/python"
+        write = f"{python} /root/tasks.py {first} {beyond} > {file} && forge queue submit {file}"
+        self.first.run("bash", "-elc", write)
+
+    def close(self) -> None:
+        """Stop both hosts, and remove their disks."""
+        for host in self.hosts.values():
+            host.stop()
+        self._network.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def make_release(of: Path, release: Path) -> None:
+    """Make a release that differs in its version alone, of links to the files of another one."""
+    shutil.rmtree(release, ignore_errors=True)
+    subprocess.run(["cp", "-al", str(of), str(release)], check=True)
+    (info,) = release.glob("lib/python3*/site-packages/forge_rl-*.dist-info")
+    text = (
+        (info / "METADATA")
+        .read_text()
+        .replace(f"Version: {of.name}\n", f"Version: {release.name}\n")
+    )
+    (info / "METADATA").unlink()
+    (info / "METADATA").write_text(text)
+    info.rename(info.with_name(f"forge_rl-{release.name}.dist-info"))

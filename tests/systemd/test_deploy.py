@@ -1,0 +1,152 @@
+"""`forge deploy` on two bare hosts, from one inventory: `make test-systemd`.
+
+Each host is a Debian 12 with its own systemd; the first reaches the second by ssh. The tests use
+the same hosts, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.systemd.bare_host import missing
+from tests.support.systemd.installed import Installed
+from tests.support.systemd.two_hosts import BROKEN, NEXT, RELEASE, TwoHosts
+from tests.support.systemd.work import until
+
+INVENTORY = """
+[hosts.forge-1]
+address = "10.0.0.1"
+login = "local"
+[hosts.forge-1.services]
+etcd = 1
+pool-replica = ["s0"]
+scheduler = 1
+router = 1
+prefill = 1
+decode = 1
+gateway = 1
+
+[hosts.forge-2]
+address = "10.0.0.2"
+[hosts.forge-2.services]
+pool-replica = ["s0"]
+scheduler = 1
+trainer = 1
+agents = 1
+
+[settings.scheduler.queue]
+concurrency = 16
+batch_groups = 4
+"""
+GROUPS = 8
+"""Of one submission."""
+OUT = ("--out", "/root/rendered")
+RENDER = ("render", "--inventory", "/root/cluster.toml", *OUT)
+JOURNAL = "root/rendered/upgrade.json"
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "possible here")
+
+
+@pytest.fixture(scope="module")
+def two(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    """The booted hosts, without a file of Forge's in /etc."""
+    two = TwoHosts(installed, tmp_path_factory.mktemp("two"))
+    yield two
+    two.close()
+
+
+def problems(two: TwoHosts, name: str) -> list[str]:
+    return [one["text"] for one in two.check(name)["findings"] if not one["ok"]]
+
+
+def versions(two: TwoHosts) -> set[str]:
+    return {one["version"] for one in two.status()["services"]}
+
+
+def until_well(two: TwoHosts) -> None:
+    """Nine processes: of the replicated shard discovery has the leader alone."""
+    until(lambda: not two.status()["problems"] and len(two.status()["services"]) == 9)
+
+
+def test_two_bare_hosts_become_a_cluster(two: TwoHosts) -> None:
+    """One inventory, two commands; the cluster trains, and each host is as rendered."""
+    (two.first.root / "root/cluster.toml").write_text(INVENTORY)
+    two.deploy(*RENDER)
+    two.deploy("apply", *OUT)
+    until_well(two)
+    assert problems(two, "forge-1") == problems(two, "forge-2") == []
+    two.submit(0, GROUPS)
+    until(lambda: two.trained() == GROUPS)
+    doctor = two.first.run("bash", "-lc", "forge doctor --settings /etc/forge", check=False)
+    found = [line for line in doctor.splitlines() if line.startswith("BAD")]
+    # A container on a machine of any size has no more.
+    assert [line for line in found if "memory" not in line and "sandbox" not in line] == []
+
+
+def test_check_finds_what_was_changed_and_apply_mends_it(two: TwoHosts) -> None:
+    """A setting, a mode, a stopped unit, a unit that is not enabled; the exit code is 1."""
+    host = two.hosts["forge-2"]
+    host.run("sed", "-i", "s/batch_groups = 4/batch_groups = 5/", "/etc/forge/scheduler.toml")
+    host.run("chmod", "0644", "/etc/forge/agents-token")
+    host.run("systemctl", "stop", "forge-agents@1")
+    host.run("systemctl", "disable", "forge-scheduler@1")
+    found = "\n".join(problems(two, "forge-2"))
+    for text in (
+        "file /etc/forge/scheduler.toml differs: line ",
+        "is 'batch_groups = 5', not 'batch_groups = 4'",
+        "/etc/forge/agents-token has mode 0644, not 0600",
+        "forge-agents@1.service is inactive",
+        "forge-scheduler@1.service is not enabled",
+        "forge-scheduler@1.service runs since before the change of /etc/forge/scheduler.toml",
+    ):
+        assert text in found
+    with pytest.raises(AssertionError, match="BAD"):
+        host.run("bash", "-lc", "forge deploy check")
+    two.deploy("apply", *OUT)
+    until_well(two)
+    assert problems(two, "forge-1") == problems(two, "forge-2") == []
+
+
+def test_upgrade_rolls_while_tasks_are_trained(two: TwoHosts) -> None:
+    """The rolling process is killed in the middle, and the same command continues. Nothing is
+    lost."""
+    before = two.trained()
+    two.deploy(*RENDER, release=NEXT)
+    plan = two.deploy("upgrade", *OUT, "--dry-run", release=NEXT)
+    assert "restart forge-trainer@1.service" in plan and versions(two) == {RELEASE}
+    two.submit(100, 100 + GROUPS)
+    command = f"/opt/forge/{NEXT}/bin/python -m forge.cli.main deploy upgrade {' '.join(OUT)}"
+    two.first.run("systemd-run", "--unit=roll", "bash", "-lc", command)
+
+    def done() -> int:
+        file = two.first.root / JOURNAL
+        return int(json.loads(file.read_text())["done"]) if file.exists() else 0
+
+    until(lambda: done() >= 6)
+    two.first.run("systemctl", "kill", "--signal=KILL", "roll")
+    assert versions(two) != {NEXT}
+    two.submit(200, 200 + GROUPS)
+    shown = two.deploy("upgrade", *OUT, release=NEXT)
+    assert f"every instance has release {NEXT}" in shown and "not drained" not in shown
+    assert versions(two) == {NEXT}
+    until(lambda: two.trained() == before + 2 * GROUPS)
+    until_well(two)
+    assert problems(two, "forge-1") == problems(two, "forge-2") == []
+
+
+def test_failing_upgrade_rolls_back(two: TwoHosts) -> None:
+    """A scheduler of the release does not start: the pools that had it get the one of before."""
+    before = two.trained()
+    two.deploy(*RENDER, release=BROKEN)
+    two.submit(300, 300 + GROUPS)
+    shown = two.deploy("upgrade", *OUT, release=BROKEN, check=False)
+    assert f"rolled back to release {NEXT}" in shown
+    assert "failed: forge-" in shown and "forge-scheduler@1.service" in shown
+    until_well(two)
+    assert versions(two) == {NEXT}
+    assert problems(two, "forge-1") == problems(two, "forge-2") == []
+    until(lambda: two.trained() == before + GROUPS)

@@ -1,0 +1,195 @@
+"""`forge deploy check`: each planted difference is found, with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge.cli.deploy.comparison import (
+    FoundFile,
+    FoundUnit,
+    HostState,
+    Listener,
+    differences,
+    stale_since,
+)
+from forge.cli.deploy.host import HostDirectory, first_difference
+from forge.cli.deploy.render import rendered_hosts
+from forge.cli.deploy.rendered import Manifest
+from forge.core.errors import InvalidArgument
+from tests.support.deploy.inventories import RELEASE, TWO_HOSTS, rendered
+
+POOL = "forge-pool@1.service"
+Plant = Callable[[HostState], HostState]
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    out = tmp_path_factory.mktemp("rendered")
+    rendered(TWO_HOSTS, out)
+    return rendered_hosts(out)["beta"]
+
+
+def sound(manifest: Manifest) -> HostState:
+    """The state of a host as it should be: everything was installed, then started."""
+    return HostState(
+        name=manifest.host,
+        release=RELEASE,
+        version=RELEASE,
+        linked_unix_s=1.0,
+        files={
+            one.path: FoundFile(
+                sha256=one.sha256, mode=one.mode, owner="root:root", changed_unix_s=1.0
+            )
+            for one in manifest.files
+        },
+        users=frozenset(manifest.users),
+        units={
+            one.name: FoundUnit(active="active", enabled=True, started_unix_s=2.0)
+            for one in manifest.units
+        },
+        other_units=(),
+        listeners={7211: Listener(process="python", pid=5, unit=POOL)},
+        has_model=True,
+        starts_at_boot=True,
+    )
+
+
+def with_file(path: str, **changes: object) -> Plant:
+    def plant(state: HostState) -> HostState:
+        changed = replace(state.files[path], **changes)  # type: ignore[arg-type]
+        return replace(state, files={**state.files, path: changed})
+
+    return plant
+
+
+def without_file(path: str) -> Plant:
+    return lambda state: replace(
+        state, files={one: found for one, found in state.files.items() if one != path}
+    )
+
+
+def with_unit(name: str, **changes: object) -> Plant:
+    def plant(state: HostState) -> HostState:
+        changed = replace(state.units[name], **changes)  # type: ignore[arg-type]
+        return replace(state, units={**state.units, name: changed})
+
+    return plant
+
+
+def test_sound_host_has_no_difference(manifest: Manifest) -> None:
+    """One line for each subject."""
+    found = differences(manifest, sound(manifest))
+    assert all(one.ok for one in found) and len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("plant", "text", "remedy"),
+    [
+        (lambda state: replace(state, name="gamma"), "this host is gamma", "set-hostname beta"),
+        (
+            lambda state: replace(state, users=state.users - {"forge-pool"}),
+            "user forge-pool is missing",
+            "systemd-sysusers",
+        ),
+        (lambda state: replace(state, has_model=False), "model directory", "Copy the starting"),
+        (lambda state: replace(state, release=""), "leads to no installation", "install"),
+        (
+            lambda state: replace(state, release="0.0.9"),
+            "leads to 0.0.9, not to 0.1.0",
+            "forge deploy upgrade",
+        ),
+        (lambda state: replace(state, version=""), "/opt/forge/0.1.0 has no forge", "pip install"),
+        (lambda state: replace(state, version="0.0.9"), "has forge 0.0.9", "Install 0.1.0"),
+        (
+            without_file("/etc/systemd/system/forge-pool@.service"),
+            "unit /etc/systemd/system/forge-pool@.service is missing",
+            "forge deploy install",
+        ),
+        (
+            with_file("/etc/forge/pool.toml", sha256="x", difference="line 3 is 'a', not 'b'"),
+            "file /etc/forge/pool.toml differs: line 3 is 'a', not 'b'",
+            "put it into the inventory",
+        ),
+        (
+            with_file("/etc/forge/key", owner="forge-pool:root"),
+            "/etc/forge/key belongs to forge-pool:root, not to root:root",
+            "chown root:root /etc/forge/key",
+        ),
+        (
+            with_file("/etc/forge/key", mode=0o644),
+            "/etc/forge/key has mode 0644, not 0600",
+            "chmod 0600 /etc/forge/key",
+        ),
+        (with_unit(POOL, enabled=False), f"{POOL} is not enabled", f"systemctl enable {POOL}"),
+        (
+            with_unit(POOL, active="failed", result="exit-code", started_unix_s=0.0),
+            f"{POOL} is failed (exit-code)",
+            f"journalctl -u {POOL}",
+        ),
+        (
+            with_file("/etc/forge/pool.toml", changed_unix_s=3.0),
+            f"{POOL} runs since before the change of /etc/forge/pool.toml",
+            f"systemctl restart {POOL}",
+        ),
+        (
+            lambda state: replace(state, other_units=("forge-pool@7.service",)),
+            "forge-pool@7.service is not in the inventory",
+            "forge pool retire",
+        ),
+        (
+            lambda state: replace(state, starts_at_boot=False),
+            "forge.target is not enabled",
+            "systemctl enable forge.target",
+        ),
+        (
+            lambda state: replace(
+                state, listeners={7221: Listener(process="nginx", pid=7, unit="nginx.service")}
+            ),
+            "port 7221 (grpc of forge-scheduler@1.service) is taken by nginx, process 7 of nginx",
+            "set another port",
+        ),
+    ],
+)
+def test_planted_difference_is_found(
+    manifest: Manifest, plant: Plant, text: str, remedy: str
+) -> None:
+    """One line for it, with what to do."""
+    problems = [one for one in differences(manifest, plant(sound(manifest))) if not one.ok]
+    assert any(text in one.text and remedy in one.remedy for one in problems), problems
+    shared = "pool.toml" in text and "runs since" in text
+    assert len(problems) == (2 if shared else 1)
+
+
+def test_unit_is_stale_for_its_own_inputs_alone(manifest: Manifest) -> None:
+    """Another service's settings, and a link that changed before its start, concern it not."""
+    state = sound(manifest)
+    units = {one.name: one for one in manifest.units}
+    other = with_file("/etc/forge/trainer.toml", changed_unix_s=3.0)(state)
+    assert stale_since(units[POOL], other) == ""
+    assert stale_since(units["forge-trainer@1.service"], other) == "/etc/forge/trainer.toml"
+    swapped = replace(state, linked_unix_s=3.0)
+    assert {stale_since(one, swapped) for one in manifest.units} == {"/opt/forge/.venv"}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "text"),
+    [
+        (b"a\nb\n", b"a\nb\n", ""),
+        (b"a\nx\n", b"a\nb\n", "line 2 is 'x', not 'b'"),
+        (b"a\n", b"a\nb\n", "line 2 is '', not 'b'"),
+        (b"a\nb\nc\n", b"a\nb\n", "line 3 is 'c', not ''"),
+    ],
+)
+def test_first_difference_names_a_line(found: bytes, expected: bytes, text: str) -> None:
+    """The line of this host, then that of the rendered file."""
+    assert first_difference(found, expected) == text
+
+
+def test_host_without_a_manifest_says_what_brings_it(tmp_path: Path) -> None:
+    """Nothing was ever applied."""
+    with pytest.raises(InvalidArgument, match="forge deploy apply copies it"):
+        HostDirectory(folder=tmp_path).manifest()
