@@ -7,7 +7,6 @@ the same hosts, one after the other.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 
 import pytest
