@@ -88,8 +88,6 @@ def _start(
     for host, units in chosen.items():
         if units:
             report(f"{host}: start {', '.join(units)}")
-            # A unit with wrong settings stays failed until it is reset.
-            cluster.run(host, "systemctl", "reset-failed", *units)
             cluster.run(host, "systemctl", "start", "--no-block", *units)
     for host, units in chosen.items():
         for unit in units:

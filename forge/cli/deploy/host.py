@@ -47,8 +47,14 @@ class HostDirectory:
             ) from None
 
     def content(self, path: str) -> bytes:
-        """Return a rendered file by its path on the host."""
-        return (self.folder / TREE / path.lstrip("/")).read_bytes()
+        """Return a rendered file by its path on the host. Raises `InvalidArgument`."""
+        file = self.folder / TREE / path.lstrip("/")
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(
+                f"{file}: {error.strerror}; forge deploy apply copies it to each host"
+            ) from None
 
 
 def systemctl(*words: str, check: bool = True) -> str:

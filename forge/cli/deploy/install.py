@@ -59,7 +59,9 @@ def install(source: Path) -> Installed:
     old = _old_manifest()
     try:
         changed = [one.path for one in manifest.files if _put(directory, one, before)]
-        changed += _remove_left(old, manifest)
+        for path in left_files(old, manifest):
+            Path(path).unlink(missing_ok=True)
+            changed.append(path)
         if changed or not set(manifest.users) <= before.users:
             _run("systemd-sysusers", "forge.conf")
             _run("systemd-tmpfiles", "--create", *_tmpfiles(manifest))
@@ -71,7 +73,7 @@ def install(source: Path) -> Installed:
     systemctl("daemon-reload")
     systemctl("enable", "--quiet", "forge.target", *(unit.name for unit in manifest.units))
     kept = _stop_left(old, manifest)
-    _adopt(source)
+    adopt(source)
     after = read_host(HostDirectory(folder=DEPLOYED), manifest)
     running = [unit for unit in manifest.units if after.units[unit.name].active == "active"]
     return Installed(
@@ -91,11 +93,25 @@ def chosen_source(rollback: str) -> Path:
     if not rollback:
         return NEW if (NEW / MANIFEST).exists() else DEPLOYED
     current = _old_manifest()
+    if current is not None and current.release != rollback:
+        _remove_begun(current)
     shutil.rmtree(NEW, ignore_errors=True)
     if (current is None or current.release == rollback) and (PREVIOUS / MANIFEST).exists():
         shutil.copytree(PREVIOUS, NEW)
         return NEW
     return DEPLOYED
+
+
+def _remove_begun(current: Manifest) -> None:
+    """Remove the files that an interrupted installation added."""
+    try:
+        begun = HostDirectory(folder=NEW).manifest()
+    except ForgeError:
+        return
+    paths = {one.path for one in current.files}
+    for one in begun.files:
+        if one.path not in paths:
+            Path(one.path).unlink(missing_ok=True)
 
 
 def _require(manifest: Manifest, state: HostState) -> None:
@@ -141,26 +157,23 @@ def _put(directory: HostDirectory, entry: FileEntry, state: HostState) -> bool:
     return True
 
 
-def _remove_left(old: Manifest | None, manifest: Manifest) -> list[str]:
-    """Remove files of the last installation that this one has no more."""
+def left_files(old: Manifest | None, manifest: Manifest) -> list[str]:
+    """Return the files of the last installation that this one has no more. A unit with data
+    continues, and needs its files."""
+    if old is None:
+        return []
+    left = set(left_units(old, manifest))
     kept = {one.path for one in manifest.files}
-    left = [one.path for one in old.files if one.path not in kept] if old else []
-    # A unit that is kept needs its files.
-    left = [path for path in left if not _belongs_to_kept(path, old, manifest)]
-    for path in left:
-        Path(path).unlink(missing_ok=True)
-    return left
+    for unit in old.units:
+        if unit.name in left and _has_data(unit.name):
+            kept |= {*unit.inputs}
+    return [one.path for one in old.files if one.path not in kept]
 
 
-def _left(old: Manifest | None, manifest: Manifest) -> list[str]:
+def left_units(old: Manifest | None, manifest: Manifest) -> list[str]:
+    """Return the units of the last installation that this one has no more."""
     names = {unit.name for unit in manifest.units}
     return [unit.name for unit in old.units if unit.name not in names] if old else []
-
-
-def _belongs_to_kept(path: str, old: Manifest | None, manifest: Manifest) -> bool:
-    left = set(_left(old, manifest))
-    units = [unit for unit in old.units if unit.name in left] if old else []
-    return any(path in unit.inputs for unit in units if _has_data(unit.name))
 
 
 def _has_data(unit: str) -> bool:
@@ -170,7 +183,7 @@ def _has_data(unit: str) -> bool:
 
 def _stop_left(old: Manifest | None, manifest: Manifest) -> list[str]:
     """Stop what left the inventory; return what must be moved first."""
-    left = _left(old, manifest)
+    left = left_units(old, manifest)
     stopped = [unit for unit in left if not _has_data(unit)]
     if stopped:
         systemctl("disable", "--quiet", "--now", *stopped)
@@ -198,7 +211,7 @@ def _link(release: str) -> None:
     new.replace(LINK)
 
 
-def _adopt(source: Path) -> None:
+def adopt(source: Path) -> None:
     """Make a new copy the installed one, and keep that of before. Each state in between is finished
     by a repetition: without DEPLOYED nothing is removed or stopped."""
     if source == DEPLOYED:
