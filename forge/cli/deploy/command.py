@@ -240,9 +240,9 @@ def drain(
     wait: Annotated[str, typer.Option(help="Longest wait for its work in flight.")] = "0s",
     resume: Annotated[bool, typer.Option("--resume", help="End the drain.")] = False,
 ) -> None:
-    """On a host with the key: give a worker or a runner no new work, until it restarts.
+    """On a host with the key: give a prefill or decode worker no new request, until it restarts.
 
-    Prints how many requests or rollouts still run after the wait.
+    Prints how many requests still run after the wait.
     """
     from forge.cli.deploy.check import connection
     from forge.cli.deploy.drain import drain_instance

@@ -16,7 +16,7 @@ _PAUSE_S = 0.5
 
 
 async def drain_instance(at: Connection, instance: str, *, resume: bool, wait_s: float) -> int:
-    """Set the drain of an instance; return the requests or rollouts that still run after `wait_s`.
+    """Set the drain of an instance; return the requests that still run after `wait_s`.
 
     Raises `NotFound` for an instance that is not in discovery, `Unavailable`.
     """

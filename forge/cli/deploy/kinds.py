@@ -28,7 +28,7 @@ class Kind:
     has_key: bool = True
     """Whether its unit reads the cluster's key."""
     drains: bool = False
-    """Whether it serves DrainService."""
+    """Whether it takes calls of DrainService."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -70,9 +70,8 @@ KINDS: Mapping[str, Kind] = {
         http_port=8000,
         reads_model=True,
     ),
-    "agents": Kind(
-        unit="forge-agents", service="agents", ports=(726, 926), has_key=False, drains=True
-    ),
+    # Without the key it verifies no call, so it drains at its stop alone.
+    "agents": Kind(unit="forge-agents", service="agents", ports=(726, 926), has_key=False),
     "console": Kind(
         unit="forge-console",
         service="console",

@@ -95,9 +95,9 @@ class TwoHosts:
         self.first.run("bash", "-elc", write)
 
     def close(self) -> None:
-        """Stop both hosts, and remove their disks."""
+        """End both hosts, and remove their disks."""
         for host in self.hosts.values():
-            host.stop()
+            host.kill()
         self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

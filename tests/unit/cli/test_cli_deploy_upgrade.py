@@ -85,7 +85,7 @@ def is_command_of(step: Step, host: str, words: Sequence[str]) -> bool:
 
 
 def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifest]) -> None:
-    """Standbys before leaders; workers and runners are drained; a host swaps before its first
+    """Standbys before leaders; workers are drained; a host swaps before its first
     unit; etcd is not restarted."""
     steps = steps_of(manifests)
     restarts = [(one.host, one.unit) for one in steps if one.action == "restart"]
@@ -106,7 +106,7 @@ def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifes
         ("alpha", "forge-console@1.service"),
     ]
     assert [one.kind for one in steps if one.action == "drain"] == [
-        *("prefill", "decode", "decode", "agents")
+        *("prefill", "decode", "decode")
     ]
     actions = [one.action for one in steps]
     assert actions[:3] == ["copy", "copy", "swap"] and actions[-1] == "roles"
@@ -229,7 +229,7 @@ def test_failed_drain_stops_nothing(manifests: dict[str, Manifest], tmp_path: Pa
     cluster = cluster_of(hosts, tmp_path)
     upgrade = Upgrade(cluster, lambda _: None)
     assert upgrade.run(upgrade.plan())
-    assert len(cluster.notes) == 4
+    assert len(cluster.notes) == 3
 
 
 def test_host_without_the_release_stops_the_upgrade_before_its_begin(
