@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.async_api import Browser, expect
 
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.v1 import trainer_pb2
+from forge.v1 import common_pb2 as pb
+from forge.v1 import scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
+from services.console.data import trajectory_list
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.console.page import Console, served, token_of, write_metrics
-from tests.support.pool.records import make_turn
+from tests.support.pool.records import make_reward, make_turn
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -137,7 +140,7 @@ async def test_every_control_is_reached_by_the_keyboard(browser: Browser) -> Non
                 )
             )
         names = [name for name, _ in reached]
-        pages = ["Overview", "Window", "Trajectories", "Services"]
+        pages = ["Overview", "Window", "Trajectories", "Tasks", "Services"]
         assert names[0] == "Skip to the content"
         assert [name for name in names[: names.index("CANVAS")] if name in pages] == pages
         assert "CANVAS" in names
@@ -197,4 +200,97 @@ async def test_overview_overlays_other_runs(browser: Browser, tmp_path: Path) ->
         await expect(section.locator("canvas")).to_have_count(3, timeout=LIMIT_MS)
         await expect(section).to_contain_text("other")
         await expect(section.locator(".note")).to_contain_text("does not exist")
+        assert await one.problems() == [] and one.errors == []
+
+
+def data_set_of(console: Console) -> None:
+    """A data set with a trained group, and a held-out one."""
+    for task_id, tag, phase in (("math.e0.r0", "math", "trained"), ("e", "eval-s1", "evaluated")):
+        purpose = pb.PURPOSE_EVAL if tag.startswith("eval") else pb.PURPOSE_TRAIN
+        task = pb.Task(
+            task_id=task_id,
+            domain="code",
+            tag=tag,
+            purpose=purpose,
+            scaffold=HOSTILE,
+            metadata={"repository": "a/b"},
+        )
+        summary = pb.TrajectorySummary(rewards=[make_reward(value=0.5)])
+        console.operator.listed.append(
+            scheduler_pb2.BatchGroup(
+                group=pb.GroupRecord(task=task), phase=phase, trajectories=[summary]
+            )
+        )
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_tasks_and_search_are_clean(browser: Browser, width: int, dark: bool) -> None:
+    """No finding of axe-core, no error, and as wide as the window; by the keyboard alone. Matches
+    are in bold and stay texts; a link leads to the turn, whose rewards are over the turns."""
+    said = f"{HOSTILE} needle {HOSTILE}"
+    messages = {"messages": [{"role": "user", "content": said}], "answer": {"role": "assistant"}}
+    async with (
+        served() as console,
+        watched(browser, address(console), width=width, dark=dark) as one,
+    ):
+        page = one.page
+        data_set_of(console)
+        turns = [make_turn(index=0), make_turn(index=1, messages_json=json.dumps(messages))]
+        console.pool.put("t:0:0", *turns)
+        rewards = console.pool.stored["t:0:0"].rewards
+        rewards.extend([make_reward("format", 0.25, turn_index=0), make_reward("x", -1.0)])
+        await one.go("#/tasks")
+        await page.wait_for_selector("section[aria-label='Held-out tasks'] tbody tr")
+        assert await one.problems() == [] and await one.overflow_px() <= 0
+        await page.locator("a", has_text="math").focus()
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("section[aria-label='Tasks'] tbody tr:has-text('a/b')")
+        assert await one.problems() == [] and await one.overflow_px() <= 0
+        await one.go("#/trajectories")
+        await page.locator("input[name=text]").focus()
+        await page.keyboard.type("needle")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("mark:has-text('needle')")
+        await page.locator("summary").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("input[name=where]")).to_be_visible(timeout=LIMIT_MS)
+        assert await one.problems() == [] and await one.overflow_px() <= 0
+        assert await page.locator("main img, main script").count() == 0
+        await page.locator("tbody a").first.click()
+        await page.wait_for_selector("section[aria-label='Rewards over turns'] td:has-text('0.25')")
+        assert page.url.endswith("#/trajectories/t%3A0%3A0/1")
+        assert await one.problems() == [] and await one.overflow_px() <= 0
+        assert one.errors == []
+
+
+async def test_search_continues_on_demand(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The button adds the next matches, and goes with the last ones."""
+    monkeypatch.setattr(trajectory_list, "MOST_MATCHES", 2)
+    async with served() as console, watched(browser, address(console)) as one:
+        for number in range(3):
+            console.pool.put(f"t{number}:0:0", make_turn(messages_json="needle"))
+        await one.go(f"#/trajectories/find/{quote('text=needle')}")
+        rows = one.page.locator("tbody tr")
+        await expect(rows).to_have_count(2, timeout=LIMIT_MS)
+        await one.page.click("button:has-text('Search further')")
+        await expect(rows).to_have_count(3, timeout=LIMIT_MS)
+        await expect(one.page.locator(".sub")).to_have_text("3 matches", timeout=LIMIT_MS)
+        assert await one.page.locator("button:has-text('Search further')").is_hidden()
+        assert one.errors == []
+
+
+async def test_reward_components_have_a_chart(browser: Browser) -> None:
+    """One line for each name, once a step has any."""
+    async with served() as console, watched(browser, address(console)) as one:
+        for step in (1, 2):
+            await console.operator.steps.put(
+                trainer_pb2.StepMetrics(step=step, reward_components={"tests": 0.5, "calls": -0.1})
+            )
+        await one.go("#/overview")
+        chart = one.page.locator(".components section.chart")
+        await expect(chart.locator("canvas")).to_have_count(1, timeout=LIMIT_MS)
+        await expect(chart.locator(".u-legend")).to_contain_text("calls")
         assert await one.problems() == [] and one.errors == []

@@ -55,7 +55,7 @@ class Steps(Topic):
             return None, cursor
         anew = cursor[0] != self._epoch
         rows = self._rows[0 if anew else cursor[1] :]
-        event = {"anew": anew, "fields": FIELDS if anew else (), "rows": rows}
+        event = {"anew": anew, "fields": (*FIELDS, *MAPS) if anew else (), "rows": rows}
         return encode(event), now
 
     async def run(self) -> None:

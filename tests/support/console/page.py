@@ -24,6 +24,7 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig
+from services.console.data.closes import Closes
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.steps import Steps
@@ -179,6 +180,11 @@ class FakePool:
         for first in range(0, max(1, len(found)), page_size):
             yield Page(shard="0", trajectories=found[first : first + page_size])
 
+    async def tail(self) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
+        """No change."""
+        await asyncio.Event().wait()
+        yield pool_pb2.TailTrajectoriesResponse()
+
     async def shards(self) -> list[str]:
         return ["0"]
 
@@ -233,6 +239,7 @@ class Console:
                 period_s=0.05,
                 timeout_s=5.0,
             ),
+            "closes": Closes(news, self.pool.tail),
             "tasks": Poll("tasks", news, tasks.read, period_s=0.05, timeout_s=5.0),
             "overview": Poll("overview", news, _overview, period_s=0.05, timeout_s=5.0),
         }

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.core.errors import Unavailable
 from forge.v1 import trainer_pb2
-from services.console.data.steps import FIELDS, Steps
+from services.console.data.steps import FIELDS, MAPS, Steps
 from services.console.data.topics import START, News, Poll, pause_s
 from tests.support.console.page import FakeOperator
 
@@ -39,7 +39,8 @@ def test_page_gets_all_steps_and_then_new_ones() -> None:
     for number in (1, 2):
         topic.add(step(number))
     event, cursor = rows(topic)
-    assert (event["anew"], event["fields"], numbers(event)) == (True, [*FIELDS], [1, 2])
+    names = [*FIELDS, *MAPS]
+    assert (event["anew"], event["fields"], numbers(event)) == (True, names, [1, 2])
     assert event["rows"][0][-1] == {"code": 0.5}
     assert topic.since(cursor) == (None, cursor)
     topic.add(step(3))
