@@ -25,7 +25,8 @@ pool_app = typer.Typer(
     help="Maintain the data pool and its files.\n\n"
     "[bold]stats[/bold] reads a running pool, [bold]erase[/bold] deletes from it, "
     "[bold]retire[/bold] and [bold]declare-lost[/bold] remove a shard; default: the newest run "
-    "under .forge. [bold]check[/bold], [bold]backup[/bold], [bold]restore[/bold], "
+    "under .forge. [bold]check[/bold], [bold]backup[/bold], "
+    "[bold]scheduled-backup[/bold], [bold]restore[/bold], "
     "[bold]adopt[/bold] and [bold]compact[/bold] work on the directory of one shard (data_dir; in "
     "a run pool/0), on its host. [bold]forge trajectories[/bold] reads what the pool has.",
 )

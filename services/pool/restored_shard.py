@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge.core.errors import ForgeError
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.pool.metrics import TRAINED_SINCE_BACKUP
 from services.pool.storage.file_locks import sync_directory
+from services.pool.trainer_status import trainer_statuses
 
 if TYPE_CHECKING:
     from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 FILE = "restored.json"
 PERIOD_S = 1.0
 """A trainer that returned to an earlier step is seen before it trains the next one."""
-_ASK_TRAINER_S = 5.0
 
 TrainedStep = Callable[[], Awaitable[int | None]]
 """Returns the newest step of the trainer that trains; None without one."""
@@ -61,17 +59,11 @@ class TrainersStep:
 
     async def __call__(self) -> int | None:
         """None if no trainer answers, or each still loads."""
-        steps = []
-        for instance in self._trainers.instances():
-            try:
-                async with translated():
-                    status = await self._trainers.stub(instance).GetTrainerStatus(
-                        trainer_pb2.GetTrainerStatusRequest(), timeout=_ASK_TRAINER_S
-                    )
-            except ForgeError:
-                continue
-            if status.phase > trainer_pb2.TRAINER_PHASE_LOADING:
-                steps.append(status.step)
+        steps = [
+            status.step
+            async for status in trainer_statuses(self._trainers)
+            if status is not None and status.phase > trainer_pb2.TRAINER_PHASE_LOADING
+        ]
         return max(steps, default=None)
 
 

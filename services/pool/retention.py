@@ -20,14 +20,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge.core.errors import ForgeError
 from forge.core.trajectory import TaskId
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import log
-from forge.v1 import trainer_pb2
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.data.freeing import Freed, is_freed
@@ -42,6 +40,7 @@ from services.pool.metrics import (
 from services.pool.readers import ReaderRef
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.store import PoolStore
+from services.pool.trainer_status import trainer_statuses
 
 if TYPE_CHECKING:
     from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
@@ -58,7 +57,6 @@ LOOKED_AT = 4096
 MAX_RECORDS = 128
 """Most turns and rewards deleted in one transaction: a few milliseconds of the writer's time."""
 _FREE_S = 60.0
-_ASK_TRAINER_S = 5.0
 
 
 Coverage = Callable[[], Awaitable[int]]
@@ -276,16 +274,10 @@ class TrainersCoverage:
 
     async def __call__(self) -> int:
         """The lowest step. 0 if there is no trainer, or one does not answer."""
-        steps = [await self._oldest_step(instance) for instance in self._trainers.instances()]
-        return min(steps, default=0)
-
-    async def _oldest_step(self, instance: Any) -> int:
-        try:
-            async with translated():
-                status = await self._trainers.stub(instance).GetTrainerStatus(
-                    trainer_pb2.GetTrainerStatusRequest(), timeout=_ASK_TRAINER_S
-                )
-        except ForgeError as error:
-            log.debug("trainer_not_asked", trainer=instance.instance_id, error=str(error))
-            return 0
-        return status.oldest_checkpoint_step
+        return min(
+            [
+                status.oldest_checkpoint_step if status is not None else 0
+                async for status in trainer_statuses(self._trainers)
+            ],
+            default=0,
+        )

@@ -91,6 +91,7 @@ class Trainer:
     """Stands in for an instance and its stub."""
 
     status: trainer_pb2.GetTrainerStatusResponse | None
+    instance_id: str = "trainer"
 
     async def GetTrainerStatus(
         self, request: Any, *, timeout: float
