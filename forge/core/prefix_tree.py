@@ -31,6 +31,7 @@ from operator import sub
 from typing import NamedTuple
 
 from forge.core.errors import InvalidArgument
+from forge.core.routes import RouteSpan
 from forge.core.token_columns import TOKEN_BYTES, common_tokens
 
 Span = tuple[int, int]
@@ -71,6 +72,9 @@ class Sample:
     """Number of its trajectory in the batch; -1: this sample is a trajectory of its own."""
     group: int = -1
     """Number of its group in the batch; -1: this sample is a group of its own."""
+    routes: tuple[RouteSpan, ...] = ()
+    """Experts of its tokens, as recorded: ascending, disjoint. The model chooses those of tokens
+    in no span."""
 
     @property
     def tokens(self) -> int:
@@ -106,6 +110,14 @@ class Sample:
             raise InvalidArgument(
                 f"returns has {len(self.returns)} bytes; 0 or {expected} expected"
             )
+        previous = 0
+        for span in self.routes:
+            if not previous <= span.start < span.end <= self.tokens:
+                raise InvalidArgument(
+                    f"routes of the tokens [{span.start}, {span.end}) in a sequence of "
+                    f"{self.tokens} tokens; spans must ascend and not overlap"
+                )
+            previous = span.end
         if not self.temperature > 0:
             raise InvalidArgument(
                 f"temperature is {self.temperature}; must be > 0 to be trained on"
@@ -145,6 +157,8 @@ class TreePlan:
     """Per sample, the place of its last token in the layout."""
     parts: tuple[Span, ...]
     """Layout ranges of at most the budget each, one pass per part; they tile the layout."""
+    keys: bytes = b""
+    """int32: the token with its route, as numbered by `forge.rl.tree.routes`; empty without."""
 
     @property
     def tokens(self) -> int:
@@ -161,22 +175,30 @@ class TreePlan:
 
 
 def plan_trees(
-    samples: Sequence[Sample], *, token_budget: int, pair_cost: float = 0.0, relay: bool = True
+    samples: Sequence[Sample],
+    *,
+    token_budget: int,
+    pair_cost: float = 0.0,
+    relay: bool = True,
+    keys: Sequence[bytes] = (),
 ) -> list[TreePlan]:
     """Merge samples into trees at the least cost, in passes of at most `token_budget` tokens.
 
     Every sample is in exactly one tree, so losses and gradients of trees add up without correction;
     a prefix shared by two trees is computed in both. `pair_cost` is the cost of one query-key pair,
     relative to a token's cost without attention. Without `relay` each tree is one pass, and a
-    sample above the budget is a tree that exceeds it.
+    sample above the budget is a tree that exceeds it. `keys` replace the ids of each sample: tokens
+    are shared where these are equal, and plans have them as ids.
     """
-    order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
+    columns = keys or [one.ids for one in samples]
+    order = sorted(range(len(samples)), key=columns.__getitem__)
     shared = [0] * len(order)
     for rank in range(1, len(order)):
-        shared[rank] = common_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
+        shared[rank] = common_tokens(columns[order[rank - 1]], columns[order[rank]])
     lengths = [samples[index].tokens for index in order]
+    budget = token_budget if relay else None
     return [
-        _merge(samples, order[start:end], shared[start:end], token_budget if relay else None)
+        _merge(samples, columns, order[start:end], shared[start:end], budget)
         for start, end in _partition(lengths, shared, token_budget, pair_cost, relay=relay)
     ]
 
@@ -237,14 +259,18 @@ def _partition(
 
 
 def _merge(
-    samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int], budget: int | None
+    samples: Sequence[Sample],
+    columns: Sequence[bytes],
+    order: Sequence[int],
+    shared: Sequence[int],
+    budget: int | None,
 ) -> TreePlan:
     trie = _Trie()
     trained: list[tuple[Span, ...]] = []
     lasts: list[int] = []
     for rank, index in enumerate(order):
         one = samples[index]
-        trie.insert(one.ids, shared[rank] if rank else 0)
+        trie.insert(columns[index], shared[rank] if rank else 0)
         trained.append(tuple(trie.locate(one.trained)))
         lasts.extend(start for start, _ in trie.locate([(one.tokens - 1, one.tokens)]))
     tokens = sum(map(len, trie.pieces)) // TOKEN_BYTES

@@ -289,6 +289,8 @@ class LearnerConfig:
     """Passes over each batch."""
     mini_batches: int = 1
     """Updates per pass, each on other groups of the batch."""
+    compare_replay_every: int = 0
+    """Steps between two that compute one tree also without replay of experts; 0: none does."""
     token_budget: int = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: int = 256

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from forge.rl.routing import recomputed_with_routes
+
 SHRINK = 0.5
 """Factor on the token budget after a shortage of memory."""
 
@@ -41,7 +43,9 @@ def recompute_activations(model: Any) -> None:
     modules: dropout stays off. Raises `ValueError` when the model cannot.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
-    (enable or model.gradient_checkpointing_enable)()
+    (enable or model.gradient_checkpointing_enable)(
+        {"use_reentrant": False, "context_fn": recomputed_with_routes}
+    )
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True

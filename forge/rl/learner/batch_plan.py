@@ -7,18 +7,20 @@ Owns the plan of a whole batch and its counts. One tree is `forge.rl.tree.batch`
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from forge.core.prefix_tree import Sample, TreePlan, plan_trees
+from forge.core.routes import RouteShape
 from forge.rl.learner.mini_batches import mini_batches as divide_samples
 from forge.rl.losses.objective import BatchSize
 from forge.rl.model.capabilities import pair_cost
 from forge.rl.parallel.rounds import TreeCost, divide
 from forge.rl.tree.batch import TreeBatch, build_tree_batch, trajectories_of
+from forge.rl.tree.routes import route_keys, split_nodes
 
 TRIED_ROUNDS = 4
 """Numbers of trees per data group that a plan is tried with."""
@@ -33,6 +35,10 @@ class BatchPlan:
     samples: tuple[Sample, ...] = ()
     """The merged samples, for another plan with another budget."""
     token_budget: int = 0
+    split_nodes: int = 0
+    """Nodes that hold a token again, since the recorded experts of its samples differ."""
+    unfit_routes: int = 0
+    """Columns of recorded experts that are of another model: their tokens have none."""
     mini_batches: tuple[BatchPlan, ...] = ()
     """A plan for each update of a pass over the batch; empty: one update on the whole batch. Their
     trees are those of this plan."""
@@ -88,12 +94,14 @@ def plan_batch(
     relay: bool = True,
     data_groups: int = 1,
     mini_batches: int = 1,
+    route_shape: RouteShape | None = None,
 ) -> BatchPlan:
     """Merge a batch's samples into trees, on any thread; needs no weights.
 
     `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. With
     several data groups the trees are those that the groups finish earliest. Trees never contain
-    samples of two of the `mini_batches`. Raises `InvalidArgument` for a malformed sample.
+    samples of two of the `mini_batches`. `route_shape` is that of a model that replays recorded
+    experts, None: they are ignored. Raises `InvalidArgument` for a malformed sample.
     """
     began = time.perf_counter()
     for sample in samples:
@@ -105,33 +113,32 @@ def plan_batch(
         channels=channels,
         relay=relay,
         data_groups=data_groups,
+        route_shape=route_shape,
     )
     parts = divide_samples(trainable, mini_batches) if mini_batches > 1 else []
     planned: tuple[BatchPlan, ...] = ()
     if len(parts) > 1:
-        planned = tuple(
-            BatchPlan(trees=plan(part), plan_s=0.0, samples=tuple(part), token_budget=token_budget)
-            for part in parts
-        )
-    return BatchPlan(
-        trees=tuple(tree for each in planned for tree in each.trees) or plan(trainable),
-        plan_s=time.perf_counter() - began,
-        samples=tuple(trainable),
-        token_budget=token_budget,
-        mini_batches=planned,
-    )
+        planned = tuple(plan(part) for part in parts)
+    whole = _joined(planned, plan_s=0.0) if planned else plan(trainable)
+    return replace(whole, samples=tuple(trainable), plan_s=time.perf_counter() - began)
 
 
 def whole_plan(given: BatchPlan, computed: Sequence[BatchPlan]) -> BatchPlan:
     """The plan of a batch from those of its computed updates."""
     if not given.mini_batches:
         return computed[0]
+    return replace(_joined(computed, plan_s=given.plan_s), samples=given.samples)
+
+
+def _joined(plans: Sequence[BatchPlan], *, plan_s: float) -> BatchPlan:
+    """One plan with the trees of several updates."""
     return BatchPlan(
-        trees=tuple(tree for plan in computed for tree in plan.trees),
-        plan_s=given.plan_s,
-        samples=given.samples,
-        token_budget=min(plan.token_budget for plan in computed),
-        mini_batches=tuple(computed),
+        trees=tuple(tree for plan in plans for tree in plan.trees),
+        plan_s=plan_s,
+        token_budget=min(plan.token_budget for plan in plans),
+        mini_batches=tuple(plans),
+        split_nodes=sum(plan.split_nodes for plan in plans),
+        unfit_routes=sum(plan.unfit_routes for plan in plans),
     )
 
 
@@ -142,41 +149,55 @@ def _plan_update(
     channels: int,
     relay: bool,
     data_groups: int,
-) -> tuple[TreeBatch, ...]:
-    """The trees of one update."""
+    route_shape: RouteShape | None,
+) -> BatchPlan:
+    """The plan of one update."""
     cost = pair_cost(channels)
-    plans = plan_trees(trainable, token_budget=token_budget, pair_cost=cost, relay=relay)
+    keys = route_keys(trainable, route_shape)
+    make = partial(plan_trees, trainable, pair_cost=cost, keys=keys.of_samples if keys else ())
+    plans = make(token_budget=token_budget, relay=relay)
     if data_groups > 1:
-        plans = _for_groups(plans, trainable, token_budget, data_groups, pair_cost=cost)
+        plans = _for_groups(plans, make, token_budget, data_groups, pair_cost=cost)
+    if keys is not None:
+        plans = [keys.resolved(plan) for plan in plans]
     trajectories = trajectories_of(trainable)
-    return tuple(
+    trees = tuple(
         build_tree_batch(
             plan,
             trainable,
             channels=channels,
             token_budget=token_budget,
             trajectories=trajectories,
+            routes=keys.routes(plan) if keys else None,
         )
         for plan in plans
+    )
+    return BatchPlan(
+        trees=trees,
+        plan_s=0.0,
+        samples=tuple(trainable),
+        token_budget=token_budget,
+        split_nodes=sum(map(split_nodes, plans)) if keys else 0,
+        unfit_routes=keys.unfit_columns if keys else 0,
     )
 
 
 def _for_groups(
     plans: list[TreePlan],
-    samples: Sequence[Sample],
+    make: Callable[..., list[TreePlan]],
     budget: int,
     groups: int,
     *,
     pair_cost: float,
 ) -> list[TreePlan]:
-    """The best of several plans for groups that compute at the same time: smaller trees compute
-    shared prefixes more often, larger ones leave groups without work."""
+    """The best of several plans, which `make` makes, for groups that compute at the same time:
+    smaller trees compute shared prefixes more often, larger ones leave groups without work."""
     best, least = plans, _span(plans, groups, pair_cost)
     tokens = sum(plan.tokens for plan in plans)
     fewest = max(1, -(-tokens // (budget * groups)))
     for rounds in range(fewest, fewest + TRIED_ROUNDS):
         smaller = min(budget, -(-tokens // (groups * rounds)))
-        tried = plan_trees(samples, token_budget=smaller, pair_cost=pair_cost, relay=False)
+        tried = make(token_budget=smaller, relay=False)
         fits = all(plan.tokens <= budget for plan in tried)
         if fits and (span := _span(tried, groups, pair_cost)) < least:
             best, least = tried, span

@@ -30,6 +30,7 @@ from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy_stats
 from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.replay import ReplayStats
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.training import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
@@ -126,6 +127,7 @@ class Learner:
             critic=critic_stats(credits_of_all(frozen, self.policy.world)),
             balance_loss=fmean([part.balance_loss for part in parts]),
             mtp=parts[0].mtp,
+            replay=parts[0].replay,
             compute_s=time.perf_counter() - began,
             plan=whole_plan(plan, [part.plan for part in parts]),
             updates=self.steps - before,
@@ -164,6 +166,7 @@ class Learner:
                 balance = self.policy.balance
                 tried.balance_loss = balance.value if balance is not None else 0.0
                 tried.mtp = self.mtp.stats() if self.mtp else MtpStats()
+                tried.replay = self._replay_stats()
                 return tried
             tried.shortage = shortage
             smaller = self._smaller(tried.plan)
@@ -181,6 +184,15 @@ class Learner:
             tried.plan = smaller
             tried.retries += 1
             set_random_state(rng, self.policy.device)
+
+    def _replay_stats(self) -> ReplayStats:
+        replay, policy = self.policy.replay, self.policy
+        return ReplayStats() if replay is None else replay.stats(policy.world, policy.device)
+
+    @property
+    def _compares_replay(self) -> bool:
+        every = self.config.compare_replay_every
+        return self.policy.replay is not None and every > 0 and self.steps % every == 0
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """`TokenBudget.lower`, with the memory of the gradients."""
@@ -262,6 +274,8 @@ class Learner:
         self._share = self._shared(plan)
         gaps_J = self._trees.trajectory_gaps(plan, self._share.trees, frozen)
         policy.begin(self._share.trees)
+        if policy.replay is not None:
+            policy.replay.begin()
         for index, (tree, passes) in enumerate(self._share.trees):
             tree = tree.to(policy.device)
             tokens, values_T = self._trees.compute(
@@ -277,6 +291,8 @@ class Learner:
             if self.mtp is not None:
                 with policy.gathered():
                     self.mtp.accumulate(tree, tokens=size.tokens)
+            if not index and self._compares_replay:
+                self._trees.compare_replay(tree, passes, tokens.logprobs)
             if tree.trained_tokens:
                 loss += float(total.detach())
                 stats.append(token_stats(tree, tokens, share))

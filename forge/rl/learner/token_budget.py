@@ -34,6 +34,7 @@ class TokenBudget:
         self, samples: Sequence[Sample], *, mini_batches: int = 1, token_budget: int = 0
     ) -> BatchPlan:
         """`plan_batch` for the policy; 0 is the current budget."""
+        replay = self._policy.replay
         return plan_batch(
             samples,
             mini_batches=mini_batches,
@@ -41,6 +42,7 @@ class TokenBudget:
             channels=self._policy.channels,
             relay=self._policy.group is None,
             data_groups=self._policy.world.shape.data_groups,
+            route_shape=replay.shape if replay else None,
         )
 
     def fitted(self, plan: BatchPlan) -> BatchPlan:

@@ -134,6 +134,13 @@ class TreeTokens:
             all_reduce(gaps_J, policy.world.data)
         return gaps_J
 
+    @torch.no_grad()
+    def compare_replay(self, tree: TreeBatch, passes: int, logprobs_T: Tensor) -> None:
+        """Count the log-probs of a tree with replay, which are given, and without."""
+        if self.policy.replay is not None:
+            free_T, _ = self.policy.without_replay().logprobs(tree, passes=passes)
+            self.policy.replay.compare(logprobs_T, free_T, tree.behavior_T)
+
     def _evaluate(
         self, tree: TreeBatch, passes: int, policy: TreePolicy
     ) -> tuple[Tensor, Tensor | None, Tensor]:

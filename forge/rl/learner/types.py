@@ -9,6 +9,7 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import CriticStats
 from forge.rl.learner.share import Frozen, Share
 from forge.rl.losses.stats import DomainStats, EngineStats, PolicyStats, TokenStats
+from forge.rl.model.replay import ReplayStats
 from forge.rl.mtp.training import MtpStats
 
 
@@ -47,6 +48,8 @@ class StepResult:
     """Error of the allocator at the last shortage."""
     empty_passes: int = 0
     """Passes without effect, over all data groups: so that each runs the same number."""
+    replay: ReplayStats = ReplayStats()  # noqa: RUF009
+    """Replay of recorded experts in the first pass; zeros without it."""
     imbalance: float = 0.0
     """Time that data groups wait for each other, as a share of the time that they compute; by the
     work of their trees."""
@@ -63,6 +66,7 @@ class Update:
     stats: list[TokenStats] = field(default_factory=list)
     balance_loss: float = 0.0
     mtp: MtpStats = MtpStats()  # noqa: RUF009
+    replay: ReplayStats = ReplayStats()  # noqa: RUF009
     frozen: list[Frozen] = field(default_factory=list)
     retries: int = 0
     shortage: str = ""

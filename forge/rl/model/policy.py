@@ -37,6 +37,7 @@ from forge.rl.model.capabilities import (
 from forge.rl.model.capabilities import attention_channels as attention_channels
 from forge.rl.model.forked_states import fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
+from forge.rl.model.replay import Replay, start_replay
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
     gather_edges,
@@ -46,6 +47,7 @@ from forge.rl.parallel.context_parallel import (
 from forge.rl.parallel.partition import rank_spans
 from forge.rl.parallel.sharding import Entry, shard
 from forge.rl.parallel.world import World
+from forge.rl.routing import routed
 from forge.rl.tree.batch import TreeBatch
 from forge.rl.tree.kv_relay import relay_prefixes
 from forge.rl.tree.parts import TreePart, single_sequences, with_empty
@@ -89,6 +91,8 @@ class TreePolicy:
         """Set by a critic: each edge then has a value besides its log-prob."""
         self.entropy_gradient = False
         """Set for an entropy bonus: entropies are then differentiable."""
+        self.replay: Replay | None = None
+        """Set by `replay_routes`: passes use the experts that trees have on record."""
         self.states: TreeStates | None = None
         """Set to keep the backbone's last states of each tree, without gradient."""
         self.group = group
@@ -215,6 +219,18 @@ class TreePolicy:
         bare.entropy_gradient = False
         return bare
 
+    def without_replay(self) -> TreePolicy:
+        """The same model for log-probs alone, which chooses all experts itself."""
+        bare = self.plain()
+        bare.replay = None
+        return bare
+
+    def replay_routes(self, compute: Callable[[], Tensor]) -> None:
+        """Replay recorded experts from now on. Parameters and errors are those of
+        `start_replay`."""
+        with self.attention.stock():
+            self.replay = self.run(lambda: start_replay(self.model, compute))
+
     def pass_tokens(self, batch: TreeBatch) -> int:
         """Tokens of the largest pass of a tree, over all ranks."""
         if self.group is None:
@@ -324,7 +340,8 @@ class TreePolicy:
         inputs: dict[str, Any] = {"input_ids": part.ids_L.to(self.device)[None], "use_cache": False}
         if self.balance is not None:
             inputs["output_router_logits"] = True
-        with numerics.autocast(self.device, self.autocast):
+        passed = self.replay.pass_of(part) if self.replay is not None else None
+        with routed(passed), numerics.autocast(self.device, self.autocast):
             if self.unmerged:
                 if self.way.separate:
                     forget_lengths(self.model)
@@ -345,6 +362,8 @@ class TreePolicy:
         )
         if self.states is not None and backbone.normed_LC is not None and count:
             self.states.keep(part, backbone.normed_LC)
+        if self.replay is not None and passed is not None and count:
+            self.replay.count(passed, part)
         mass_X, weights_L = None, part.weights_L.to(self.device)
         if self.balance is not None:
             mass_X = self.balance.mass(backbone.router_logits, weights_L)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forge.core.prefix_tree import Node, Sample, TreePlan
 from forge.rl.tree.parts import HeadRows, TreeLayout, TreePart, cut_part, parents
+from forge.rl.tree.routes import TreeRoutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +144,12 @@ def build_tree_batch(
     channels: int,
     token_budget: int = 0,
     trajectories: Trajectories | None = None,
+    routes: TreeRoutes | None = None,
 ) -> TreeBatch:
     """Tensors of one plan over `samples` (the list the plan was made from).
 
     `channels` is query heads times head size of the model; `trajectories` are those of `samples`,
-    computed once for all plans.
+    computed once for all plans; `routes` are those of the plan's layout.
     """
     ids_L = np.frombuffer(plan.ids, np.int32)
     chosen = [samples[index] for index in plan.samples]
@@ -167,6 +169,7 @@ def build_tree_batch(
         weights_L=torch.from_numpy(_multiplicities(plan)),
         head=head,
         channels=channels,
+        routes=routes,
     )
     return TreeBatch(
         layout=layout,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forge.core.prefix_tree import Node, Span
 from forge.rl.attention.schedule import AttentionSchedule, ancestors, holder, schedule_attention
+from forge.rl.tree.routes import TreeRoutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ class TreeLayout:
     head: HeadRows
     channels: int
     """Query heads times head size of the model."""
+    routes: TreeRoutes | None = None
+    """Recorded experts; None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class TreePart:
     """Layout index of each of its tokens."""
     prefix_P: Tensor
     """Layout indices of the earlier tokens that it attends: a path from the root."""
+    routes: TreeRoutes | None = None
+    """Recorded experts of its tokens; None without any."""
 
     @property
     def tokens(self) -> int:
@@ -117,6 +122,7 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
         edges_E=torch.arange(edges.start, edges.stop),
         places_L=torch.arange(start, end),
         prefix_P=_indices(path),
+        routes=layout.routes and layout.routes.at(slice(start, end)),
     )
 
 
@@ -129,6 +135,7 @@ def idle_part(layout: TreeLayout) -> TreePart:
         weights_L=torch.zeros_like(part.weights_L),
         edges_E=none,
         places_L=none,
+        routes=None,
         head=replace(
             head,
             places_R=none,
@@ -180,6 +187,7 @@ def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
             edges_E=edges_E,
             places_L=places_L,
             prefix_P=torch.zeros(0, dtype=torch.long),
+            routes=layout.routes and layout.routes.at(places_L),
         )
 
 

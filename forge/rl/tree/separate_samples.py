@@ -41,6 +41,7 @@ def separated(batch: TreeBatch) -> TreeBatch:
         weights_L=counts.repeat_interleave(starts.diff()),
         head=head,
         channels=merged.channels,
+        routes=merged.routes and merged.routes.at(places_M),
     )
     return replace(
         batch,

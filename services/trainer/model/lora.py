@@ -115,7 +115,7 @@ class BaseReference:
         """Log-probs and entropies under the frozen weights, without dropout."""
         self._enable(False)
         try:
-            return self._policy.plain().logprobs(batch, passes=passes)
+            return self._policy.without_replay().logprobs(batch, passes=passes)
         finally:
             self._enable(True)
 

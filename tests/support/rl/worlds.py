@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +33,7 @@ from forge.rl.config import (
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.probe import check_policy
+from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
@@ -45,6 +47,7 @@ from tests.support.rl.models import (
     tiny_model,
     wide_norms,
 )
+from tests.support.rl.routed import routers_by_hand, with_routes
 
 BALANCE = 0.1
 MESHES = {
@@ -64,6 +67,8 @@ class Case:
     relayed: bool = False
     lora: bool = False
     checkpointed: bool = False
+    replayed: bool = False
+    """With recorded experts, of which two samples disagree."""
 
 
 CASES = {
@@ -71,6 +76,7 @@ CASES = {
     "tied": Case(family="llama"),
     "windows": Case(family="gemma3"),
     "experts": Case(family="qwen3_moe"),
+    "replayed experts": Case(family="qwen3_moe", budget=12, replayed=True),
     "relayed": Case(family="llama", budget=12, relayed=True),
     "relayed experts": Case(family="qwen3_moe", budget=12, relayed=True),
     "adapters": Case(family="llama", lora=True),
@@ -115,7 +121,15 @@ def gradient_error(case: Case, world: World) -> float:
     policy = policy_of(case, world)
     config = LearnerConfig(token_budget=case.budget, objective=ObjectiveConfig(ratio_cap=CAP))
     learner = Learner(policy, config)
-    plan = learner.plan(samples())
+    batch = samples()
+    by_hand: AbstractContextManager[None] = nullcontext()
+    model = model_of(case)
+    if case.replayed:
+        policy.replay_routes(partial(own_logprobs, policy.model, as_sample([1, 2, 3, 4])))
+        assert policy.replay is not None
+        batch = with_routes(batch, policy.replay.shape, apart=(0, 5))
+        by_hand = routers_by_hand(model, batch)
+    plan = learner.plan(batch)
     if case.relayed and policy.group is None:
         assert any(len(one.parts) > 1 for one in plan.trees)
     loss, _ = learner.accumulate(plan)
@@ -129,7 +143,8 @@ def gradient_error(case: Case, world: World) -> float:
     if world.rank:
         return 0.0
     coef = policy.balance.coef if policy.balance is not None else 0.0
-    expected = reference_gradient(model_of(case), samples(), balance_coef=coef)
+    with by_hand:
+        expected = reference_gradient(model, batch, balance_coef=coef)
     return max(relative_errors(Gradient(loss=loss, of=found), expected))
 
 
