@@ -7,7 +7,6 @@ replay (`forge.rl.routing`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forge.core.errors import InvalidArgument
@@ -78,15 +77,6 @@ class Routes:
         """Whether rows of both have one shape."""
         shape = (self.layers, self.top_k, self.id_bytes)
         return shape == (other.layers, other.top_k, other.id_bytes)
-
-
-def joined_routes(parts: Sequence[Routes | None]) -> Routes | None:
-    """The rows of all parts in order. None without any, and for parts of different shapes: they
-    are of different models."""
-    given = [one for one in parts if one is not None]
-    if not given or not all(given[0].fits(one) for one in given):
-        return None
-    return given[0] if len(given) == 1 else replace(given[0], ids=b"".join(p.ids for p in given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

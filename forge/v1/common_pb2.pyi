@@ -338,6 +338,7 @@ class SampledTokens(_message.Message):
     ALLOWED_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     ids: _builtins.bytes
     """int32 token ids, in the order they were sampled."""
     logprobs: _builtins.bytes
@@ -359,6 +360,12 @@ class SampledTokens(_message.Message):
     """float32 natural log of their probabilities in the distribution that was sampled from, entry for
     entry; -inf for excluded tokens. For a greedy token: at temperature 1.
     """
+    @_builtins.property
+    def routed_experts(self) -> Global___RoutedExperts:
+        """Only with SamplingParams.routes_from, from an engine that records them. In a stream each message
+        continues the rows of those before, and may have rows without tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -368,14 +375,55 @@ class SampledTokens(_message.Message):
         allowed_logprobs: _builtins.bytes = ...,
         top_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
+        routed_experts: Global___RoutedExperts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routed_experts", b"routed_experts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_logprobs", b"allowed_logprobs", "ids", b"ids", "logprobs", b"logprobs", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_logprobs", b"allowed_logprobs", "ids", b"ids", "logprobs", b"logprobs", "routed_experts", b"routed_experts", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampledTokens: _TypeAlias = SampledTokens  # noqa: Y015
+
+@_typing.final
+class RoutedExperts(_message.Message):
+    """The experts that a mixture of experts chose for consecutive tokens of prompt and answer, as they
+    were computed. The last sampled token has none: it is computed with the next call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    ID_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    ids: _builtins.bytes
+    """Numbers of experts, unsigned, little-endian: [tokens, layers, top_k]. All bits of a token's row are
+    set if its experts are not known. Layers without experts have no entry.
+    """
+    layers: _builtins.int
+    top_k: _builtins.int
+    id_bytes: _builtins.int
+    """Bytes of one number: 1 or 2."""
+    first_token: _builtins.int
+    """Index of the first token in the sequence of prompt and answer."""
+    def __init__(
+        self,
+        *,
+        ids: _builtins.bytes = ...,
+        layers: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        id_bytes: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "id_bytes", b"id_bytes", "ids", b"ids", "layers", b"layers", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutedExperts: _TypeAlias = RoutedExperts  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
@@ -460,6 +508,7 @@ class SamplingParams(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTES_FROM_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 samples greedily. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
@@ -490,6 +539,10 @@ class SamplingParams(_message.Message):
     answered_tokens: _builtins.int
     """Tokens at the end of the prompt that belong to the answer, for the penalties. Routers set it when a
     request moves to another worker.
+    """
+    routes_from: _builtins.int
+    """Return the experts of each token from this index of the prompt on. Engines without the ability, and
+    models without experts, return none. Set by gateways and routers; agents leave it unset.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -525,13 +578,16 @@ class SamplingParams(_message.Message):
         repetition_penalty: _builtins.float | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         answered_tokens: _builtins.int = ...,
+        routes_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_routes_from", b"_routes_from", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "repetition_penalty", b"repetition_penalty", "routes_from", b"routes_from", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "answered_tokens", b"answered_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_routes_from", b"_routes_from", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "answered_tokens", b"answered_tokens", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "routes_from", b"routes_from", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__routes_from: _TypeAlias = _typing.Literal["routes_from"]  # noqa: Y015
+    _WhichOneofArgType__routes_from: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -540,6 +596,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routes_from) -> _WhichOneofReturnType__routes_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload

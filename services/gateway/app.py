@@ -125,6 +125,7 @@ class GatewayApp:
             sample_timeout_s=config.calls.sample_timeout_s,
             retry_for_s=config.calls.retry_for_s,
             bounds=config.sampling,
+            record_experts=config.record_experts,
             **other,
         )
 

@@ -150,6 +150,9 @@ class GatewayConfig(ServiceConfig):
     pool_wait_s: Annotated[float, Meta(ge=0)] = 2.0
     """Longest wait of a call for a pool shard that no instance serves. A shard that served this
     gateway within the last pool_timeout_s is awaited for that time, so that it can restart."""
+    record_experts: bool = False
+    """Record the experts that a mixture of experts chose for each token, for the trainer's
+    routing_replay: layers x experts per token bytes for each new token of a turn."""
     models: Mapping[str, NamedModel] = field(default_factory=dict)
     """Models beside the policy by name: [models.NAME]; docs/models.md has examples."""
     model: ModelSettings = field(default_factory=ModelSettings)

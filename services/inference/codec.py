@@ -19,6 +19,7 @@ from forge.core.token_columns import (
 )
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner, split
+from forge.runtime.rpc.routes import read_routes, write_routes
 from forge.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -140,6 +141,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         min_tokens=params.min_tokens,
         min_p=_within("min_p", params.min_p, 0.0, 1.0),
         reweighting=_read_reweighting(params),
+        routes_from=params.routes_from if params.HasField("routes_from") else None,
     )
 
 
@@ -193,10 +195,11 @@ def _read_grammar(params: SamplingParams) -> Grammar:
 
 
 def sampling_of_rest(
-    params: SamplingParams, *, seed: int, max_tokens: int, sampled_tokens: int
+    params: SamplingParams, *, seed: int, max_tokens: int, sampled_tokens: int, routes_to: int = 0
 ) -> SamplingParams:
     """Return the parameters with which a worker continues an answer after `sampled_tokens`; a
-    grammar continues after its matched tokens, penalties count all of the answer."""
+    grammar continues after its matched tokens, penalties count all of the answer. The experts of
+    the tokens before `routes_to` are known."""
     rest = SamplingParams()
     rest.CopyFrom(params)
     rest.seed, rest.max_tokens = seed, max_tokens
@@ -204,6 +207,8 @@ def sampling_of_rest(
     rest.min_tokens = min(max(0, params.min_tokens - sampled_tokens), max_tokens)
     if _read_reweighting(params) is not None:
         rest.answered_tokens += sampled_tokens
+    if rest.HasField("routes_from"):
+        rest.routes_from = max(rest.routes_from, routes_to)
     if rest.HasField("grammar"):
         rest.grammar.matched_tokens += sampled_tokens
     return rest
@@ -218,6 +223,7 @@ def write_tokens(tokens: Tokens) -> SampledTokens:
         allowed_logprobs=float32_bytes(tokens.allowed),
         top_ids=int32_bytes([token for top in tokens.top for token, _ in top]),
         top_logprobs=float32_bytes([logprob for top in tokens.top for _, logprob in top]),
+        routed_experts=write_routes(tokens.routes) if tokens.routes else None,
     )
 
 
@@ -236,6 +242,7 @@ def read_tokens(tokens: SampledTokens) -> Tokens:
         versions=tuple(int32_array(tokens.weight_versions)),
         allowed=tuple(float32_array(tokens.allowed_logprobs)),
         top=_read_top(tokens),
+        routes=read_routes(tokens.routed_experts),
     )
 
 

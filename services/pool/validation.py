@@ -14,8 +14,9 @@ from google.protobuf.message import DecodeError
 from forge.core.credit.rewards import check_value
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.validation import check_payload
-from forge.core.token_columns import float32_array, int32_array
+from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.core.trajectory import check_columns, check_task_id, parse_trajectory_id
+from forge.runtime.rpc.routes import check_routes
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import (
     AppendRewards,
@@ -76,6 +77,8 @@ def _turn_head(turn: common_pb2.Turn) -> TurnHead:
         raise InvalidArgument(f"temperature {turn.temperature} must be finite and not negative")
     if turn.HasField("top_p") and not 0 < turn.top_p <= 1:
         raise InvalidArgument(f"top_p {turn.top_p} must be above 0 and at most 1")
+    tokens = turn.prefix_tokens + (len(prompt_ids) + len(sampled_ids)) // TOKEN_BYTES
+    check_routes(turn.sampled.routed_experts, tokens=tokens)
     low, high = _range(weight_versions)
     return TurnHead(
         turn_index=turn.turn_index,

@@ -25,10 +25,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from examples.engine import ExampleEngine
 from forge.core.named_tensor import NamedTensor
+from forge.core.routes import RouteSpan
 from forge.rl.mtp.heads import MtpHead, MtpHeads
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.aggregated import Aggregated
@@ -83,11 +85,24 @@ CONFIGS = {
     "llama": LlamaConfig(**_SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=False),
 }
 
+ROUTED = Qwen3MoeConfig(
+    **_SHAPE,
+    head_dim=HEAD_SIZE,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+)
+"""A mixture of experts with a layer that has none."""
+
 
 def reference(family: str, *, seed: int = 0) -> PreTrainedModel:
     """The model as transformers runs it, with random weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        ROUTED if family == "qwen3_moe" else CONFIGS[family], dtype=torch.float32
+    )
     return model.eval().requires_grad_(False)
 
 
@@ -197,6 +212,7 @@ class Answer:
     finish: Any = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
+    routes: list[RouteSpan] = field(default_factory=list)
 
     def add(self, tokens: Tokens) -> None:
         self.ids += tokens.ids
@@ -204,6 +220,8 @@ class Answer:
         self.versions += tokens.versions
         self.allowed += tokens.allowed
         self.top += tokens.top
+        if tokens.routes is not None:
+            self.routes.append(tokens.routes)
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.rpc.chunks import CHUNK_BYTES
+from forge.runtime.rpc.routes import joined_routes, split_routes
 from forge.v1.common_pb2 import SampledTokens
 from forge.v1.inference_pb2 import SampleResponse
 
@@ -20,7 +21,8 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
     if len(parts) == 1:
         return parts[0]
     return SampledTokens(
-        **{name: b"".join(getattr(part, name) for part in parts) for name in _COLUMNS}
+        **{name: b"".join(getattr(part, name) for part in parts) for name in _COLUMNS},
+        routed_experts=joined_routes(one.routed_experts for one in parts),
     )
 
 
@@ -36,13 +38,18 @@ def joined_responses(responses: Sequence[SampleResponse]) -> SampleResponse:
 
 
 def split(tokens: SampledTokens, *, max_bytes: int = CHUNK_BYTES) -> Iterator[SampledTokens]:
-    """Yield messages of at most `max_bytes`, or of one token; nothing for no tokens."""
+    """Yield messages of at most `max_bytes`, or of one token; nothing for no tokens. Recorded
+    experts come first, in messages of their own, if they do not fit."""
     count = len(tokens.ids) // TOKEN_BYTES
+    apart = bool(tokens.routed_experts.ids) and (not count or tokens.ByteSize() > max_bytes)
+    if apart:
+        for part in split_routes(tokens.routed_experts, max_bytes=max_bytes):
+            yield SampledTokens(routed_experts=part)
     if not count:
         return
     widths = {name: len(getattr(tokens, name)) // count for name in _COLUMNS}
     each = max(1, max_bytes // sum(widths.values()))
-    if count <= each:
+    if count <= each and not apart:
         yield tokens
         return
     for start in range(0, count, each):

@@ -44,6 +44,7 @@ from services.gateway.conversation.prefix_match import (
     recognized_prefix,
 )
 from services.gateway.conversation.prompt import Draft, Place, Prompt, SampledAnswer
+from services.gateway.conversation.recorded_experts import record_experts
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.model.chat_template import ChatTemplate
 
@@ -175,6 +176,9 @@ class Conversation:
         if handle is not None and node is not None:
             self._store_name(record, handle.name, handle.facts)
         self.size_bytes += TURN_BYTES + record.ByteSize()
+        if sampled.routed_experts is not None:
+            # The session keeps none of them.
+            record_experts(record, sampled.routed_experts, length=prompt.tokens + sampled.tokens)
         return record
 
     def restore(self, turn: common_pb2.Turn) -> None:
@@ -197,7 +201,7 @@ class Conversation:
             for name, facts in context.get("handle", {}).items():
                 self._store_name(turn, name, facts)
         self.nodes.append(node)
-        self.size_bytes += TURN_BYTES + turn.ByteSize()
+        self.size_bytes += TURN_BYTES + turn.ByteSize() - turn.sampled.routed_experts.ByteSize()
 
     def recall(self, name: str) -> Recalled | None:
         """Returns the turn with this name; None if the session has no such turn."""

@@ -79,6 +79,8 @@ class SampledAnswer:
     finish_reason: common_pb2.FinishReason.ValueType
     answer: Message | None
     """Parsed answer; None for a request over token ids."""
+    routed_experts: common_pb2.RoutedExperts | None = None
+    """Experts of tokens of prompt and answer; None if they were not recorded."""
     parse_error: str = ""
     timings: common_pb2.TurnTimings = field(default_factory=common_pb2.TurnTimings)
     cached_tokens: int = 0

@@ -26,6 +26,7 @@ from forge.core.formats import (
 )
 from forge.core.formats.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
+from forge.runtime.rpc.routes import joined_routes
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
@@ -84,6 +85,7 @@ class AnswerParser:
         self.complete = False
         """True once the answer has a finish reason or is stopped."""
         self._columns = {name: bytearray() for name in (*_COLUMNS, *_TOP_COLUMNS)}
+        self._routed: list[common_pb2.RoutedExperts] = []
         self._last = inference_pb2.SampleResponse()
         self._engine = ""
         """Of the newest response that names one: an answer that is cut short has no last one."""
@@ -102,6 +104,10 @@ class AnswerParser:
     def add_response(self, response: inference_pb2.SampleResponse) -> list[Delta]:
         """Adds a router's response; returns the new deltas."""
         deltas = self.feed(response.tokens)
+        if response.tokens.routed_experts.ids:
+            routed = common_pb2.RoutedExperts()
+            routed.CopyFrom(response.tokens.routed_experts)
+            self._routed.append(routed)
         self._engine = response.engine or self._engine
         self.complete = bool(response.finish_reason) or self.stopped
         if self.complete:
@@ -179,8 +185,10 @@ class AnswerParser:
         return self._tokens(*self._columns)
 
     def _tokens(self, *names: str) -> common_pb2.SampledTokens:
-        columns = {name: bytes(self._columns[name]) for name in names}
-        return common_pb2.SampledTokens(**columns)
+        tokens = common_pb2.SampledTokens()
+        for name in names:
+            setattr(tokens, name, bytes(self._columns[name]))
+        return tokens
 
     def sampled_answer(self, *, parsed: bool) -> SampledAnswer | None:
         """Returns the answer as the session records it; aborted, unless it is complete. None
@@ -195,6 +203,7 @@ class AnswerParser:
             finish_reason = self._last.finish_reason
         return SampledAnswer(
             columns=self._tokens(*_COLUMNS),
+            routed_experts=joined_routes(self._routed),
             finish_reason=finish_reason,
             answer=self.message() if parsed else None,
             parse_error=self.parse_error if self.complete else "",

@@ -48,7 +48,7 @@ MODEL_HEADER = "X-Forge-Model"
 class Turns:
     """Runs turns."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: ChatModel,
         sessions: Sessions,
@@ -57,14 +57,17 @@ class Turns:
         sample_timeout_s: float,
         retry_for_s: float,
         bounds: SamplingBounds,
+        record_experts: bool = False,
         other: OtherModel | None = None,
         record: Record | None = None,
     ) -> None:
-        """`other` and `record`: of a model that is not the policy."""
+        """`other` and `record`: of a model that is not the policy. `record_experts`: ask engines
+        for the experts of each token."""
         self.model = model
         self.other = other
         self._record = record or PolicyRecord()
         self._bounds = bounds
+        self._record_experts = record_experts and other is None
         self._sessions = sessions
         self._streams = streams
         self._sample_timeout_s = sample_timeout_s
@@ -193,6 +196,10 @@ class Turns:
         sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
         sampling.ClearField("grammar")
+        sampling.ClearField("routes_from")
+        if self._record_experts:
+            # The last token of an earlier turn was not computed there.
+            sampling.routes_from = max(0, prompt.draft.shared.tokens - 1)
         if grammar is not None:
             sampling.grammar.CopyFrom(grammar)
         return inference_pb2.SampleRequest(
@@ -220,6 +227,7 @@ async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) ->
         return None
     before = parser.length
     deltas = parser.add_response(response)
+    response.tokens.ClearField("routed_experts")  # for the record alone
     return Piece(
         deltas=deltas,
         tokens=response.tokens,

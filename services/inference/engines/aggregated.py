@@ -100,13 +100,16 @@ class Aggregated:
             await pieces.aclose()
             raise
         loop = asyncio.get_running_loop()
+        rest, routes = _part(first.tokens, 1, None), first.tokens.routes
+        # The router makes no decode call behind a token that ends the answer.
+        ends = first.finish is not None and not rest.ids
         self._held[prompt.request_id] = _Held(
             pieces=pieces,
-            rest=replace(first, tokens=_part(first.tokens, 1, None)),
+            rest=replace(first, tokens=replace(rest, routes=None if ends else routes)),
             expiry=loop.call_later(hold_s, self.release, prompt.request_id),
         )
         return Prefilled(
-            first=_part(first.tokens, 0, 1),
+            first=replace(_part(first.tokens, 0, 1), routes=routes if ends else None),
             cached_tokens=first.cached_tokens,
             queue_s=first.queue_s,
             prefill_s=max(0.0, time.monotonic() - began_s - first.queue_s),
@@ -192,6 +195,7 @@ def continued(prompt: Prompt, sampled: Tokens) -> Prompt:
 
 
 def _part(tokens: Tokens, start: int, end: int | None) -> Tokens:
+    """Some of the tokens, without their experts."""
     return Tokens(
         ids=tokens.ids[start:end],
         logprobs=tokens.logprobs[start:end],
@@ -202,10 +206,12 @@ def _part(tokens: Tokens, start: int, end: int | None) -> Tokens:
 
 
 def _joined(one: Tokens, other: Tokens) -> Tokens:
+    """The tokens of both; the engine returns experts once, with its last piece."""
     return Tokens(
         ids=one.ids + other.ids,
         logprobs=one.logprobs + other.logprobs,
         versions=one.versions + other.versions,
         allowed=one.allowed + other.allowed,
         top=one.top + other.top,
+        routes=other.routes or one.routes,
     )

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.named_tensor import NamedTensor
+from forge.core.routes import RouteSpan
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.capabilities import Capabilities
 
@@ -69,6 +70,9 @@ class Sampling:
     min_p: float = 0.0
     """Tokens below this share of the likeliest one's probability are left out."""
     reweighting: Reweighting | None = None
+    routes_from: int | None = None
+    """Return the experts of each token from this index of the prompt on; None: of none. An engine
+    without the ability returns none."""
 
     @property
     def reshapes(self) -> bool:
@@ -113,6 +117,9 @@ class Tokens:
     have left. Empty without any of them."""
     top: tuple[Likeliest, ...] = ()
     """With `top_logprobs`: that many for each token, at most the vocabulary; else empty."""
+    routes: RouteSpan | None = None
+    """With `routes_from`: experts of tokens of prompt and answer, which continue those returned
+    before. The last sampled token has none: it was not computed yet."""
 
 
 class Finish(Enum):
@@ -156,6 +163,9 @@ class KvSpan:
     fingerprint: bytes = b""
     """Names the model's architecture and this layout; decode refuses another one. Empty: unknown,
     from an earlier release."""
+    routes: bytes = b""
+    """The experts of its tokens, a row each, as the engine holds them. They do not leave the
+    process: empty from another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +347,8 @@ class AggregatedEngine(Protocol):
         """Sample an answer; pieces have one token or more, the last one a finish reason.
 
         Closing the iterator aborts the request before the next step. Different tasks may advance
-        it. Raises Unavailable without weights, InvalidArgument for a grammar that does not compile.
+        it. Experts that were asked for come with the last piece. Raises Unavailable without
+        weights, InvalidArgument for a grammar that does not compile.
         """
 
     async def close(self) -> None:

@@ -46,7 +46,8 @@ class Capabilities:
     top_logprobs: int = 0
     """Most tokens per position."""
     routed_experts: bool = False
-    """Records the experts of each token."""
+    """Records the experts of each token, for the model that it runs. Requests that ask for them are
+    served without it, too: their tokens then have none."""
     cache_events: bool = False
     """Reports its prefix cache, see `CacheReports`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.runtime.rpc.routes import read_routes
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
@@ -28,6 +29,8 @@ class Answer:
         self._engines: list[str] = []
         """Names of the engines that sampled, in order, none twice in a row."""
         self._refused_by: dict[Engine, str] = {}
+        self._routes_to = 0
+        """The first token of prompt and answer whose experts are not known."""
         self.is_sent = False
         """Whether the caller has a token."""
         self.version = 0
@@ -68,12 +71,15 @@ class Answer:
             seed=self._prompt.sampling.seed,
             max_tokens=self._most_tokens - self.tokens,
             sampled_tokens=self.tokens,
+            routes_to=self._routes_to,
         )
 
     def take(self, tokens: SampledTokens, engine: Engine) -> None:
         """Add tokens that a worker with this engine sampled."""
         self._sampled += tokens.ids
         self.version = max(self.version, *int32_array(tokens.weight_versions), 0)
+        if span := read_routes(tokens.routed_experts):
+            self._routes_to = span.end
         self._unsent.append(tokens)
         self._engine = engine
         if self._engines[-1:] != [engine.name]:
@@ -100,4 +106,5 @@ class Answer:
         """Drop all tokens; only while the caller has none."""
         assert not self.is_sent, "the caller has tokens"
         self._sampled, self._unsent, self._engine, self.version = b"", [], None, 0
+        self._routes_to = 0
         self._engines.clear()

@@ -192,6 +192,9 @@ class Run:
         source, read = await self._prefill(request, needs)
         address = source.address
         self._take(read.first, source)
+        first = SampledTokens()
+        first.CopyFrom(read.first)
+        first.ClearField("routed_experts")
         self._answer.end_with(read.first)
         yield
         if self._answer.finish is not None:
@@ -204,7 +207,7 @@ class Run:
                 sampling=request.sampling,
                 stream=self._stream,
                 prefill_address=address,
-                first=read.first,
+                first=first,
                 session_id=self._session_id,
             ),
             source,

@@ -24,7 +24,9 @@ from forge.core.errors import (
 )
 from forge.runtime.files.host_memory import place
 from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.routes import clipped
 from forge.runtime.rpc.streams import flowing
+from forge.runtime.rpc.tokens import split
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import current_span
 from forge.v1 import inference_pb2 as pb
@@ -46,6 +48,9 @@ from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.refusals import check_request
 from services.inference.worker import shared_memory
+
+MAX_PROMPT_ROUTE_BYTES = 2 << 20
+"""Most experts of a prompt in the answer to Prefill, which is one message."""
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -77,7 +82,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         )
         first = _with_shares(read.first, prompt, self._engine.capabilities)
         return pb.PrefillResponse(
-            first=codec.write_tokens(first),
+            first=codec.write_tokens(_with_last_routes(first)),
             cached_tokens=read.cached_tokens,
             queue_s=read.queue_s,
             prefill_s=read.prefill_s,
@@ -185,8 +190,12 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     current_span().set(
                         {"forge.queue_s": piece.queue_s, "forge.decode_s": piece.decode_s}
                     )
+                written = codec.write_tokens(tokens)
+                *parts, last = split(written) if written.routed_experts.ids else [written]
+                for part in parts:
+                    yield pb.DecodeResponse(tokens=part)
                 yield pb.DecodeResponse(
-                    tokens=codec.write_tokens(tokens),
+                    tokens=last,
                     finish_reason=codec.write_finish(piece.finish),
                     queue_s=piece.queue_s,
                     decode_s=piece.decode_s,
@@ -257,6 +266,16 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             self._shared_memory = ""
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
         return kv_codec.read_shared_span(response, data)
+
+
+def _with_last_routes(tokens: Tokens) -> Tokens:
+    """The tokens, with the experts of as many tokens of the prompt, the last ones, as one message
+    holds."""
+    span = tokens.routes
+    if span is None:
+        return tokens
+    kept = clipped(span, start=0, end=span.end, most_bytes=MAX_PROMPT_ROUTE_BYTES)
+    return replace(tokens, routes=kept)
 
 
 def _with_shares(tokens: Tokens, prompt: Prompt, able: Capabilities) -> Tokens:

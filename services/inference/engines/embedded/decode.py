@@ -127,7 +127,7 @@ class DecodeActor(ThreadActor):
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         if of_one and span.version == self._policy.version:
-            self._cache.store(prompt.ids, fetched, from_token=match.tokens)
+            self._cache.store(prompt.ids, fetched, from_token=match.tokens, routes=self._rows(span))
             blocks = self._cache.match(prompt.ids, pin=True)
             # One pin for each request: blocks with two are shared, and get a trunk.
             self._cache.unpin(match)
@@ -145,8 +145,20 @@ class DecodeActor(ThreadActor):
                 matcher=join.matcher,
                 state=self._state(span),
                 prompt_blocks=blocks,
+                kv_shape=self._policy.kv_shape,
+                routes=bytearray(self._rows(span).numpy().tobytes()),
+                routes_start=match.tokens,
+                routes_sent=prompt.tokens,
             )
         )
+
+    def _rows(self, span: KvSpan) -> torch.Tensor:
+        """The experts of a hand-off; those from another worker are not known."""
+        shape = self._policy.kv_shape
+        if not span.routes:
+            return shape.unknown_routes(span.tokens)
+        rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
+        return rows.view(span.tokens, shape.route_bytes)
 
     def _state(self, span: KvSpan) -> torch.Tensor | None:
         """The hidden state that came with a hand-off; None without a fitting one, which only
@@ -256,6 +268,8 @@ class DecodeActor(ThreadActor):
     def _advance(self, sequence: DecodeSequence, outcome: Outcome, now_s: float) -> None:
         version = self._policy.version
         finish = None
+        if outcome.routes is not None:
+            sequence.routes += outcome.routes.numpy().tobytes()
         for drawn in outcome.tokens:
             if sequence.version != version or not math.isfinite(drawn.logprob):
                 sequence.version = _MIXED
@@ -290,7 +304,7 @@ class DecodeActor(ThreadActor):
         if sequence.version == self._policy.version:
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
             kv = sequence.slab.kv(sequence)
-            self._cache.store(known, kv, from_token=sequence.base)
+            self._cache.store(known, kv, from_token=sequence.base, routes=sequence.all_routes())
             if self._stored is not None:
                 # Prefill has stored the whole blocks of the prompt.
                 whole = sequence.prompt.tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,8 @@ class Outcome:
 
     tokens: list[DrawnToken]
     """In order; after one that ends the answer, or whose log-prob is not finite, none follows."""
+    routes: torch.Tensor | None = None
+    """Experts of the tokens before these, a row each; None if they are not recorded."""
     failure: ForgeError | None = None
     """Why no token can follow these."""
 
@@ -101,6 +103,9 @@ class DecodeStep:
         row = 0
         for sequence, draft in zip(sequences, drafts, strict=True):
             outcome = _outcome(sequence, draft, drawn, row, counts)
+            if self.policy.routes_NX is not None:
+                rows = self.policy.routes_NX[row : row + len(outcome.tokens)]
+                outcome = replace(outcome, routes=rows)
             # The failed row has computed its token, too.
             sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
             if self._drafter.most and outcome.tokens:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -86,7 +87,7 @@ class _Embedded:
         cache_log: CacheLog,
     ) -> None:
         self.limits: ModelLimits = policy.limits
-        self.capabilities = CAPABILITIES
+        self.capabilities = replace(CAPABILITIES, routed_experts=policy.kv_shape.routes is not None)
         self._policy = policy
         self._actor = actor
         self._options = options
@@ -232,6 +233,7 @@ class EmbeddedPrefill(_Embedded):
             last_state=b"" if held.state is None else tensor_bytes.to_bytes(held.state),
             data=data,
             fingerprint=self._policy.kv_shape.fingerprint,
+            routes=held.routes[from_token:].numpy().tobytes(),
         )
 
     def release(self, request_id: str) -> None:

@@ -7,7 +7,7 @@ does not change the served weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from transformers.initialization import no_init_weights
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.named_tensor import NamedTensor
+from forge.core.routes import RouteShape
 from forge.rl import numerics
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
+from forge.rl.routing import RoutePass, find_routing, routed
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, ModelLimits
 from services.inference.engines.embedded.kv import attention
@@ -94,7 +96,13 @@ class Policy:
         self._packable = packable(model)
         self._weights = _Weight.all_of(model)
         self.device = self._weights[0].served.device
-        self.kv_shape = _probe(self)
+        self.routes_NX: torch.Tensor | None = None
+        """Experts of the tokens of the last pass, [tokens, KvShape.route_bytes] on the host; None
+        for a model whose experts are not recorded."""
+        self._route_shape: RouteShape | None = None
+        shape = _probe(self)
+        self._route_shape = _find_routes(self, model)
+        self.kv_shape = replace(shape, routes=self._route_shape)
 
     @classmethod
     def build(
@@ -142,7 +150,8 @@ class Policy:
     ) -> torch.Tensor:
         """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`; then
         `head.states` has the states of these rows."""
-        with numerics.autocast(self.device, self.dtype):
+        passed = RoutePass() if self._route_shape is not None else None
+        with routed(passed), numerics.autocast(self.device, self.dtype):
             output = self._model(
                 input_ids=ids_N[None],
                 position_ids=positions_N[None],
@@ -150,6 +159,8 @@ class Policy:
                 logits_to_keep=0 if logits_at is None else logits_at,
                 kv_pass=kv_pass,
             )
+        if passed is not None and self._route_shape is not None:
+            self.routes_NX = _rows(passed, self._route_shape)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -297,6 +308,24 @@ def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:
     if configured == torch.bfloat16 and not computes_bfloat16(torch.device(device)):
         return torch.float32
     return configured or torch.float32
+
+
+def _find_routes(policy: Policy, model: torch.nn.Module) -> RouteShape | None:
+    """The routers whose choice passes record; None for a model without any."""
+    two = torch.zeros(2, dtype=torch.long, device=policy.device)
+    try:
+        with torch.inference_mode():
+            return find_routing(model, lambda: policy.forward(two, two, _Recorder()))
+    except InvalidArgument as error:
+        log.debug("experts_not_recorded", reason=str(error))
+        return None
+
+
+def _rows(passed: RoutePass, shape: RouteShape) -> torch.Tensor:
+    """The choice of a pass as bytes, a row for each token."""
+    kind = torch.uint8 if shape.id_bytes == 1 else torch.uint16
+    ids_NX = passed.choice().flatten(1).to(kind).cpu()
+    return ids_NX.view(torch.uint8)
 
 
 def _probe(policy: Policy) -> KvShape:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,12 @@ from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Abort, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill_pass import PrefillPass
-from services.inference.engines.embedded.prefill_schedule import Reading, WaitingPrefixes, next_pass
+from services.inference.engines.embedded.prefill_schedule import (
+    Reading,
+    Span,
+    WaitingPrefixes,
+    next_pass,
+)
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -37,6 +42,8 @@ class HeldPrompt:
     prefilled: Prefilled
     kv: torch.Tensor
     """[layers, 2, heads, tokens, head_size]."""
+    routes: torch.Tensor
+    """[tokens, route_bytes]."""
     version: int
     state: torch.Tensor | None = None
     """The last token's hidden state; None without draft heads."""
@@ -180,9 +187,11 @@ class PrefillActor(ThreadActor):
             prompt=prompt,
             ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
             kv=shape.empty(prompt.tokens),
+            routes=shape.unknown_routes(prompt.tokens),
             cached=match.tokens,
         )
         self._cache.read(match, reading.kv)
+        self._cache.read_routes(match, reading.routes)
         self._read_stored(reading, limit)
         reading.done = reading.filled = reading.cached
         source, shared = prefixes.longest(prompt, limit_tokens=limit)
@@ -215,6 +224,7 @@ class PrefillActor(ThreadActor):
             PrefillPass(spans),
             logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
         )
+        self._keep_routes(spans)
         took_s = time.monotonic() - began_s
         if self._stored is not None:
             self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))
@@ -228,6 +238,20 @@ class PrefillActor(ThreadActor):
                 # A copy: a view would keep the whole pass.
                 span.reading.state = state_C.to(self._policy.dtype, copy=True)
         self._answer([span.reading for span in spans if not span.reading.left])
+
+    def _keep_routes(self, spans: Sequence[Span]) -> None:
+        """Keep the experts of a pass with its readings, and those of prefixes that they copied."""
+        rows_NX = self._policy.routes_NX
+        if rows_NX is None:
+            return
+        row = 0
+        for span in spans:
+            reading, size = span.reading, span.end - span.start
+            if reading.source is not None and span.start == reading.shared:
+                copied = slice(reading.cached, reading.shared)
+                reading.routes[copied] = reading.source.routes[copied]
+            reading.routes[span.start : span.end] = rows_NX[row : row + size]
+            row += size
 
     def _answer(self, complete: Iterable[Reading]) -> None:
         ended = [self._pending.pop(reading.prompt.ids) for reading in complete]
@@ -259,13 +283,17 @@ class PrefillActor(ThreadActor):
         if not math.isfinite(drawn.logprob):
             return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
         if computed:
-            self._cache.store(reading.prompt.ids, reading.kv)
+            self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
             if self._stored is not None:
                 self._stored.write(reading.prompt.ids, reading.kv, after_token=reading.start)
         prefill_s = reading.compute_s + reading.stored_s
+        first = tokens_of([(drawn, version)], read.prompt.sampling)
+        if (start := read.prompt.sampling.routes_from) is not None:
+            rows = reading.routes[start:].numpy().tobytes()
+            first = replace(first, routes=self._policy.kv_shape.route_span(rows, start=start))
         return HeldPrompt(
             prefilled=Prefilled(
-                first=tokens_of([(drawn, version)], read.prompt.sampling),
+                first=first,
                 cached_tokens=reading.start if computed else reading.prompt.tokens,
                 queue_s=max(0.0, time.monotonic() - read.asked_s - prefill_s),
                 prefill_s=prefill_s,
@@ -273,6 +301,7 @@ class PrefillActor(ThreadActor):
                 stored_s=reading.stored_s if computed else 0.0,
             ),
             kv=reading.kv,
+            routes=reading.routes,
             version=version,
             state=reading.state,
         )

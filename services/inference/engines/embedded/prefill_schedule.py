@@ -29,6 +29,8 @@ class Reading:
     """int64, shape [tokens]."""
     kv: torch.Tensor
     """[layers, 2, heads, tokens, head_size]."""
+    routes: torch.Tensor
+    """Experts of its tokens, [tokens, route_bytes], on the host."""
     cached: int
     """Tokens whose keys and values came from the prefix cache or the KV store."""
     stored: int = 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from forge.core.placement.prefix_cache import Match
+from forge.core.routes import RouteSpan
 from services.inference.engines.base import Finish, Prompt, Tokens
+from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.shared_prefixes import Branch
 from services.inference.engines.embedded.messages import Deliver
 from services.inference.engines.embedded.sampler import DrawnToken, tokens_of
@@ -62,6 +64,12 @@ class DecodeSequence(Branch):
     sent_s: float = 0.0
     unsent: list[tuple[DrawnToken, int]] = field(default_factory=list)
     """Tokens with the version of the weights that sampled each."""
+    kv_shape: KvShape
+    routes: bytearray = field(default_factory=bytearray)
+    """Experts of all tokens from `routes_start` on that have been computed, a row each."""
+    routes_start: int = 0
+    routes_sent: int = 0
+    """The first token whose experts the caller does not have."""
 
     @property
     def ids(self) -> bytes:
@@ -101,4 +109,25 @@ class DecodeSequence(Branch):
     def take_unsent(self) -> Tokens:
         """Return the unsent tokens as columns, and forget them."""
         unsent, self.unsent = self.unsent, []
-        return tokens_of(unsent, self.prompt.sampling)
+        return replace(tokens_of(unsent, self.prompt.sampling), routes=self._unsent_routes())
+
+    def _unsent_routes(self) -> RouteSpan | None:
+        if self.prompt.sampling.routes_from is None or not self.routes:
+            return None
+        start = self.routes_sent
+        first = (start - self.routes_start) * self.kv_shape.route_bytes
+        rows = bytes(self.routes[first:])
+        self.routes_sent += len(rows) // self.kv_shape.route_bytes
+        return self.kv_shape.route_span(rows, start=start)
+
+    def all_routes(self) -> torch.Tensor:
+        """Experts of the tokens of its row, for a cache; [tokens, route_bytes]."""
+        found = self.kv_shape.unknown_routes(self.tokens)
+        size = self.kv_shape.route_bytes
+        if size and self.routes:
+            rows = torch.frombuffer(self.routes, dtype=torch.uint8).view(-1, size)
+            skipped = max(0, self.base - self.routes_start)
+            at = max(0, self.routes_start - self.base)
+            rows = rows[skipped : skipped + len(found) - at]
+            found[at : at + len(rows)] = rows
+        return found

@@ -36,6 +36,7 @@ CAPABILITIES = Capabilities(
     grammars=frozenset({"json_schema", "regex", "lark"}),
     resumes=frozenset({"grammar", "penalties"}),
     top_logprobs=20,
+    routed_experts=True,
     cache_events=True,
 )
 _MAX_WAITING = 1024

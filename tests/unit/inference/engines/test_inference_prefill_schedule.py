@@ -19,6 +19,7 @@ def reading(tokens: int, *, source: Reading | None = None, shared: int = 0) -> R
         prompt=Prompt(request_id="r", ids=bytes(4 * tokens), sampling=SAMPLING),
         ids=torch.zeros(tokens, dtype=torch.long),
         kv=torch.empty(0),
+        routes=torch.empty(0),
         cached=0,
         source=source,
         shared=shared,

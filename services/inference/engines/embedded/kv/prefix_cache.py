@@ -39,6 +39,14 @@ class KvCache(PrefixCache):
             dtype=shape.dtype,
             device=shape.device,
         )
+        self._routes = torch.empty((blocks, block_tokens, shape.route_bytes), dtype=torch.uint8)
+        """Experts of the tokens of each block, on the host; no bytes if they are not recorded."""
+
+    def read_routes(self, match: Match, out: torch.Tensor) -> None:
+        """Copy the experts of a match, [tokens, route_bytes], to the front of `out`."""
+        if match.slots and self._routes.shape[2]:
+            found = self._routes[list(match.slots)].flatten(0, 1)
+            out[: len(found)] = found
 
     def read(self, match: Match, out: Layers, *, start: int = 0, end: int | None = None) -> None:
         """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`."""
@@ -49,10 +57,11 @@ class KvCache(PrefixCache):
             for layer, found in zip(out, blocks.flatten(3, 4), strict=True):
                 layer[:, :, : len(slots) * size] = found
 
-    def store(self, ids: bytes, kv: Layers, *, from_token: int = 0) -> None:
-        """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`.
+    def store(self, ids: bytes, kv: Layers, *, from_token: int = 0, routes: torch.Tensor) -> None:
+        """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`, their
+        experts at the front of `routes`; None: not known.
 
-        `kv` may begin at `from_token` if all tokens before it are cached and pinned.
+        Both may begin at `from_token` if all tokens before it are cached and pinned.
         """
         placed = self.insert(ids)
         if placed:
@@ -65,6 +74,13 @@ class KvCache(PrefixCache):
             for layer, blocks in zip(kv, self._blocks, strict=True):
                 new = layer[:, :, start:end].unflatten(2, (len(placed), size))
                 blocks.index_copy_(2, slots, new)
+            if self._routes.shape[2]:
+                shape = (len(placed), size, -1)
+                self._routes[slots.cpu()] = (
+                    routes[start:end].reshape(shape)
+                    if routes is not None
+                    else torch.tensor(255, dtype=torch.uint8)
+                )
 
 
 def prefix(ids: bytes, tokens: int) -> bytes:

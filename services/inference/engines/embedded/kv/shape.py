@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from forge.core.routes import Routes, RouteShape, RouteSpan
 from services.inference.engines.base import KvSpan, RefusedHandOff
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.tensor_bytes import NAMES
@@ -25,6 +26,26 @@ class KvShape:
     device: torch.device
     fingerprint: bytes = b""
     """Names the model's architecture; see `KvSpan`."""
+    routes: RouteShape | None = None
+    """The routers of a model whose experts are recorded."""
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the experts of one token; 0 if they are not recorded."""
+        shape = self.routes
+        return 0 if shape is None else shape.layers * shape.top_k * shape.id_bytes
+
+    def unknown_routes(self, tokens: int) -> torch.Tensor:
+        """Rows of tokens whose experts are not known: [tokens, route_bytes], on the host."""
+        return torch.full((tokens, self.route_bytes), 255, dtype=torch.uint8)
+
+    def route_span(self, rows: bytes, *, start: int) -> RouteSpan | None:
+        """Rows of the tokens from `start` on, for a caller; None without any."""
+        shape = self.routes
+        if shape is None or not rows:
+            return None
+        column = Routes(ids=rows, layers=shape.layers, top_k=shape.top_k, id_bytes=shape.id_bytes)
+        return RouteSpan(start=start, tokens=column.tokens, routes=column)
 
     @property
     def token_bytes(self) -> int:

@@ -1,0 +1,72 @@
+"""Recorded experts: those with which each token of prompt and answer was computed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge.core.routes import RouteSpan
+from forge.rl.routing import RoutePass, find_routing, routed
+from tests.contract import engines
+from tests.contract.engines import GREEDY, SAMPLED, Answer, Pair, prompt_ids, published, reference
+
+
+@pytest.fixture(params=engines.able("routed_experts"))
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    engines.ROUTED.save_pretrained(tmp_path)
+    async with engines.ENGINES[request.param](tmp_path) as started:
+        await started.load(published(reference("qwen3_moe")), version=1)
+        yield started
+
+
+def chosen(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
+    """[tokens, layers, top_k] experts by one full forward, sorted."""
+    find_routing(model, lambda: model(torch.tensor([[1, 2]])))
+    with routed(passed := RoutePass()):
+        model(torch.tensor([ids]))
+    return passed.choice().sort(-1).values.numpy()
+
+
+def rows(spans: list[RouteSpan]) -> np.ndarray[Any, Any]:
+    """[tokens, layers, top_k] experts of consecutive spans, sorted."""
+    for before, after in pairwise(spans):
+        assert before.end == after.start
+    column = spans[0].routes
+    ids = b"".join(one.routes.ids for one in spans)
+    return np.sort(np.frombuffer(ids, np.uint8).reshape(-1, column.layers, column.top_k), axis=-1)
+
+
+def check(answer: Answer, model: Any, ids: list[int], *, start: int) -> None:
+    """All rows from `start` on are there, but for the last token; few differ, by rounding."""
+    assert answer.routes[0].start == start
+    found, expected = rows(answer.routes), chosen(model, ids + answer.ids[:-1])[start:]
+    assert found.shape == expected.shape == (len(ids) + len(answer.ids) - 1 - start, 2, 2)
+    assert (found != expected).any((1, 2)).sum() <= 1
+
+
+async def test_experts_are_those_of_a_full_forward(pair: Pair) -> None:
+    """Of prompt and answer, also where keys and values come from the prefix cache: of another
+    prompt, and of an answer that the next prompt contains."""
+    assert pair.capabilities.routed_experts
+    model, ids = reference("qwen3_moe"), prompt_ids(21)
+    asked = replace(GREEDY, max_tokens=20, routes_from=0)
+    first = await pair.sample(ids, asked)
+    check(first, model, ids, start=0)
+    check(await pair.sample(ids[:17] + ids, asked), model, ids[:17] + ids, start=0)
+    further = [*ids, *first.ids, 7, 8]
+    known = len(ids) + len(first.ids) - 1
+    streamed = replace(SAMPLED, max_tokens=9, routes_from=known)
+
+    async def go_on(_: Answer) -> bool:
+        return True
+
+    check(await pair.sample(further, streamed, on_piece=go_on), model, further, start=known)
+    check(await pair.sample(further, replace(asked, max_tokens=1)), model, further, start=0)
+    assert not (await pair.sample(ids)).routes
