@@ -221,6 +221,18 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReplayConfig:
+    """Replay of the experts that inference chose, in a mixture of experts."""
+
+    enabled: bool = False
+    """Compute each token with its recorded experts; the model chooses those of tokens without a
+    record. Gateways record with record_experts."""
+    compare_every_steps: Annotated[int, Meta(ge=0)] = 10
+    """Steps between two that compute one tree without replay, too, for the gap of log-probs; 0:
+    none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
     """Heads that draft tokens (multi-token prediction), trained beside the policy."""
 
@@ -290,7 +302,7 @@ class LearnerConfig:
     mini_batches: int = 1
     """Updates per pass, each on other groups of the batch."""
     compare_replay_every: int = 0
-    """Steps between two that compute one tree also without replay of experts; 0: none does."""
+    """`RoutingReplayConfig.compare_every_steps`, if experts are replayed."""
     token_budget: int = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: int = 256

@@ -663,6 +663,14 @@ class StepMetrics(_message.Message):
     FLAT_GROUPS_FIELD_NUMBER: _builtins.int
     REFILL_GROUPS_FIELD_NUMBER: _builtins.int
     REWARD_COMPONENTS_FIELD_NUMBER: _builtins.int
+    REPLAYED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNREPLAYED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLAY_CHANGED_SHARE_FIELD_NUMBER: _builtins.int
+    REPLAY_COMPARED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLAY_GAP_MEAN_FIELD_NUMBER: _builtins.int
+    REPLAY_FREE_GAP_MEAN_FIELD_NUMBER: _builtins.int
+    REPLAY_SPLIT_NODES_FIELD_NUMBER: _builtins.int
+    REPLAY_UNFIT_RECORDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -754,6 +762,23 @@ class StepMetrics(_message.Message):
     """Groups of the batch whose rollouts all have the same return."""
     refill_groups: _builtins.int
     """Groups of the batch that were leased in place of flat ones."""
+    replayed_tokens: _builtins.int
+    """With routing_replay: computed tokens whose recorded experts were replayed, and those without a
+    record, whose experts the model chose.
+    """
+    unreplayed_tokens: _builtins.int
+    replay_changed_share: _builtins.float
+    """Share of the replayed tokens for which the model's own choice differs in some layer."""
+    replay_compared_tokens: _builtins.int
+    """Trained tokens that were computed a second time, by the model's own choice, and the mean over them
+    of |log pi - log pi_behavior|: with replay, and by the model's own choice. 0 in steps without.
+    """
+    replay_gap_mean: _builtins.float
+    replay_free_gap_mean: _builtins.float
+    replay_split_nodes: _builtins.int
+    """Nodes of prefix trees that were split, because the recorded experts of their samples differ."""
+    replay_unfit_records: _builtins.int
+    """Records of turns that do not fit the model; their tokens count as unreplayed."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -829,10 +854,18 @@ class StepMetrics(_message.Message):
         flat_groups: _builtins.int = ...,
         refill_groups: _builtins.int = ...,
         reward_components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        replayed_tokens: _builtins.int = ...,
+        unreplayed_tokens: _builtins.int = ...,
+        replay_changed_share: _builtins.float = ...,
+        replay_compared_tokens: _builtins.int = ...,
+        replay_gap_mean: _builtins.float = ...,
+        replay_free_gap_mean: _builtins.float = ...,
+        replay_split_nodes: _builtins.int = ...,
+        replay_unfit_records: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "reward_by_domain", b"reward_by_domain", "reward_components", b"reward_components", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "replay_changed_share", b"replay_changed_share", "replay_compared_tokens", b"replay_compared_tokens", "replay_free_gap_mean", b"replay_free_gap_mean", "replay_gap_mean", b"replay_gap_mean", "replay_split_nodes", b"replay_split_nodes", "replay_unfit_records", b"replay_unfit_records", "replayed_tokens", b"replayed_tokens", "reward_by_domain", b"reward_by_domain", "reward_components", b"reward_components", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "unreplayed_tokens", b"unreplayed_tokens", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ from forge.rl.config import (
     MtpConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    RoutingReplayConfig,
 )
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
@@ -31,7 +32,7 @@ from services.trainer.torchrun_rank import under_torchrun
 _AGREED = (
     *("max_steps", "batch_groups", "passes_per_batch", "mini_batches", "seed"),
     *("balance_coef", "nominal_tokens_per_s", "rewards", "overlong", "advantages", "objective"),
-    *("correction", "optimizer", "critic", "mtp", "lora"),
+    *("correction", "optimizer", "critic", "mtp", "lora", "routing_replay"),
 )
 
 
@@ -255,6 +256,7 @@ class TrainerConfig(ServiceConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    routing_replay: RoutingReplayConfig = field(default_factory=RoutingReplayConfig)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -342,6 +344,7 @@ class TrainerConfig(ServiceConfig):
             mtp=self.mtp,
             epochs=self.passes_per_batch,
             mini_batches=self.mini_batches,
+            compare_replay_every=self.routing_replay.compare_every_steps,
             token_budget=self.token_budget,
             token_budget_floor=self.token_budget_floor,
         )

@@ -107,6 +107,8 @@ def plan_batch(
     for sample in samples:
         sample.validate()
     trainable = [sample for sample in samples if sample.trained]
+    if route_shape is None:  # other ranks need not get them
+        trainable = [replace(one, routes=()) if one.routes else one for one in trainable]
     plan = partial(
         _plan_update,
         token_budget=token_budget,

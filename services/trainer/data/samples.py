@@ -39,6 +39,7 @@ from services.trainer.data.grammar_correction import (
 )
 from services.trainer.data.other_models import policy_part
 from services.trainer.data.reward_components import reward_components
+from services.trainer.data.routes import routes_of
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -341,6 +342,7 @@ def _turn_samples(
         aside = {index: why for index, why in aside.items() if why == "excluded"}
     cut_off = [one.finish_reason == pb.FINISH_REASON_LENGTH for one in rollout.trajectory.turns]
     masked = masked_turns(cut_off, rules.overlong)
+    routes = routes_of(rollout.trajectory.turns, lengths)
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
     ):
@@ -363,6 +365,7 @@ def _turn_samples(
                 engine=engine_of(record),
                 trajectory=rollout.number,
                 group=rollout.group,
+                routes=routes[index],
             )
         )
     return samples

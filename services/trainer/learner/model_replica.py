@@ -169,6 +169,8 @@ class ModelReplica:
         if self._config.recompute_activations:
             recompute(model)
         policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
+        if self._config.routing_replay.enabled:
+            self._replay_routes(policy)
         reference = self._reference(policy)
         self._teacher = self._load_teacher()
         paths = {
@@ -212,6 +214,16 @@ class ModelReplica:
         if any(one.is_meta for one in model.parameters()):
             fill_shards(model, path, self._world, self._device)
         return policy
+
+    def _replay_routes(self, policy: TreePolicy) -> None:
+        """Raises `ConfigError` for a model that cannot."""
+        ids = as_sample(list(range(min(4, policy.vocabulary))))
+        try:
+            policy.replay_routes(lambda: own_logprobs(policy.model, ids))
+        except InvalidArgument as error:
+            raise ConfigError(
+                f"routing_replay.enabled = True is not allowed for this model: {error}"
+            ) from error
 
     def _narrow(self, policy: TreePolicy) -> torch.dtype | None:
         """The type in which layers are gathered. One of 16 bits rounds norms, too, which only a

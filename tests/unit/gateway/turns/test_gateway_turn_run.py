@@ -108,6 +108,43 @@ async def test_call_ended_by_a_close_records_its_sampled_tokens(said: int) -> No
         assert end.sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
 
 
+class AskedStream(Stream):
+    """A router that notes what it is asked."""
+
+    asked: inference_pb2.SampleRequest
+
+    def send_request(self, request: Any, receiver: SampleCall, *, timeout_s: float) -> int:
+        self.asked = request
+        return super().send_request(request, receiver, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("record_experts", [False, True])
+async def test_setting_alone_asks_for_experts(record_experts: bool) -> None:
+    """From the first token of a new context on; what the agent sets does not count."""
+    session = Session()
+    stream = AskedStream(session, 1)
+    turns = Turns(
+        make_model("chatml"),
+        cast(Any, SimpleNamespace(count_call=lambda _: nullcontext())),
+        cast(Any, stream),
+        sample_timeout_s=30.0,
+        retry_for_s=30.0,
+        bounds=SamplingBounds(),
+        record_experts=record_experts,
+    )
+    request = TurnRequest(
+        prompt_ids=int32_bytes([1, 2]),
+        sampling=common_pb2.SamplingParams(max_tokens=9, routes_from=1),
+        stream=True,
+        arrived=Moment.now(),
+    )
+    with pytest.raises(SessionClosed):
+        async for _ in turns.run_turn(cast(Any, session), request):
+            pass
+    assert stream.asked.sampling.HasField("routes_from") == record_experts
+    assert stream.asked.sampling.routes_from == 0
+
+
 class TalkativeStream(Stream):
     """A router that samples on behind a stop string."""
 
