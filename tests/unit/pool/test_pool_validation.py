@@ -61,6 +61,7 @@ def test_turn_without_sampled_tokens_is_valid():
         ({"sampled__logprobs": float32_bytes([0, -math.inf])}, "sampled.logprobs"),
         ({"sampled__weight_versions": b"1234"}, "sampled.weight_versions has 4 bytes"),
         ({"sampled__weight_versions": int32_bytes([1, -1])}, "sampled.weight_versions holds -1"),
+        ({"sampled__routed_experts__ids": b"123"}, "routed_experts has layers = 0"),
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"top_p": 0.0}, "top_p 0.0"),
