@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from forge.client.operator import Operator
 from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
+from forge.core.routes import RouteShape
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
@@ -36,7 +37,7 @@ from forge.v1 import (
 )
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import CheckpointWriter
-from services.trainer.actors.learner import LearnerActor
+from services.trainer.actors.learner import DescribeRoutes, LearnerActor
 from services.trainer.actors.steering import ResumeHold, ReviewCanary, Steering
 from services.trainer.actors.training import (
     UNBOUNDED_S,
@@ -110,7 +111,11 @@ class TrainerApp:
             lambda: CheckpointWriter(store, sending, copies), name="checkpoints"
         )
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
-        source = partial(self._source, await asyncio.to_thread(self._attention_channels))
+        source = partial(
+            self._source,
+            await asyncio.to_thread(self._attention_channels),
+            await learner.ask(DescribeRoutes(), timeout_s=UNBOUNDED_S),
+        )
         self._training = await actors.spawn(
             lambda: Training(
                 self._config,
@@ -337,7 +342,7 @@ class TrainerApp:
             run_id=run_id_in(Path(config.checkpoint.dir)),
         )
 
-    def _source(self, channels: int) -> BatchSource:
+    def _source(self, channels: int, route_shape: RouteShape | None) -> BatchSource:
         config = self._config
         self._batches = BatchSource(
             self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
@@ -349,6 +354,7 @@ class TrainerApp:
                 relay=config.mesh_shape.cp == 1,
                 data_groups=config.mesh_shape.data_groups,
                 mini_batches=config.mini_batches,
+                route_shape=route_shape,
             ),
             rules=config.credit_rules(),
             baselines_s=lambda: speed_baselines(self._record.steps),

@@ -35,6 +35,8 @@ class BatchPlan:
     samples: tuple[Sample, ...] = ()
     """The merged samples, for another plan with another budget."""
     token_budget: int = 0
+    route_shape: RouteShape | None = None
+    """Of the model that replays recorded experts; None: they are ignored."""
     split_nodes: int = 0
     """Nodes that hold a token again, since the recorded experts of its samples differ."""
     unfit_routes: int = 0
@@ -122,7 +124,12 @@ def plan_batch(
     if len(parts) > 1:
         planned = tuple(plan(part) for part in parts)
     whole = _joined(planned, plan_s=0.0) if planned else plan(trainable)
-    return replace(whole, samples=tuple(trainable), plan_s=time.perf_counter() - began)
+    return replace(
+        whole,
+        samples=tuple(trainable),
+        plan_s=time.perf_counter() - began,
+        route_shape=route_shape,
+    )
 
 
 def whole_plan(given: BatchPlan, computed: Sequence[BatchPlan]) -> BatchPlan:

@@ -53,6 +53,11 @@ class Restore:
     """Restore the newest checkpoint, which is the answer; without one start over, answer None."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeRoutes:
+    """Answered by the shape of the routes that the policy replays; None if it replays none."""
+
+
 class LearnerActor(ThreadActor):
     """Trains one policy."""
 
@@ -84,7 +89,7 @@ class LearnerActor(ThreadActor):
             self._ranks.close()
 
     def receive(self, message: Any) -> Any:
-        """Handles `Take`, `TakeSnapshot`, `Capture` and `Restore`."""
+        """Handles `Take`, `TakeSnapshot`, `Capture`, `Restore` and `DescribeRoutes`."""
         match message:
             case Take():
                 self._kept = {}
@@ -96,6 +101,8 @@ class LearnerActor(ThreadActor):
                 return self._capture()
             case Restore():
                 return self._restore()
+            case DescribeRoutes():
+                return self._replica.route_shape
         return super().receive(message)
 
     def _reading(self, order: Order) -> Any:

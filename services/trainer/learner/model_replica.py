@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.routes import RouteShape
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.tree_tokens import Reference
@@ -108,6 +109,12 @@ class ModelReplica:
     def steps(self) -> int:
         """Optimizer steps since the starting weights."""
         return self._learner.steps
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Shape of the routes that the policy replays; None if it replays none."""
+        replay = self._learner.policy.replay
+        return None if replay is None else replay.shape
 
     @property
     def published_type(self) -> torch.dtype:
@@ -256,6 +263,7 @@ class ModelReplica:
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan
+        assert plan.route_shape == self.route_shape, "the plan has the experts to replay"
         if not plan.trees:  # with the same budget all ranks plan the same trees
             plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
         return self._learner.step(plan, weight_version=order.weight_version)
