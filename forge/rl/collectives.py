@@ -8,9 +8,15 @@ closes its connection: the others raise `RankLost`, which differs from their own
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+K = TypeVar("K")
 
 
 class RankShortage(MemoryError):
@@ -35,6 +41,35 @@ def all_reduce(
     _reduce(tensor, op, group)
 
 
+def broadcast_tensors(
+    tensors: Mapping[K, Tensor], group: dist.ProcessGroup, *, source: int, device: torch.device
+) -> dict[K, Tensor]:
+    """The tensors of rank `source` of the group, on all of its ranks; those of the others do not
+    count. Shapes and types may be unknown there. Raises like `all_reduce`."""
+    outline: list[Any] = [[(key, one.shape, one.dtype) for key, one in tensors.items()]]
+    meet(group, device)
+    with _lost_ranks():
+        dist.broadcast_object_list(outline, group=group, group_src=source)
+    sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in outline[0]]
+    if dist.get_rank(group) == source:
+        data = torch.cat([_bytes(one) for one in tensors.values()])
+    else:
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    meet(group, device)  # a rank without memory for it is heard here
+    with _lost_ranks():
+        dist.broadcast(data, group=group, group_src=source)
+    # Each part a tensor of its own: a view of another type needs an aligned beginning.
+    parts = [part.clone() for part in data.split(sizes)]
+    return {
+        key: part.view(dtype).reshape(shape)
+        for part, (key, shape, dtype) in zip(parts, outline[0], strict=True)
+    }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
 def meet(group: dist.ProcessGroup, device: torch.device, *, shortage: bool = False) -> None:
     """Barrier before an exchange; `shortage` reports that this rank ran out of memory.
 
@@ -49,7 +84,14 @@ def meet(group: dist.ProcessGroup, device: torch.device, *, shortage: bool = Fal
 
 
 def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    try:
+    with _lost_ranks():
         dist.all_reduce(tensor, op=op, group=group)
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Context of an exchange. Raises `RankLost` when a rank does not respond."""
+    try:
+        yield
     except RuntimeError as error:
         raise RankLost(f"a rank of the group does not respond: {error}") from error

@@ -46,7 +46,12 @@ TREE_ATTENTION = "forge_tree"
 
 
 class Prefix(Protocol):
-    """Source of the keys and values of a pass's prefix."""
+    """Source of the keys and values of a pass's prefix, and of the states after its tokens."""
+
+    @property
+    def states(self) -> PrefixStates | None:
+        """Those of recurrent layers; None for a model without such layers."""
+        ...
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, M, D] with those of the prefix first, differentiable."""
@@ -55,6 +60,15 @@ class Prefix(Protocol):
 
 class PrefixStates(Protocol):
     """States of recurrent layers that a pass gets from others, and those that others get."""
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Own tokens of the pass, in its layout with the prefix, whose states others begin with."""
+        ...
+
+    def enter(self, layer: int, hidden_LC: Tensor) -> Tensor:
+        """Begin a layer; returns its input. All states before it are known afterwards."""
+        ...
 
     def before(self, layer: int, token: int) -> State:
         """The state after a token of the prefix, differentiable."""

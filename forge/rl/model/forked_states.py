@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from forge.core.errors import InvalidArgument
 from forge.rl.attention.forks import ROOT, After, ForkBatch, State, plan_forks
 from forge.rl.attention.tree_attention import Prefix, TreeInput
-from forge.rl.tree.kv_relay import RelayPrefix
 from forge.rl.tree.parts import TreePart
 
 CACHE_NAMES = ("cache_params", "past_key_values")
@@ -49,7 +48,7 @@ def tree_input(part: TreePart, prefix: Prefix | None, *, forked: bool) -> TreeIn
     schedule = part.schedule
     if not forked:
         return TreeInput(schedule=schedule, prefix=prefix)
-    states = prefix.states if isinstance(prefix, RelayPrefix) else None
+    states = None if prefix is None else prefix.states
     wanted = frozenset[int]() if states is None else states.wanted
     forks = plan_forks(schedule.nodes, prefix=schedule.prefix, wanted=wanted)
     return TreeInput(schedule=schedule, prefix=prefix, forks=forks, states=states)
@@ -78,6 +77,8 @@ def _forward(
         plain: Tensor = own(layer, hidden_states, *places, **named)
         return plain
     index: int = layer._forge_index  # type: ignore[assignment]
+    if tree.states is not None:
+        hidden_states = tree.states.enter(index, hidden_states)
     name, states, outputs = _cache_name(layer), dict[int, State](), []
     for batch in tree.forks.batches:
         nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
@@ -110,7 +111,7 @@ def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: Tre
         if parent in states:
             found.append(states[parent])
         else:
-            assert tree.states is not None, "only a relayed part has parents elsewhere"
+            assert tree.states is not None, "only a part has parents elsewhere"
             found.append(tree.states.before(index, parent))
     return {key: torch.cat([one[key] for one in found]) for key in found[0]}
 

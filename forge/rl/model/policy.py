@@ -44,6 +44,7 @@ from forge.rl.parallel.context_parallel import (
     rank_part,
     sum_gradients,
 )
+from forge.rl.parallel.handed_states import handed_states
 from forge.rl.parallel.partition import rank_spans
 from forge.rl.parallel.sharding import Entry, shard
 from forge.rl.parallel.world import World
@@ -136,9 +137,7 @@ class TreePolicy:
     @property
     def undividable(self) -> str:
         """Why several ranks cannot share a tree; "" if they can."""
-        if self.unmerged:
-            return f"it is trained sequence by sequence, since {self.unmerged}"
-        return "its layers hand a state from token to token" if self._forked else ""
+        return f"it is trained sequence by sequence, since {self.unmerged}" if self.unmerged else ""
 
     @property
     def family(self) -> str:
@@ -300,8 +299,12 @@ class TreePolicy:
         )
 
     def _by_rank(self, batch: TreeBatch, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        mine = rank_part(batch.layout, self._spans(batch, group), rank=dist.get_rank(group))
-        prefix = GatheredPrefix(group=group, slots=mine.slots, size=mine.size)
+        spans, rank = self._spans(batch, group), dist.get_rank(group)
+        mine = rank_part(batch.layout, spans, rank=rank)
+        states = None
+        if self._forked:
+            states = handed_states(batch.layout, spans, mine.part, rank=rank, group=group)
+        prefix = GatheredPrefix(group=group, slots=mine.slots, size=mine.size, states=states)
         earlier = self.balance.totals() if self.balance is not None else 0.0
         output = self._forward(mine.part, prefix)
         if self.balance is not None and not self.balance.complete:

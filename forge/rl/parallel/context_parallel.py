@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from forge.core.prefix_tree import Span
 from forge.rl.collectives import all_reduce
+from forge.rl.parallel.handed_states import HandedStates
 from forge.rl.tree.kv_relay import Slots, shared_slots, shared_tokens
 from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, idle_part, path_to
 
@@ -65,6 +66,8 @@ class GatheredPrefix:
     group: dist.ProcessGroup
     slots: Slots
     size: int
+    states: HandedStates | None = None
+    """Of a model with recurrent layers."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values with the prefix before them. All ranks call it in layer order."""

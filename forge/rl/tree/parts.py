@@ -107,10 +107,7 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
     start, end = span
     path = ancestors(layout.nodes, start)
     prefix = sum(stop - begin for begin, stop in path)
-    nodes = (
-        *_path_nodes(layout.nodes, path, span, prefix),
-        *_own_nodes(layout.nodes, span, prefix),
-    )
+    nodes = part_nodes(layout, span)
     bounds = torch.tensor([start, end])
     head, edges = layout.head.cut(*torch.searchsorted(layout.head.places_R, bounds).tolist())
     return TreePart(
@@ -123,6 +120,16 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
         places_L=torch.arange(start, end),
         prefix_P=_indices(path),
         routes=layout.routes and layout.routes.at(slice(start, end)),
+    )
+
+
+def part_nodes(layout: TreeLayout, span: Span) -> tuple[Node, ...]:
+    """The nodes of a part's own layout: the path to its first token, then its range."""
+    path = ancestors(layout.nodes, span[0])
+    prefix = sum(stop - begin for begin, stop in path)
+    return (
+        *_path_nodes(layout.nodes, path, span, prefix),
+        *_own_nodes(layout.nodes, span, prefix),
     )
 
 

@@ -48,6 +48,10 @@ class RelayedStates:
     wanted: frozenset[int]
     """Its own tokens, in its layout with the prefix, whose states other parts begin with."""
 
+    def enter(self, layer: int, hidden_LC: Tensor) -> Tensor:
+        """The input as it is: earlier parts have stored their states."""
+        return hidden_LC
+
     def before(self, layer: int, token: int) -> State:
         """The state after a token of the prefix, differentiable."""
         place = (layer, self.prefix[token])

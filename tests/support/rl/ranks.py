@@ -49,6 +49,8 @@ FAMILIES = (
     *("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral"),
     *("gemma2", "gpt_oss", "deepseek_v3"),
 )
+RECURRENT = ("qwen3_next", "falcon_h1")
+"""Ranks hand states to each other."""
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
 """Full attention, windows, balanced experts: the families that ranks compute differently."""
 CUT = ("think_stripped", "compacted", "roots")
@@ -62,7 +64,9 @@ SHORTAGES = ((0, False), (3, True), (1, True), (2, False)) if ALL else ((0, Fals
 def kinds_of(family: str, *, ranks: int) -> tuple[str, ...]:
     """The shapes of trees that a family is compared on."""
     if ALL:
-        return KINDS if family in DIFFERENT else CUT
+        return KINDS if family in (*DIFFERENT, *RECURRENT) else CUT
+    if family in RECURRENT:
+        return ("compacted",)
     if ranks == RANKS and family == "qwen3":
         return KINDS
     return (*CUT, "single_token") if ranks == RANKS and family in DIFFERENT else ("compacted",)
@@ -127,11 +131,13 @@ def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
     return max(float((shared[name] - alone[name]).norm()) for name in alone) / scale
 
 
-def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> float:
+def shortage_error(
+    group: dist.ProcessGroup, *, short: int, backward: bool, family: str = "qwen3"
+) -> float:
     """Of a step that one rank had no memory for, against that of the budget it was then cut to."""
 
     def learner(budget: int) -> Learner:
-        policy = TreePolicy(tiny_model("qwen3", torch.float32), group=group)
+        policy = TreePolicy(tiny_model(family, torch.float32), group=group)
         torch.manual_seed(0)
         floor, heads = min(budget, 4), MtpConfig(heads=1)
         return Learner(
@@ -142,7 +148,9 @@ def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> f
     samples = [make_sample([1, n, n + 1, 5, 6, 7], (2, 6), rng=rng) for n in range(2, 10)]
     one = learner(1 << 30)
     memory = 3 if dist.get_rank(group) == short else 1 << 30
-    with memory_for(one, memory, backward=backward):
+    # The others then wait in an exchange of the next layer, or of this one.
+    layer = 0 if family in RECURRENT else -1
+    with memory_for(one, memory, backward=backward, layer=layer):
         result = one.step(one.plan(samples), weight_version=1)
     assert result.memory_retries > 0 and not result.skipped, (result.skipped, result.shortage)
     assert (f"rank {short}" in result.shortage) == (dist.get_rank(group) != short)
@@ -210,7 +218,7 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
     comparisons = Comparisons(rank)
     found = comparisons.found
     with wide_norms():
-        for family in FAMILIES:
+        for family in (*FAMILIES, *RECURRENT):
             for kind in kinds_of(family, ranks=RANKS):
                 comparisons.add(family, kind, torch.float64, world)
         for kind in ("compacted", "single_token"):
@@ -219,6 +227,10 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
             found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
                 world, short=short, backward=backward
             )
+        for short, backward in SHORTAGES if ALL else SHORTAGES[:1]:
+            found[f"4 fp64 recurrent, short of memory: rank {short}"] = shortage_error(
+                world, short=short, backward=backward, family="falcon_h1"
+            )
         found["4 qwen3 fp64 long chain, short of memory"] = long_chain_error(world)
         for family in DIFFERENT:
             for number in range(RANDOM):
@@ -226,10 +238,11 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
                 comparisons.add(family, kind, torch.float64, world)
     for family in FAMILIES if ALL else DIFFERENT:
         comparisons.add(family, "forked", torch.float32, world)
-    comparisons.add("qwen3", "forked", torch.float32, world, checkpointing=True)
+    for family in ("qwen3", "falcon_h1"):
+        comparisons.add(family, "forked", torch.float32, world, checkpointing=True)
     if rank < 2:
         with wide_norms():
-            for family in DIFFERENT:
+            for family in (*DIFFERENT, *(RECURRENT if ALL else ())):
                 for kind in kinds_of(family, ranks=2):
                     comparisons.add(family, kind, torch.float64, pair)
     dist.barrier()

@@ -14,16 +14,20 @@ NO_MACHINE_HAS = 1 << 60
 
 
 @contextmanager
-def memory_for(one: Learner, tokens: int, *, backward: bool = False) -> Iterator[list[int]]:
-    """The allocator fails for passes above that size; yields the sizes that were tried."""
+def memory_for(
+    one: Learner, tokens: int, *, backward: bool = False, layer: int = -1
+) -> Iterator[list[int]]:
+    """The allocator fails for passes above that size, after a layer or before its backward; yields
+    the sizes that were tried."""
     sizes: list[int] = []
 
-    def forward(_: Any, inputs: Any, output: torch.Tensor) -> None:
+    def forward(_: Any, inputs: Any, outputs: Any) -> None:
+        output: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         sizes.append(output.shape[1])
         if sizes[-1] > tokens:
             exhaust: Callable[[Any], Any] = lambda _: torch.empty(NO_MACHINE_HAS)  # noqa: E731
             output.register_hook(exhaust) if backward else exhaust(None)
 
-    hook = one.policy.model.base_model.layers[-1].register_forward_hook(forward)
+    hook = one.policy.model.base_model.layers[layer].register_forward_hook(forward)
     yield sizes
     hook.remove()

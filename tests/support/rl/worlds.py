@@ -80,6 +80,10 @@ CASES = {
     "relayed": Case(family="llama", budget=12, relayed=True),
     "relayed experts": Case(family="qwen3_moe", budget=12, relayed=True),
     "adapters": Case(family="llama", lora=True),
+    "linear attention": Case(family="qwen3_next"),
+    "recurrent": Case(family="falcon_h1"),
+    "recurrent, checkpointed": Case(family="falcon_h1", checkpointed=True),
+    "recurrent, relayed": Case(family="falcon_h1", budget=12, relayed=True),
     "checkpointed": Case(checkpointed=True),
     "checkpointed, relayed": Case(checkpointed=True, budget=12, relayed=True),
 }
@@ -297,7 +301,7 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
         if not lean and world.tree is None:  # ranks of a tree cannot compute it
             # Its norms compute in fp32 whatever the type of the model.
-            found[f"{mesh} fp32 linear attention"] = by_sequence_error(world)
+            found[f"{mesh} fp32 by sequence"] = by_sequence_error(world)
     if not lean:
         for name, config in STEPS.items():
             found[f"{mesh} fp32 step, {name}"] = step_error(config, world)
