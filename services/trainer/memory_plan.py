@@ -7,6 +7,7 @@ tensors. Not estimated: what the allocator wastes, buffers of NCCL, and CUDA's o
     bytes of a rank = (weights 4 + gradient 4 + optimizer) / shards    of fp32 master weights
                     + gathered units                                   with several shards
                     + activations of a pass + head
+                    + (weights 4) / shards + gathered units            of a reference, a teacher
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Run:
     """autocast and publish_dtype are bfloat16."""
     recompute: bool = False
     optimizer: OptimizerName = "adamw"
+    frozen: tuple[ModelSize, ...] = ()
+    """Models beside the policy: a reference, a teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,8 @@ class Estimate:
     """Master values of the weights that a step computes with rounded."""
     activations: float
     head: float
+    frozen: float
+    """Weights of a reference and a teacher, and their gathered units."""
 
     @property
     def total(self) -> float:
@@ -155,7 +160,14 @@ def estimate(size: ModelSize, run: Run) -> Estimate:
         rounded=4.0 * size.outside / shards if run.bfloat16 else 0.0,
         activations=of_layers,
         head=4.0 * (kept_elements(states) + 2 * rows * size.vocabulary + states),
+        frozen=sum(_frozen_bytes(one, shards, narrow) for one in run.frozen),
     )
+
+
+def _frozen_bytes(size: ModelSize, shards: int, narrow: float) -> float:
+    """A model without gradients: in its forward, a layer and the next one are gathered."""
+    gathered = size.largest_layer * 2 * narrow + size.outside * 4.0 if shards > 1 else 0.0
+    return 4.0 * size.weights / shards + gathered
 
 
 def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:

@@ -10,6 +10,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -26,24 +27,22 @@ MOST_RANKS = 4096
 
 def plan(options: argparse.Namespace) -> str:
     """The lines to print. Raises `InvalidArgument` for a model or a mesh that does not exist."""
-    try:
-        config = AutoConfig.from_pretrained(options.model)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"--model {options.model}: {error}") from error
+    bfloat16 = options.autocast == "bfloat16"
+    size = _size("--model", options.model, bfloat16=bfloat16)
+    others = {"--reference": options.reference, "--teacher": options.teacher}
     mesh = MeshSettings(
         dp_replicate=options.dp_replicate,
         dp_shard=options.dp_shard or max(1, options.world // options.dp_replicate // options.cp),
         cp=options.cp,
     )
-    bfloat16 = options.autocast == "bfloat16"
     run = Run(
         shape=mesh.shape(options.world),
         context=options.context,
         bfloat16=bfloat16,
         recompute=options.recompute_activations,
         optimizer=options.optimizer,
+        frozen=tuple(_size(name, path, bfloat16=bfloat16) for name, path in others.items() if path),
     )
-    size = size_of(config, bfloat16=bfloat16)
     device_bytes = options.device_gib * GIB
     found = estimate(size, run)
     lines = [_of_model(size), "", *_table(found, run), ""]
@@ -55,6 +54,14 @@ def plan(options: argparse.Namespace) -> str:
         lines.append(f"does not fit: {missing:.1f} GiB above {options.device_gib:g} GiB")
         lines.append(_remedy(size, run, device_bytes))
     return "\n".join(lines)
+
+
+def _size(option: str, path: Path, *, bfloat16: bool) -> ModelSize:
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{option} {path}: {error}") from error
+    return size_of(config, bfloat16=bfloat16)
 
 
 def _of_model(size: ModelSize) -> str:
@@ -79,13 +86,7 @@ def _table(found: Estimate, run: Run) -> list[str]:
 def _remedy(size: ModelSize, run: Run, device_bytes: float) -> str:
     ranks = run.shape.ranks
     while ranks <= MOST_RANKS:
-        wider = Run(
-            shape=MeshSettings(dp_shard=ranks).shape(ranks),
-            context=run.context,
-            bfloat16=run.bfloat16,
-            recompute=run.recompute,
-            optimizer=run.optimizer,
-        )
+        wider = replace(run, shape=MeshSettings(dp_shard=ranks).shape(ranks))
         other = fitting(size, wider, device_bytes=device_bytes)
         if other is not None:
             total = estimate(size, other).total / GIB
@@ -104,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model directory; its weights are not read")
+    add("--reference", type=Path, help="model directory of the reference (objective.kl_coef)")
+    add("--teacher", type=Path, help="model directory of the teacher (objective.teacher_coef)")
     add("--world", type=int, required=True, help="ranks: devices, or processes on CPUs")
     add("--device-gib", type=float, required=True, help="memory of a device, GiB")
     add(

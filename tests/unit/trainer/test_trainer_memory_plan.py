@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from forge.rl.config import LearnerConfig, MeshShape
+from forge.rl.config import LearnerConfig, MeshShape, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.out_of_memory import recompute_activations
@@ -44,26 +45,47 @@ def peak_bytes(step: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_estimate_is_close_to_the_measured_peak(recompute: bool) -> None:
-    """Of a whole step, in float32: between the peak and a third more."""
+@pytest.mark.parametrize(("recompute", "frozen"), [(False, 0), (True, 0), (True, 2)])
+def test_estimate_is_close_to_the_measured_peak(recompute: bool, frozen: int) -> None:
+    """Of a whole step, in float32, with and without a reference and a teacher: between the peak and
+    a third more."""
     config = Qwen3Config(**SHAPE)
     model: Any = Qwen3ForCausalLM(config).eval()
     if recompute:
         recompute_activations(model)
-    learner = Learner(TreePolicy(model), LearnerConfig(token_budget=TOKENS))
+    coef = 0.1 if frozen else 0.0
+    learner = Learner(
+        TreePolicy(model),
+        LearnerConfig(
+            token_budget=TOKENS, objective=ObjectiveConfig(kl_coef=coef, teacher_coef=coef)
+        ),
+        reference=frozen_policy(config) if frozen else None,
+        teacher=frozen_policy(config) if frozen else None,
+    )
     rng = Random(0)
     sample = make_sample([rng.randrange(1024) for _ in range(TOKENS)], (1, TOKENS), rng=rng)
     batch = learner.plan([sample])
     learner.step(batch, weight_version=1)  # allocates the moments
     second = peak_bytes(lambda: learner.step(batch, weight_version=1))
     weights = sum(one.numel() * 4 for one in model.parameters())
-    run = Run(shape=MeshShape(), context=TOKENS, bfloat16=False, recompute=recompute)
-    found = estimate(size_of(config, bfloat16=False), run)
+    size = size_of(config, bfloat16=False)
+    run = Run(
+        shape=MeshShape(),
+        context=TOKENS,
+        bfloat16=False,
+        recompute=recompute,
+        frozen=(size,) * frozen,
+    )
+    found = estimate(size, run)
     assert found.weights == weights
-    measured = 3 * weights + second  # weights and moments; the step allocates the rest
+    # Weights, moments and frozen models; the step allocates the rest.
+    measured = (3 + frozen) * weights + second
     print(f"measured {measured}, estimated {found.total:.0f}")
     assert measured <= found.total <= measured * 1.33
+
+
+def frozen_policy(config: Qwen3Config) -> TreePolicy:
+    return TreePolicy(Qwen3ForCausalLM(config).eval().requires_grad_(False))
 
 
 def test_shards_divide_what_they_hold() -> None:
@@ -73,6 +95,9 @@ def test_shards_divide_what_they_hold() -> None:
     four = estimate(size, Run(shape=MeshShape(dp_shard=2, cp=2), context=4096))
     assert four.weights == one.weights / 4 and four.optimizer == one.optimizer / 4
     assert four.activations == one.activations / 2
+    shape = MeshShape(dp_shard=2, cp=2)
+    teacher = estimate(size, Run(shape=shape, context=4096, frozen=(size,)))
+    assert teacher.total - four.total == teacher.frozen > four.weights
 
 
 def test_nearest_settings_that_fit_are_found() -> None:
@@ -92,6 +117,14 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert plan.main([*arguments, "4"]) == 0
     fits = capsys.readouterr().out
     assert "fits: " in fits and "activations" in fits
+    teacher = tmp_path / "teacher"
+    Qwen3Config(**SHAPE | {"vocab_size": 1 << 18}).save_pretrained(teacher)
+    assert re.search(r"frozen +0\.00", fits)
+    assert plan.main([*arguments, "4", "--teacher", str(teacher)]) == 0
+    # Half of its weights, and its embedding and head whole.
+    assert re.search(r"frozen +0\.38", capsys.readouterr().out)
+    assert plan.main([*arguments, "4", "--reference", str(tmp_path / "none")]) == 2
+    assert "--reference" in capsys.readouterr().err
     assert plan.main([*arguments, "0.2"]) == 0
     assert "change: 2 ranks, mesh.dp_shard = 2" in capsys.readouterr().out
     assert plan.main([*arguments, "4", "--dp-shard", "3"]) == 2
