@@ -59,7 +59,7 @@ def broadcast_tensors(
     with _lost_ranks():
         dist.broadcast(data, group=group, group_src=source)
     # Each part a tensor of its own: a view of another type needs an aligned beginning.
-    parts = [part.clone() for part in data.split(sizes)]
+    parts = [part.clone() for part in torch.split(data, sizes)]
     return {
         key: part.view(dtype).reshape(shape)
         for part, (key, shape, dtype) in zip(parts, outline[0], strict=True)

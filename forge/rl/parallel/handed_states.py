@@ -141,7 +141,8 @@ class HandedStates:
         all_reduce(total, self.group)
         sizes = [shape.numel() for _, shape in outline]
         return [
-            one.reshape(shape) for one, (_, shape) in zip(total.split(sizes), outline, strict=True)
+            one.reshape(shape)
+            for one, (_, shape) in zip(torch.split(total, sizes), outline, strict=True)
         ]
 
 
