@@ -77,12 +77,8 @@ dist: setup  ## Build wheel and source distribution in dist/
 	@$(PY) -m build --outdir dist . > /dev/null
 	@$(PY) -m twine check --strict dist/*
 
-coverage: setup  ## The default suite with the lines it reaches, in all its processes
-	@rm -f .coverage* unfinished.coverage.*
-	@$(PY) -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder
-	@$(PY) -m tests.support.suite.coverage_files
-	@$(PY) -m coverage combine --quiet
-	@$(PY) -m coverage report --skip-covered --sort=cover
+coverage: setup  ## The default suite with the lines it reaches; continues where it was interrupted
+	@$(PY) -m tests.support.suite.coverage_parts $(PARTS)
 
 test-console: .venv/.browser-installed  ## The web console in Chromium over a real run (apt: chromium)
 	@$(PY) -m pytest --timeout=900 tests/console

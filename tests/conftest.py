@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 
@@ -97,6 +98,15 @@ async def coordinator(etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinat
     connected = await Coordinator.connect(etcd.endpoint, cluster=cluster)
     yield connected
     await connected.close()
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port of this host on which a process listens."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +48,37 @@ async def _reader(at: Connection) -> AsyncIterator[PoolReader]:
         yield PoolReader(coordinator, channels)
 
 
+class _FirstRows:
+    """Prints rows as lines of JSON, or collects them in a table, up to a limit; 0: all."""
+
+    def __init__(self, table: Table, *, limit: int, as_json: bool) -> None:
+        self.table = table
+        self.more = False
+        """True once there was a row beyond the limit."""
+        self.hint = f"There are more than these {limit}: see --limit."
+        self._limit = limit
+        self._as_json = as_json
+        self._shown = 0
+
+    def add(self, rows: Iterable[tuple[Message, Sequence[str]]]) -> bool:
+        """Add messages with their cells; False if there are more than the limit."""
+        for message, cells in rows:
+            if self._limit and self._shown == self._limit:
+                self.more = True
+                return False
+            self._shown += 1
+            if self._as_json:
+                _print_json(message)
+            else:
+                self.table.add_row(*cells)
+        return True
+
+
+def _match_cells(match: pool_pb2.SearchTrajectoriesResponse.Match) -> list[str]:
+    excerpt = escape(" ".join(match.excerpt.split()))
+    return [*_cells(match.trajectory)[:4], str(match.turn_index), excerpt]
+
+
 async def list_trajectories(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
@@ -56,27 +87,17 @@ async def list_trajectories(
     as_json: bool,
 ) -> None:
     """Prints up to `limit` matching trajectories; 0: all."""
-    table = Table(*_COLUMNS)
-    shown, more = 0, False
+    found = _FirstRows(Table(*_COLUMNS), limit=limit, as_json=as_json)
     async with _reader(at) as reader:
         async for page in reader.query(wanted, page_size=limit):
             _name_damaged(page.shard, page.damaged)
-            for summary in page.trajectories:
-                more = bool(limit) and shown == limit
-                if more:
-                    break
-                shown += 1
-                if as_json:
-                    _print_json(summary)
-                else:
-                    table.add_row(*_cells(summary))
-            if more:
+            if not found.add((summary, _cells(summary)) for summary in page.trajectories):
                 break
     if as_json:
         return
-    console.print(table)
-    if more:
-        console.print(f"There are more than these {limit}: see --limit.")
+    console.print(found.table)
+    if found.more:
+        console.print(found.hint)
 
 
 async def search_trajectories(
@@ -89,31 +110,19 @@ async def search_trajectories(
 ) -> None:
     """Prints up to `limit` matching trajectories that have a text, with the text in its place; 0:
     all."""
-    table = Table(*_COLUMNS[:4], "turn", "text")
-    shown = freed = without_text = 0
-    more = False
+    found = _FirstRows(Table(*_COLUMNS[:4], "turn", "text"), limit=limit, as_json=as_json)
+    freed = without_text = 0
     async with _reader(at) as reader:
         async for shard, page in reader.search(wanted, text, page_size=limit):
             _name_damaged(shard, page.damaged_trajectory_ids)
             freed += page.freed_trajectories
             without_text += page.turns_without_text
-            for match in page.matches:
-                more = bool(limit) and shown == limit
-                if more:
-                    break
-                shown += 1
-                if as_json:
-                    _print_json(match)
-                else:
-                    excerpt = escape(" ".join(match.excerpt.split()))
-                    cells = _cells(match.trajectory)[:4]
-                    table.add_row(*cells, str(match.turn_index), excerpt)
-            if more:
+            if not found.add((match, _match_cells(match)) for match in page.matches):
                 break
     if not as_json:
-        console.print(table)
-    if more:
-        sys.stderr.write(f"There are more than these {limit}: see --limit.\n")
+        console.print(found.table)
+    if found.more:
+        sys.stderr.write(f"{found.hint}\n")
     if freed or without_text:
         sys.stderr.write(
             f"Not searched: {freed} trajectories that were freed, {without_text} turns without "

@@ -26,10 +26,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from forge.core.errors import ConfigError, DataLoss, StaleFence, Unavailable
+from forge.core.errors import ConfigError, StaleFence, Unavailable
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator, Leadership, Registration
+from forge.runtime.stored_json import decode_stored
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, fingerprint_of
@@ -64,10 +65,7 @@ class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, value: bytes) -> LineageRecord:
         """Raises `DataLoss` for a value that is not a record."""
-        try:
-            return msgspec.json.decode(value, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DataLoss(f"{RECORD_KEY} in etcd is unreadable: {error}") from error
+        return decode_stored(value, cls, f"{RECORD_KEY} in etcd")
 
 
 class Lineage:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.suite import coverage_parts
 from tests.support.suite.coverage_files import delete_damaged
+from tests.support.suite.coverage_parts import Measurement, Part
 
 PROGRAM = """
 import os, sys
@@ -51,3 +53,26 @@ def test_kill_during_a_save_loses_no_earlier_save(tmp_path: Path, damage: str) -
     assert delete_damaged(tmp_path) == ([] if damage == "none" else [saved])
     coverage(tmp_path, "combine")
     assert "program.py       2      0   100%" in coverage(tmp_path, "report")
+
+
+def test_measurement_continues_with_the_parts_that_have_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed part is measured again, a passed one only after a change of the code."""
+    ran: list[str] = []
+    failing = {"unit-core"}
+
+    def measured(self: Measurement, part: Part) -> bool:
+        ran.append(part.name)
+        (tmp_path / f"{part.name}{'.failed' if part.name in failing else ''}.data").touch()
+        return part.name not in failing
+
+    monkeypatch.setattr(Measurement, "measure", measured)
+    monkeypatch.setattr(Measurement, "report", lambda self: None)
+    for code, failed in (("a", 1), ("a", 0), ("a", 0), ("b", 0)):
+        monkeypatch.setattr(coverage_parts, "state_of_code", lambda code=code: code)
+        assert coverage_parts.main(["unit-co"], folder=tmp_path) == failed
+        failing.clear()
+    assert ran == ["unit-console", "unit-core", "unit-core", "unit-console", "unit-core"]
+    names = [path for part in coverage_parts.parts() for path in part.paths]
+    assert {"tests/unit/core", "tests/e2e", "tests/integration/test_coverage_files.py"} <= {*names}

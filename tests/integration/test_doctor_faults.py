@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import pytest
 import pytest_asyncio
 import trustme
 from etcd3aio._protobuf import AlarmRequest, MaintenanceStub
@@ -116,14 +114,6 @@ async def serve(holder: Coordinator, name: str, clock: ClockServicer) -> grpc.ai
     await server.start()
     await holder.register(name.partition("-")[0], name, f"127.0.0.1:{port}", ttl_s=60.0)
     return server
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        yield holder.getsockname()[1]
 
 
 async def test_all_faults_of_a_host_are_named_with_their_remedies(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from forge.core.errors import DataLoss
+from forge.runtime.stored_json import decode_stored
 from forge.runtime.weights.manifest import DEFAULT_POLICY, WeightAnnouncement
 
 BROKEN_KEY = "broken_answers"
@@ -63,10 +63,7 @@ class WeightHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def decode(cls, value: bytes) -> WeightHold:
         """Raises `DataLoss` for a value that is not a hold."""
-        try:
-            return msgspec.json.decode(value, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DataLoss(f"the hold of the weights is unreadable: {error}") from error
+        return decode_stored(value, cls, "the hold of the weights")
 
 
 NO_HOLD = WeightHold()

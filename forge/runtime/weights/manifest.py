@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TypeVar
 
 import msgspec
 from xxhash import xxh3_64_digest
 
 from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.stored_json import decode_stored
 
 DEFAULT_POLICY = "default"
 TRAINER_STANDBYS = f"trainer/{DEFAULT_POLICY}/standby/"
@@ -27,8 +27,6 @@ DIRECTORY_WAY = "directory"
 SLICE_BYTES = 1 << 20
 """Data under one digest; a tensor's last slice may be shorter."""
 _DIGEST_BYTES = 8
-
-T = TypeVar("T")
 
 
 def manifest_key(policy: str = DEFAULT_POLICY) -> str:
@@ -140,7 +138,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @classmethod
     def decode(cls, value: bytes) -> WeightManifest:
         """Raises `DataLoss` for bytes that are not a manifest."""
-        manifest = _decoded(value, cls)
+        manifest = decode_stored(value, cls, "the weight manifest")
         for tensor in manifest.tensors:
             tensor.check()
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
@@ -194,7 +192,7 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
     @classmethod
     def decode(cls, value: bytes) -> WeightAnnouncement:
         """Raises `DataLoss` for a value that is not an announcement."""
-        announced = _decoded(value, cls)
+        announced = decode_stored(value, cls, "the weight manifest")
         if not announced.manifest and announced.tensor_names is None:
             raise DataLoss(
                 "the weight manifest is unreadable: it has neither `manifest` nor `tensor_names`"
@@ -214,10 +212,3 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 def _layout_line(name: str, dtype: str, shape: Iterable[int]) -> bytes:
     return f"{name}\0{dtype}\0{','.join(map(str, shape))}\n".encode()
-
-
-def _decoded(value: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataLoss(f"the weight manifest is unreadable: {error}") from error

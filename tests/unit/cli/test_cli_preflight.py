@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,6 @@ from forge.cli.training_run import check_run
 from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument
 
 NOTHING_ANSWERS = "127.0.0.1:9"
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        yield holder.getsockname()[1]
 
 
 @pytest.fixture
