@@ -1,7 +1,7 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
-                                 [--only full,egress,swaps,publication,deltas]
+                                 [--only full,egress,swaps,publication,deltas,kept_kv]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
 of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
@@ -11,7 +11,9 @@ over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Int
 answer around a swap, less the median gap. `publish_to_sampled_p50_s`: from the begin of a
 publication to the first token of its version at a client of the router.
 `publication.share_beside`: share of a training step that waits for publication (`share_waited`: if
-it waited for digests and announcement, too).
+it waited for digests and announcement, too). `kept_kv.1e-06.kept_mean`: nats by which the log-prob
+of a token differs behind keys and values of the weights one step before (`policies_mean`: by which
+those weights differ themselves).
 `delta_bytes_over_full`: bytes of a delta over those of all weights in bfloat16, median over real
 steps of the model by AdamW at a learning rate of 1e-6 (`delta.1e-05.over_full` at 1e-5), beside the
 share of changed elements, the largest delta and that of the last step.
@@ -43,7 +45,7 @@ from tests.support.runtime.etcd import EtcdServer
 WORKERS = 8
 WAYS = ("grpc", "memory", "directory")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
-PARTS = ("full", "egress", "swaps", "publication", "deltas")
+PARTS = ("full", "egress", "swaps", "publication", "deltas", "kept_kv")
 _TENSORS = 64
 
 
@@ -137,6 +139,17 @@ def deltas(path: Path, *, steps: int) -> dict[str, float]:
     return {"delta_bytes_over_full": numbers["delta.1e-06.over_full"], **numbers}
 
 
+def kept_kv(path: Path) -> dict[str, float]:
+    """Return what `kv.on_update = keep` costs, by learning rate."""
+    from benchmarks.support.kv_on_update import keep_gap
+
+    numbers: dict[str, float] = {}
+    for learning_rate in LEARNING_RATES:
+        found = keep_gap(path, learning_rate=learning_rate, steps=1, batches=2)
+        numbers |= {f"kept_kv.{learning_rate:g}.{name}": value for name, value in found.items()}
+    return numbers
+
+
 def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, float]:
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
@@ -176,13 +189,15 @@ def main() -> None:
         parser.error(f"--only: {sorted(odd)} are none of {PARTS}")
     path = Path()
     numbers: dict[str, float] = {}
-    if {"publication", "deltas"} & set(parts):
+    if {"publication", "deltas", "kept_kv"} & set(parts):
         model = options.model or ("tiny" if options.quick else "smollm2")
         path = asyncio.run(ensure_model(model, seed=0, root=options.root))
-    if set(parts) - {"deltas"}:
+    if set(parts) - {"deltas", "kept_kv"}:
         numbers |= streams(parts, path, quick=options.quick)
     if "deltas" in parts:
         numbers |= deltas(path, steps=5 if options.quick else 20)
+    if "kept_kv" in parts:
+        numbers |= kept_kv(path)
     show("Weight stream", numbers)
     keep(numbers, options.json)
 

@@ -22,7 +22,7 @@ from services.trainer.model.full_weights import own_tensors
 
 _GROUPS = 2
 _GROUP_SIZE = 4
-_ANSWER_TOKENS = 24
+ANSWER_TOKENS = 24
 
 
 def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, float]:
@@ -45,7 +45,7 @@ def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, fl
     before = _published(model)
     for _ in range(steps):
         with policy.attention.stock():
-            samples = list(_samples(model, tokenizer, rng))
+            samples = list(samples_of(model, tokenizer, rng))
         learner.step(learner.plan(samples), weight_version=1)
         after = _published(model)
         sizes.append(_delta_bytes(before, after) / sum(one.nbytes for one in after.values()))
@@ -60,7 +60,7 @@ def delta_sizes(path: Path, *, learning_rate: float, steps: int) -> dict[str, fl
     }
 
 
-def _samples(model: Any, tokenizer: Any, rng: Random) -> Iterator[Sample]:
+def samples_of(model: Any, tokenizer: Any, rng: Random) -> Iterator[Sample]:
     """Answers of the model to sums, in groups."""
     for _ in range(_GROUPS):
         question = f"What is {rng.randrange(1000)} + {rng.randrange(1000)}?"
@@ -75,8 +75,8 @@ def _samples(model: Any, tokenizer: Any, rng: Random) -> Iterator[Sample]:
                 top_k=0,
                 top_p=1.0,
                 temperature=1.0,
-                min_new_tokens=_ANSWER_TOKENS,
-                max_new_tokens=_ANSWER_TOKENS,
+                min_new_tokens=ANSWER_TOKENS,
+                max_new_tokens=ANSWER_TOKENS,
                 pad_token_id=0,
             )
             logprobs_GTV = model(ids_GT).logits[:, :-1].log_softmax(-1)
@@ -87,8 +87,8 @@ def _samples(model: Any, tokenizer: Any, rng: Random) -> Iterator[Sample]:
                 ids=array("i", ids_T.tolist()).tobytes(),
                 trained=((start, len(ids_T)),),
                 behavior_logprobs=array("f", logprobs_T[start - 1 :].tolist()).tobytes(),
-                weight_versions=bytes(4 * _ANSWER_TOKENS),
-                advantages=array("f", [rng.gauss(0, 1)] * _ANSWER_TOKENS).tobytes(),
+                weight_versions=bytes(4 * ANSWER_TOKENS),
+                advantages=array("f", [rng.gauss(0, 1)] * ANSWER_TOKENS).tobytes(),
             )
 
 

@@ -56,6 +56,10 @@ class KvSettings:
     """Memory for the prefix cache, MiB."""
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens of one block of the prefix cache."""
+    on_update: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running answers when the weights change: keep (the answer continues on
+    those of the older weights) or recompute (prompt and answer are read again by the new ones). The
+    prefix cache is emptied in either case. recompute needs the engine embedded."""
     store_dir: str = ""
     """Directory on a shared file system where the workers of a model keep keys and values for each
     other; "" for none. Only the workers' user may write it."""
@@ -130,6 +134,11 @@ class InferenceConfig(ServiceConfig):
         weights in the policy's group."""
         check_group("serving_group", self.serving_group)
         self.options_of_engine()
+        if self.kv.on_update == "recompute" and self.engine != "embedded":
+            raise InvalidArgument(
+                f"kv.on_update = recompute is not allowed with engine = {self.engine}: it has its "
+                "own rule for running answers"
+            )
         if self.weights == "frozen" and not self.serving_group:
             raise InvalidArgument(
                 "weights = 'frozen' needs a serving_group: the policy's workers follow its weights"

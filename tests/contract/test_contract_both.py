@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from forge.core.errors import ResourceExhausted
 from forge.core.placement.chains import PromptChains
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import CacheChange
@@ -26,6 +27,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
+from tests.contract.test_contract_engines import greedy_of
 
 
 @pytest.fixture
@@ -124,3 +126,29 @@ def apply(present: set[bytes], change: CacheChange) -> None:
         present.clear()
     present.difference_update(change.removed)
     present.update(change.stored)
+
+
+@pytest.mark.parametrize("engine", engines.EMBEDDED)
+async def test_recompute_sends_running_answers_back_at_a_swap(engine: str, tmp_path: Path) -> None:
+    """With the tokens so far; read again, no key is left of the older weights. A request that
+    begins after the swap is not sent back."""
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    ids = prompt_ids(20)
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    seen: list[engines.Answer] = []
+
+    async def swap_once(answer: engines.Answer) -> None:
+        if not seen:
+            seen.append(answer)
+            await pair.load(published(new), version=2)
+
+    async with engines.ENGINES[engine](tmp_path, recompute_on_update=True) as pair:
+        await pair.load(published(old), version=1)
+        with pytest.raises(ResourceExhausted, match="is read again by weights 2"):
+            await pair.sample(ids, replace(GREEDY, max_tokens=200), on_piece=swap_once)
+        (cut,) = seen
+        assert 0 < len(cut.ids) < 200 and set(cut.versions) == {1}
+        assert list(cut.ids) == greedy_of(old, ids, len(cut.ids))
+        again = [*ids, *cut.ids]
+        rest = await pair.sample(again, on_piece=swap_once)
+        assert rest.ids == greedy_of(new, again, 16) and set(rest.versions) == {2}

@@ -229,6 +229,19 @@ async def test_resumed_run_continues_and_prints_the_table(observed: Observed) ->
     assert "held-out after step 1 " in output and "while training" in output
 
 
+async def test_workers_of_the_trainers_host_share_its_memory(observed: Observed) -> None:
+    """All versions but those of a start come that way; gRPC serves where a worker is not in
+    discovery yet."""
+    ways = [
+        way
+        for log in (observed.run.directory / "logs").glob("*.log")
+        for line in log.read_text(errors="replace").splitlines()
+        if "weights_swapped" in line
+        for way in re.findall(r"way\W{1,4}(\w+)", line)
+    ]
+    assert set(ways) == {"grpc", "memory"} and ways.count("memory") > ways.count("grpc"), ways
+
+
 async def test_one_sample_is_one_trace_through_every_service(observed: Observed) -> None:
     """From the runner over gateway, router and engines to the pool and the trainer: one root, each
     other span below one of the trace. The step that trained it is linked in both directions."""

@@ -47,6 +47,9 @@ class EngineOptions:
     """Most requests that sample at the same time."""
     kv_store: KvStoreOptions | None = None
     """None: keys and values stay in this worker."""
+    recompute_on_update: bool = False
+    """A swap of weights ends running answers, which the router then has read again by the new
+    weights; otherwise they keep their keys and values."""
     draft_tokens: int = 0
     """Most tokens that draft heads draft for one step; 0: no drafts."""
     adaptive_drafts: bool = True

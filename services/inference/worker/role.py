@@ -66,6 +66,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
         pass_tokens=config.pass_tokens,
         max_running=config.max_running,
         kv_store=_kv_store(config.kv),
+        recompute_on_update=config.kv.on_update == "recompute",
         draft_tokens=config.speculation.most_drafts,
         adaptive_drafts=config.speculation.adaptive,
         request_timeout_s=config.request_timeout_s,

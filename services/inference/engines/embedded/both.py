@@ -41,6 +41,8 @@ class BothActor(ThreadActor):
             ours = not isinstance(message, Read | Swap)
             done = self._decode.receive_batch([message])[0] if ours else None
             answers.append(next(read) if isinstance(message, Read | Abort | Swap) else done)
+            if isinstance(message, Swap):
+                self._decode.after_swap()
         return answers
 
     def work(self) -> bool:

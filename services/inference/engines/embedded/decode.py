@@ -34,6 +34,8 @@ WAITING_SHARE = 1 / 8
 """Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""
 _MIXED = -1
 """Version of keys and values computed by several weights, or with NaN; never cached."""
+_REREAD_AFTER_S = 0.01
+"""Pause of the router before it places a request that a swap sent back."""
 _LOOKAHEAD_TOKENS = 512
 """A new sequence gets a row for at most this many further tokens; a longer one moves."""
 
@@ -50,7 +52,9 @@ class DecodeActor(ThreadActor):
         max_running: int,
         max_waiting: int,
         threads: int,
+        recompute: bool = False,
     ) -> None:
+        """`recompute`: a swap ends the answers whose keys and values are of other weights."""
         self._step = step
         self._policy = step.policy
         self._running = step.running
@@ -62,6 +66,7 @@ class DecodeActor(ThreadActor):
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._threads = threads
+        self._recompute = recompute
         self._outbox: list[tuple[Deliver, Piece | ForgeError]] = []
 
     def started(self) -> None:
@@ -82,7 +87,29 @@ class DecodeActor(ThreadActor):
                 self._cache.clear()
                 if self._stored is not None:
                     self._stored.serve(message.kv_identity)
+                self.after_swap()
         return None
+
+    @torch.inference_mode()
+    def after_swap(self) -> None:
+        """Send back the requests whose keys and values other weights computed, to be read again by
+        those in service; the tokens so far are delivered before. Unless they are to be kept."""
+        if not self._recompute:
+            return
+        version = self._policy.version
+        for sequence in [one for one in self._running if one.version != version]:
+            self._leave(sequence)
+            self._send_back(sequence)
+        for sequence in [one for one in self._waiting if one.version != version]:
+            self._waiting.remove(sequence)
+            self._unpin(sequence)
+            self._send_back(sequence)
+        self._deliver()
+
+    def _send_back(self, sequence: DecodeSequence) -> None:
+        reread = f"request {sequence.prompt.request_id} is read again by weights"
+        error = ResourceExhausted(f"{reread} {self._policy.version}", retry_after_s=_REREAD_AFTER_S)
+        self._send_error(sequence, error)
 
     def work(self) -> bool:
         """Run one decode step; False when no request is left."""

@@ -116,6 +116,7 @@ def decode_actor(
         max_running=options.max_running,
         max_waiting=_MAX_WAITING,
         threads=options.threads,
+        recompute=options.recompute_on_update,
     )
 
 
