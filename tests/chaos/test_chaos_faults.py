@@ -52,6 +52,19 @@ def faults(run: ForgeRun) -> int:
     return sum(each.get("kind") == "infrastructure" for each in logged(run, "rollout_failed"))
 
 
+def lose_a_claim(run: ForgeRun) -> None:
+    """Kill the runner until the scheduler has ended a claim: a runner that starts, or waits for
+    tasks, has none to lose."""
+    lost = faults(run)
+    while faults(run) == lost:
+        step = run.last_step()
+        run.kill("runner")
+        run.wait_until(
+            lambda step=step: faults(run) > lost or run.last_step() >= step + MORE,  # type: ignore[misc]
+            "a claim that ended",
+        )
+
+
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """So many processes that never wait."""
@@ -70,9 +83,8 @@ def test_repeatedly_killed_runner_tombstones_nothing(run: ForgeRun) -> None:
     """Each SIGKILL of the runner loses its running rollouts, also of half-sealed groups."""
     run.wait_for_step(1)
     for _ in range(RESTARTS):
-        lost, step = faults(run), run.last_step()
-        run.kill("runner")
-        run.wait_until(lambda lost=lost: faults(run) > lost, "a claim that ended")  # type: ignore[misc]
+        step = run.last_step()
+        lose_a_claim(run)
         run.wait_for_step(step + 1)
     run.wait_for_step(run.last_step() + MORE)
     assert logged(run, "group_tombstoned") == []
