@@ -6,6 +6,7 @@ import ast
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from docs.hooks.page import ROOT, Page, table
@@ -38,6 +39,7 @@ def page() -> Page:
     return Page(path="reference/metrics.md", text="\n".join(lines))
 
 
+@cache
 def registered() -> dict[str, Any]:
     """Every metric of the repository by name, as prometheus-client's object."""
     for module in _modules_with_metrics():
@@ -49,7 +51,10 @@ def _modules_with_metrics() -> Iterator[str]:
     """Modules that import `counter`, `gauge` or `histogram` of the telemetry."""
     for part in ("forge", "services"):
         for path in sorted((ROOT / part).rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if telemetry.__name__ not in text:
+                continue
+            tree = ast.parse(text)
             imported = {
                 alias.name
                 for node in ast.walk(tree)
