@@ -35,6 +35,8 @@ class FakeHosts:
     drained: set[str] = field(default_factory=set)
     broken: set[tuple[str, str]] = field(default_factory=set)
     """Units that never start with a release: (unit, release)."""
+    needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+    """What an installation says of units, by host: `start` and `restart`."""
     commands: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,13 @@ class FakeHosts:
                     self.links[host] = self.before
             case [_, _, _, "deploy", "install", "--json"]:
                 self.links[host] = self.copied[host]
-                return Ended(code=0, output='{"changed": [], "start": [], "restart": []}')
+                empty: dict[str, list[str]] = {
+                    "changed": [],
+                    "start": [],
+                    "restart": [],
+                    "kept": [],
+                }
+                return Ended(code=0, output=json.dumps(empty | dict(self.needs.get(host, {}))))
             case [_, _, _, "deploy", "drain", instance, *_]:
                 self.drained.add(instance)
             case ["systemctl", "restart", unit]:
