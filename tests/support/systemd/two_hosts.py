@@ -20,7 +20,8 @@ from tests.support.systemd.work import TASKS
 
 RELEASE, NEXT, BROKEN = "0.1.0", "0.4.0", "0.5.0"
 NAMES = ("forge-1", "forge-2")
-BROKEN_MODULE = "services/scheduler/__main__.py"
+BROKEN_MODULE = "services/scheduler/app.py"
+"""Imported at the start alone: `forge deploy render` asks for settings, and finds nothing wrong."""
 _BARE = """
 rm -rf /etc/forge /etc/systemd/system/forge* /etc/sysusers.d/forge.conf /etc/tmpfiles.d/forge.conf
 rm -rf /var/lib/forge/pool* /var/lib/forge/trainer*
