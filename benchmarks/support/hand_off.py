@@ -113,7 +113,7 @@ async def _receive(mib: int, pipe: Connection) -> dict[str, float]:
     for way in ("slices", "shared"):
         decode = DecodeServicer(cast(Any, _Decode()), channels, silence_s=60.0)
         if way == "slices":
-            decode._shared_memory = ""
+            decode.fetcher.shared_memory = ""
         took, stalls = [], []
         for _ in range(3):
             pipe.send("begin")

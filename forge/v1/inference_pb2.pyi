@@ -491,6 +491,9 @@ class FetchKvRequest(_message.Message):
     SLICES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PREFIX_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The decode instance already has the tokens before this one."""
@@ -504,6 +507,16 @@ class FetchKvRequest(_message.Message):
     """Name of the caller's shared memory. An instance that sees the same memory may send one response
     with `shared` instead of the data.
     """
+    early: _builtins.bool
+    """The prompt may still be computed, or its Prefill be on its way. The instance sends what is there,
+    in blocks of consecutive tokens with all fields of a response each, and further blocks as they are
+    computed. An empty response says that it still computes. The last block ends with the prompt's
+    last token and has `first`. Only to an instance with the hand-off kind `kv_blocks_early`.
+    """
+    model_fingerprint: _builtins.bytes
+    """`model_fingerprint` of the caller's model; empty: unknown."""
+    prefix_version: _builtins.int
+    """Version of the weights of the caller's tokens before `from_token`; 0: any."""
     def __init__(
         self,
         *,
@@ -513,10 +526,13 @@ class FetchKvRequest(_message.Message):
         slices: _builtins.bool = ...,
         session_id: _builtins.str = ...,
         shared_memory: _builtins.str = ...,
+        early: _builtins.bool = ...,
+        model_fingerprint: _builtins.bytes = ...,
+        prefix_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "shared_memory", b"shared_memory", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "from_token", b"from_token", "model_fingerprint", b"model_fingerprint", "prefix_version", b"prefix_version", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "shared_memory", b"shared_memory", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,6 +587,7 @@ class FetchKvResponse(_message.Message):
     LAST_STATE_XXH3_64_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     from_token: _builtins.int
     tokens: _builtins.int
     weight_version: _builtins.int
@@ -596,6 +613,10 @@ class FetchKvResponse(_message.Message):
     def shared(self) -> Global___SharedKv:
         """Instead of `block` and `slice`, on the same host."""
 
+    @_builtins.property
+    def first(self) -> _common_pb2.SampledTokens:
+        """With the last block of an early hand-off: the token that prefill sampled."""
+
     def __init__(
         self,
         *,
@@ -608,10 +629,11 @@ class FetchKvResponse(_message.Message):
         last_state_xxh3_64: _builtins.int = ...,
         shared: Global___SharedKv | None = ...,
         model_fingerprint: _builtins.bytes = ...,
+        first: _common_pb2.SampledTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "shared", b"shared", "slice", b"slice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "first", b"first", "shared", b"shared", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "last_state", b"last_state", "last_state_xxh3_64", b"last_state_xxh3_64", "model_fingerprint", b"model_fingerprint", "shared", b"shared", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "first", b"first", "from_token", b"from_token", "last_state", b"last_state", "last_state_xxh3_64", b"last_state_xxh3_64", "model_fingerprint", b"model_fingerprint", "shared", b"shared", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +722,7 @@ class DecodeRequest(_message.Message):
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_ids: _builtins.bytes
     stream: _builtins.bool
@@ -707,6 +730,10 @@ class DecodeRequest(_message.Message):
     """host:port of the instance with the KV cache."""
     session_id: _builtins.str
     """Session of the request, for logs."""
+    early: _builtins.bool
+    """The prompt is still computed: `first` is unset and comes with the KV (FetchKvRequest.early). Only
+    to an instance with the hand-off kind `kv_blocks_early`.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -723,10 +750,11 @@ class DecodeRequest(_message.Message):
         prefill_address: _builtins.str = ...,
         first: _common_pb2.SampledTokens | None = ...,
         session_id: _builtins.str = ...,
+        early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "first", b"first", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,7 +774,9 @@ class DecodeResponse(_message.Message):
     queue_s: _builtins.float
     decode_s: _builtins.float
     fetched_tokens: _builtins.int
-    """Set with the finish reason: the tokens whose keys and values it fetched, and the time it took."""
+    """Set with the finish reason: the tokens whose keys and values it fetched, and the time it took; of
+    an early hand-off the time of its last block.
+    """
     fetch_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...

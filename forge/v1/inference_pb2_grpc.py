@@ -243,8 +243,11 @@ class PrefillServiceServicer(object):
 
     def FetchKv(self, request, context):
         """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-        serialized KvBlock in chunks. NOT_FOUND after its release: prefill again. FAILED_PRECONDITION
-        when it exceeds 2 GiB and the caller does not accept slices.
+        serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
+        NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
+        begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
+        slices, and before any data when it is of another model than `model_fingerprint`, or begins
+        behind tokens of another version than `prefix_version`: fetch it from token 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -141,8 +141,11 @@ class PrefillServiceStub:
     """
     FetchKv: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]
     """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-    serialized KvBlock in chunks. NOT_FOUND after its release: prefill again. FAILED_PRECONDITION
-    when it exceeds 2 GiB and the caller does not accept slices.
+    serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
+    NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
+    begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
+    slices, and before any data when it is of another model than `model_fingerprint`, or begins
+    behind tokens of another version than `prefix_version`: fetch it from token 0.
     """
     ReleaseKv: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]
     """Releases a kept cache. Idempotent."""
@@ -158,8 +161,11 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
     FetchKv: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]  # type: ignore[assignment]
     """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-    serialized KvBlock in chunks. NOT_FOUND after its release: prefill again. FAILED_PRECONDITION
-    when it exceeds 2 GiB and the caller does not accept slices.
+    serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
+    NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
+    begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
+    slices, and before any data when it is of another model than `model_fingerprint`, or begins
+    behind tokens of another version than `prefix_version`: fetch it from token 0.
     """
     ReleaseKv: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]  # type: ignore[assignment]
     """Releases a kept cache. Idempotent."""
@@ -184,8 +190,11 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchKvResponse], _abc.AsyncIterator[_inference_pb2.FetchKvResponse]]:
         """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-        serialized KvBlock in chunks. NOT_FOUND after its release: prefill again. FAILED_PRECONDITION
-        when it exceeds 2 GiB and the caller does not accept slices.
+        serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
+        NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
+        begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
+        slices, and before any data when it is of another model than `model_fingerprint`, or begins
+        behind tokens of another version than `prefix_version`: fetch it from token 0.
         """
 
     @_abc_1.abstractmethod

@@ -283,7 +283,7 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
                 model_fingerprint=span.fingerprint,
             )
             if piece.offset_bytes + len(piece.data) == piece.whole_bytes:
-                write_state(span, response)
+                write_end(span, response)
             yield response
         return
     tensors.require_serializable(array)
@@ -295,8 +295,11 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
         yield FetchKvResponse(block=chunk)
 
 
-def write_state(span: KvSpan, response: FetchKvResponse) -> None:
-    """Add the last hidden state of a span, if it has one."""
+def write_end(span: KvSpan, response: FetchKvResponse) -> None:
+    """Add what a span has beside keys and values: the last hidden state, the first token."""
+    if span.first is not None:
+        # The experts of the prompt come with the answer to Prefill.
+        response.first.CopyFrom(write_tokens(replace(span.first, routes=None)))
     if span.last_state:
         response.last_state = span.last_state
         response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
@@ -310,8 +313,19 @@ def read_state(response: FetchKvResponse) -> bytes:
     return state
 
 
+def read_first(response: FetchKvResponse) -> Tokens | None:
+    """Return the first token of the answer; None without one. Raises DataLoss for another number of
+    tokens."""
+    if not response.HasField("first"):
+        return None
+    first = read_tokens(response.first)
+    if len(first.ids) != 1:
+        raise DataLoss(f"first has {len(first.ids)} tokens; prefill samples exactly one")
+    return first
+
+
 class SpanAssembler:
-    """Joins the responses of one FetchKv."""
+    """Joins the responses of successive spans."""
 
     def __init__(self) -> None:
         self._slices = tensors.SliceAssembler()
@@ -335,6 +349,7 @@ class SpanAssembler:
             data=array.data,
             last_state=read_state(response),
             fingerprint=response.model_fingerprint,
+            first=read_first(response),
         )
 
 

@@ -34,6 +34,9 @@ class RouterSettings:
     """Most tokens of a prompt that a worker of the role both computes itself, beyond those it has
     cached, while there are prefill workers; a longer one is prefilled there. Without prefill
     workers it computes all."""
+    early_hand_off_tokens: Annotated[int, Meta(ge=0)] = 1024
+    """Fewest uncached tokens of a prompt whose keys and values its decode worker fetches while a
+    prefill worker computes them; 0: always after the whole prompt."""
     canary_engine: str = ""
     """Engine under trial beside others in the group: it gets canary_share of the sessions, and no
     more while others are available; "" for none."""

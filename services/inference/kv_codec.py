@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from forge.core.errors import DataLoss
 from forge.core.placement.chains import HASH_BYTES
 from forge.v1.inference_pb2 import FetchKvResponse, SharedKv, WatchCacheResponse
-from services.inference.codec import read_state, write_state
+from services.inference.codec import read_first, read_state, write_end
 from services.inference.engines.base import CacheChange, KvSpan
 
 _MOST_CHAINS = 65_536
@@ -28,7 +28,7 @@ def write_shared_span(span: KvSpan, *, name: str, checksum: int) -> FetchKvRespo
         weight_version=span.version,
         model_fingerprint=span.fingerprint,
     )
-    write_state(span, response)
+    write_end(span, response)
     return response
 
 
@@ -43,6 +43,7 @@ def read_shared_span(response: FetchKvResponse, data: memoryview) -> KvSpan:
         data=data,
         last_state=read_state(response),
         fingerprint=response.model_fingerprint,
+        first=read_first(response),
     )
 
 

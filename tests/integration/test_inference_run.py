@@ -32,6 +32,7 @@ from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.engines.capabilities import Capabilities
+from services.inference.router import attempt as attempt_module
 from services.inference.router import request as request_module
 from services.inference.router.actor import MIN_ADMITTED, RouterActor
 from services.inference.router.messages import FleetChanged, Report
@@ -249,7 +250,7 @@ async def test_wait_for_a_worker_begins_when_one_is_lost(
 
 async def test_prompt_that_is_prefilled_again_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that a decode worker refused before the fetch is released, not left until hold_s."""
-    monkeypatch.setattr(request_module, "_RELEASE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(attempt_module, "_RELEASE_TIMEOUT_S", 30.0)
     worker = Worker()
     async with routed(worker) as one:
         worker.refusals = 2

@@ -166,6 +166,8 @@ class KvSpan:
     routes: bytes = b""
     """The experts of its tokens, a row each, as the engine holds them. They do not leave the
     process: empty from another worker."""
+    first: Tokens | None = None
+    """The token that prefill sampled, with the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +224,10 @@ class RefusedHandOff(Unavailable):
     again. Nothing of them is kept."""
 
 
+class OtherWeights(RefusedHandOff):
+    """They continue a prefix that other weights have computed: fetch them from token 0."""
+
+
 class BrokenWeights(ForgeError):
     """The weights have or compute NaN or infinity; the message names them."""
 
@@ -238,7 +244,8 @@ class CacheChange:
 
 
 FetchKv = Callable[[int], Awaitable[KvSpan]]
-"""Fetches a prompt's keys and values, from a token on, from its prefill worker."""
+"""Fetches a prompt's keys and values, from a token on, from its prefill worker. Raises
+OtherWeights."""
 
 
 class CacheReports(Protocol):
@@ -298,6 +305,18 @@ class PrefillEngine(Engine, Protocol):
         """Drop a held prompt; an unknown id changes nothing."""
 
 
+class EarlyPrefillEngine(PrefillEngine, Protocol):
+    """A prefill engine that declares EARLY_HAND_OFF."""
+
+    def early_kv(self, request_id: str, *, from_token: int) -> AsyncGenerator[KvSpan | None, None]:
+        """Yield keys and values of a prompt while it is computed: blocks of consecutive tokens, and
+        None after some seconds without one. The last block ends with the prompt and has `first`.
+
+        All blocks are of one version. Raises NotFound when the prefill ends without a result, or
+        does not begin within some seconds.
+        """
+
+
 class DecodeEngine(Engine, Protocol):
     """Contract of the decode role."""
 
@@ -313,6 +332,20 @@ class DecodeEngine(Engine, Protocol):
         the request is evicted because the memory is full, RefusedHandOff for keys and values that
         do not fit: prefill it again.
         """
+
+
+class EarlyDecodeEngine(DecodeEngine, Protocol):
+    """A decode engine that declares EARLY_HAND_OFF."""
+
+    @property
+    def kv_fingerprint(self) -> bytes:
+        """`KvSpan.fingerprint` of its model."""
+
+    def decode(
+        self, prompt: Prompt, first: Tokens | None, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """As `DecodeEngine`; without `first`, which `KvSpan.first` has then, of a prompt that is
+        still computed."""
 
 
 class BothEngine(PrefillEngine, DecodeEngine, Protocol):

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 Role = Literal["prefill", "decode", "both"]
+EARLY_HAND_OFF = "kv_blocks_early"
+"""The kind of hand-off in blocks, each as soon as it is computed; see `EarlyPrefillEngine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

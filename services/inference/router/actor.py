@@ -205,14 +205,19 @@ class RouterActor(Actor):
         return self._occupy(worker, placement, wanted.session)
 
     def _place_decode(self, wanted: PlaceDecode) -> Placement:
+        prompt, now_s = PromptChains(wanted.ids), self._clock()
         worker = self._fleet.place_decode(
-            PromptChains(wanted.ids),
+            prompt,
             session=wanted.session,
-            now_s=self._clock(),
+            now_s=now_s,
             floor=wanted.floor,
             read_by=wanted.read_by,
+            early=wanted.early,
             needs=wanted.needs,
         )
+        if wanted.early:
+            # As in `_place_prefill`: it will be there.
+            worker.cached.expect(prompt, until_s=now_s + EXPECTED_S)
         return self._occupy(worker, wanted.placement, wanted.session)
 
     def _occupy(self, worker: Worker, placement: Placement, session: str) -> Placement:

@@ -36,6 +36,8 @@ class Answer:
         self.version = 0
         """Newest version of the weights of the tokens."""
         self.finish: Finish | None = None
+        self.cached_tokens: int | None = None
+        """Tokens of the prompt that the first prefill found cached; None before its end."""
 
     @property
     def ids(self) -> bytes:

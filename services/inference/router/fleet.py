@@ -165,15 +165,16 @@ class Fleet:
         now_s: float,
         floor: int = 0,
         read_by: Worker | None = None,
+        early: bool = False,
         needs: Needs = NO_NEEDS,
     ) -> Worker:
         """Return the worker that is to sample: the one that has read the prompt, if it can, else
         the cheapest that takes its keys and values, of its weights if there is one. Raises as
-        `place_prefill`."""
+        `place_prefill`. `early`: see `PlaceDecode`."""
         self.check(needs, now_s=now_s)
         sound = self._sound(self.samplers, needs, "decode", now_s=now_s)
         if read_by is not None:
-            sound = _takers(read_by, sound)
+            sound = _takers(read_by, sound, early=early)
         fitting, older = self.versions.fitting(sound, floor=floor, now_s=now_s)
         if read_by is not None:
             # During a canary both versions have workers.
@@ -274,9 +275,14 @@ def _is(worker: Worker, one: Instance | None) -> bool:
     return one is not None and one.address == worker.address and engine_of(one) is worker.engine
 
 
-def _takers(reader: Worker, samplers: Sequence[Worker]) -> list[Worker]:
-    """Return the workers that can sample what `reader` has read. Raises Unavailable without any."""
-    fitting = {one for one in engines_of(samplers) if one.takes_from(reader.engine)}
+def _takers(reader: Worker, samplers: Sequence[Worker], *, early: bool) -> list[Worker]:
+    """Return the workers that can sample what `reader` has read, or reads. Raises Unavailable
+    without any."""
+    fitting = {
+        one
+        for one in engines_of(samplers)
+        if (one.takes_early_from if early else one.takes_from)(reader.engine)
+    }
     found = [one for one in samplers if one is reader or one.engine in fitting]
     if not found:
         raise Unavailable(_no_taker([reader]))

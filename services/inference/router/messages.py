@@ -84,6 +84,8 @@ class PlaceDecode:
     floor: int = 0
     read_by: Worker | None = None
     """The worker that has read the prompt."""
+    early: bool = False
+    """It still reads it: only a worker that takes early hand-offs from it."""
     needs: Needs = NO_NEEDS
     placement: Placement = field(default_factory=Placement)
 

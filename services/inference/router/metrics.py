@@ -24,6 +24,13 @@ OLDER_WEIGHTS = counter(
     "Placements of answers on workers with older weights than those of an earlier token, after "
     "router.version_wait_s.",
 )
+EARLY_DECODES = counter(
+    "forge_inference_early_decodes_total",
+    "Decodes that began with the prefill of their prompt, by outcome: used, dropped (the caller "
+    "left, the prefill failed or ended the answer, or swapped before) or failed (the attempt went "
+    "on without it).",
+    ["outcome"],
+)
 QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
 STREAM_CALLS = counter(
     "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]

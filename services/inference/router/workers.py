@@ -11,7 +11,7 @@ from forge.runtime.process.agreement import AGREED_KEY, read_agreed
 from forge.runtime.process.drain import DRAINING_KEY
 from forge.runtime.serving_groups import role_of
 from forge.runtime.telemetry import log
-from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.router.costs import Times
 from services.inference.router.open_calls import OpenCalls
 
@@ -58,6 +58,12 @@ class Engine:
         if self.able is None or reader.able is None:
             return True
         return bool(self.able.hand_offs & reader.able.hand_offs)
+
+    def takes_early_from(self, reader: Engine) -> bool:
+        """Whether it takes them while the reader computes them."""
+        ables = (self.able, reader.able)
+        early = all(able is not None and EARLY_HAND_OFF in able.hand_offs for able in ables)
+        return early and self.has_model_of(reader)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

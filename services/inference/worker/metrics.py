@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from forge.runtime.telemetry import counter, gauge
 
+HAND_OFFS = counter(
+    "forge_inference_hand_offs_total",
+    "Prompts whose keys and values decode has fetched from another worker, by way: early (while "
+    "they were computed) or whole (afterwards).",
+    ["way"],
+)
+LANDING_BYTES = gauge(
+    "forge_inference_landing_bytes",
+    "Memory of prompts that arrive while they are computed.",
+)
 WEIGHT_VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
 ANNOUNCED_VERSION = gauge(
     "forge_inference_weight_announced_version",

@@ -26,6 +26,8 @@ from services.inference.worker.weight_follower import WeightFollower
 
 _FETCH_KV_SILENCE_S = 30.0
 """Longest silence in a fetch of keys and values; then another worker prefills the request."""
+_LANDING_SHARE = 1 / 8
+"""Memory for prompts that arrive while they are computed, as a share of kv.mib; on top of it."""
 _MIB = 1 << 20
 
 
@@ -121,6 +123,7 @@ def _serve_decode(
             engine,
             context.channels,
             silence_s=_FETCH_KV_SILENCE_S,
+            landing_bytes=int(context.config.kv.mib * _MIB * _LANDING_SHARE),
             local=local,
             on_broken=partial(note_broken, context),
         ),

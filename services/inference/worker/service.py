@@ -8,24 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
-from forge.core.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-)
+from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.runtime.files.host_memory import place
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.routes import clipped
-from forge.runtime.rpc.streams import flowing
 from forge.runtime.rpc.tokens import split
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import current_span
@@ -36,18 +28,18 @@ from services.inference.engines.base import (
     BrokenWeights,
     CacheReports,
     DecodeEngine,
-    FetchKv,
+    EarlyDecodeEngine,
+    EarlyPrefillEngine,
     KvSpan,
     Piece,
     PrefillEngine,
     Prompt,
-    RefusedHandOff,
     Tokens,
 )
-from services.inference.engines.capabilities import Capabilities
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.refusals import check_request
 from services.inference.worker import shared_memory
+from services.inference.worker.kv_fetch import KvFetcher
 
 MAX_PROMPT_ROUTE_BYTES = 2 << 20
 """Most experts of a prompt in the answer to Prefill, which is one message."""
@@ -93,21 +85,55 @@ class PrefillServicer(rpc.PrefillServiceServicer):
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
-        """Send the keys and values of a held prompt."""
-        span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
-        shared = await _shared(span, request)
-        if shared is not None:
-            yield shared
+        """Send the keys and values of a held prompt; early, of one that is still computed."""
+        if request.early:
+            async with aclosing(self._early(request)) as spans:
+                async for early in spans:
+                    if early is None:
+                        yield pb.FetchKvResponse()
+                        continue
+                    async for response in _sent(early, request):
+                        yield response
         else:
-            for response in codec.write_span(span, slices=request.slices):
+            span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
+            async for response in _sent(span, request):
                 yield response
         if request.release:
             self._engine.release(request.request_id)
+
+    def _early(self, request: pb.FetchKvRequest) -> AsyncGenerator[KvSpan | None, None]:
+        require_early(self._engine.capabilities)
+        engine = cast(EarlyPrefillEngine, self._engine)
+        return engine.early_kv(request.request_id, from_token=request.from_token)
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
         """Drop a held prompt."""
         self._engine.release(request.request_id)
         return pb.ReleaseKvResponse()
+
+
+def require_early(able: Capabilities) -> None:
+    """Raises InvalidArgument on an engine without early hand-offs."""
+    if EARLY_HAND_OFF not in able.hand_offs:
+        raise InvalidArgument(f"early = true: the engine {able.engine} has no early hand-offs")
+
+
+async def _sent(span: KvSpan, request: pb.FetchKvRequest) -> AsyncIterator[pb.FetchKvResponse]:
+    """Yield the responses with a span. Raises FailedPrecondition before the first for another model
+    or version than the caller's."""
+    if span.fingerprint and request.model_fingerprint not in (b"", span.fingerprint):
+        raise FailedPrecondition("the keys and values are of another model than the caller's")
+    if request.prefix_version not in (0, span.version):
+        raise FailedPrecondition(
+            f"the keys and values are of weights {span.version}; the caller has those before token "
+            f"{request.from_token} of weights {request.prefix_version}"
+        )
+    shared = await _shared(span, request)
+    if shared is not None:
+        yield shared
+        return
+    for response in codec.write_span(span, slices=request.slices):
+        yield response
 
 
 async def _shared(span: KvSpan, request: pb.FetchKvRequest) -> pb.FetchKvResponse | None:
@@ -142,14 +168,6 @@ class CacheServicer(rpc.CacheServiceServicer):
                     yield response
 
 
-@dataclass(slots=True)
-class _Fetched:
-    """What came from another worker for one request."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-
 class DecodeServicer(rpc.DecodeServiceServicer):
     """The RPC of a decode worker."""
 
@@ -159,17 +177,18 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         channels: Channels,
         *,
         silence_s: float,
+        landing_bytes: int = 0,
         local: PrefillEngine | None = None,
         on_broken: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`local`: this process's own engine of the role prefill, if it has one; `on_broken`
-        observes each answer that ends with a log-prob that is not finite."""
+        """`landing_bytes`: memory for prompts that arrive while they are computed; `local`: this
+        process's own engine of the role prefill, if it has one; `on_broken` observes each answer
+        that ends with a log-prob that is not finite."""
         self._engine = engine
-        self._channels = channels
-        self._silence_s = silence_s
-        self._local = local
         self._on_broken = on_broken
-        self._shared_memory = place()
+        self.fetcher = KvFetcher(
+            engine, channels, silence_s=silence_s, landing_bytes=landing_bytes, local=local
+        )
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
@@ -177,12 +196,11 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         """Fetch the keys and values, then sample."""
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
-        first = codec.read_tokens(request.first)
-        if len(first.ids) != 1:
-            raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
-        fetched = _Fetched()
-        fetch = self._fetch_from(request, fetched)
-        pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
+        first = self._first(request)
+        fetch = self.fetcher.fetch(request, to_token=prompt.tokens)
+        # Without `first` it has been found to be one.
+        engine = cast(EarlyDecodeEngine, self._engine)
+        pieces = engine.decode(prompt, first, fetch, stream=request.stream)
         async with aclosing(pieces):
             async for piece in self._observed(pieces):
                 tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
@@ -199,9 +217,19 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                     finish_reason=codec.write_finish(piece.finish),
                     queue_s=piece.queue_s,
                     decode_s=piece.decode_s,
-                    fetched_tokens=fetched.tokens if piece.finish else 0,
-                    fetch_s=fetched.seconds if piece.finish else 0.0,
+                    fetched_tokens=fetch.tokens if piece.finish else 0,
+                    fetch_s=fetch.seconds if piece.finish else 0.0,
                 )
+
+    def _first(self, request: pb.DecodeRequest) -> Tokens | None:
+        """Return the token of prefill; None while the prompt is computed."""
+        if request.early:
+            require_early(self._engine.capabilities)
+            return None
+        first = codec.read_tokens(request.first)
+        if len(first.ids) != 1:
+            raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
+        return first
 
     async def _observed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         try:
@@ -211,61 +239,6 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             if self._on_broken is not None:
                 await self._on_broken()
             raise
-
-    def _fetch_from(self, request: pb.DecodeRequest, fetched: _Fetched) -> FetchKv:
-        address = request.prefill_address
-
-        async def fetch(from_token: int) -> KvSpan:
-            if self._local is not None:
-                with suppress(NotFound):
-                    held = await self._local.fetch_kv(request.request_id, from_token=from_token)
-                    self._local.release(request.request_id)
-                    return held
-            stub = rpc.PrefillServiceStub(self._channels.get(address))
-            assembler, began_s = codec.SpanAssembler(), time.monotonic()
-            call: Any = stub.FetchKv(
-                pb.FetchKvRequest(
-                    request_id=request.request_id,
-                    from_token=from_token,
-                    release=True,
-                    slices=True,
-                    shared_memory=self._shared_memory,
-                    session_id=request.session_id,
-                )
-            )
-            try:
-                async for response in flowing(
-                    call, silence_s=self._silence_s, source=f"prefill instance {address}"
-                ):
-                    shared = response.HasField("shared")
-                    span = await self._read_shared(response) if shared else assembler.add(response)
-                    if span is not None:
-                        fetched.tokens = span.tokens
-                        fetched.seconds = time.monotonic() - began_s
-                        return span
-            except DeadlineExceeded as error:
-                raise Unavailable(str(error)) from error
-            except DataLoss as error:
-                REFUSED_HAND_OFFS.labels("damaged").inc()
-                raise RefusedHandOff(f"hand-off from {address}: {error}") from error
-            finally:
-                call.cancel()
-            raise Unavailable(f"{address} ended its stream before the last keys and values")
-
-        return fetch
-
-    async def _read_shared(self, response: pb.FetchKvResponse) -> KvSpan:
-        """Map a span in shared memory. Raises DataLoss, Unavailable if it cannot be opened."""
-        shared = response.shared
-        try:
-            data = await asyncio.to_thread(
-                shared_memory.read, shared.name, size=shared.bytes, checksum=shared.xxh3_64
-            )
-        except OSError as error:
-            # The next attempts go without it.
-            self._shared_memory = ""
-            raise Unavailable(f"shared memory {shared.name}: {error}") from error
-        return kv_codec.read_shared_span(response, data)
 
 
 def _with_last_routes(tokens: Tokens) -> Tokens:

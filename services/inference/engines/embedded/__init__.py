@@ -1,6 +1,7 @@
 """The embedded engine: any causal LM of transformers, in this process, on CPU or one GPU.
 
-engine.py        the engines of all roles
+engine.py        the engine of the role both, and the start of each role
+prefill_engine.py, decode_engine.py, role_engine.py   the engines of one role, and what they share
 wiring.py        their parts, from the options of a worker
 prefill.py       the actor that reads prompts
 decode.py        the actor that samples, with continuous batching
@@ -13,6 +14,7 @@ model.py         the model: its architecture, its forward pass, its weights
 model_head.py    the end of the model: hidden states, logits, draft heads
 speculation/     drafts, their grammar masks, and how many of them pay
 held_prompts.py  prompts that wait for the fetch of a decode worker
+early_reads.py   prompts that a decode worker fetches while they are computed
 tensor_bytes.py  tensors as bytes and back
 
 kv/shape.py             the shape of keys and values, and the bytes of one token

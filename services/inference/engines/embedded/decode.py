@@ -76,8 +76,8 @@ class DecodeActor(ThreadActor):
     def receive(self, message: Any) -> Any:
         """Handle a message between two steps."""
         match message:
-            case Reserve(prompt=prompt):
-                return self._reserve(prompt)
+            case Reserve(prompt=prompt, cached=cached):
+                return self._reserve(prompt, limit_tokens=None if cached else 0)
             case Join():
                 self._join(message)
             case Abort(request_id=request_id):
@@ -119,9 +119,9 @@ class DecodeActor(ThreadActor):
         self._deliver()
         return bool(len(self._running) or self._waiting)
 
-    def _reserve(self, prompt: Prompt) -> int:
+    def _reserve(self, prompt: Prompt, *, limit_tokens: int | None) -> int:
         self._unreserve(prompt.request_id)
-        match = self._cache.match(prompt.ids, pin=True)
+        match = self._cache.match(prompt.ids, limit_tokens=limit_tokens, pin=True)
         self._reserved[prompt.request_id] = Reservation(match, self._policy.version)
         return match.tokens
 

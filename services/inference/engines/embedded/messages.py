@@ -29,6 +29,8 @@ class Reserve:
     """Ask: number of cached tokens of the prompt; pinned until Join or Abort."""
 
     prompt: Prompt
+    cached: bool = True
+    """False: reserve nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

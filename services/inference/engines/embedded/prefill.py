@@ -50,13 +50,25 @@ class HeldPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRead:
+    """A prompt that is still computed; its first `tokens` tokens do not change any more."""
+
+    kv: torch.Tensor
+    """As of HeldPrompt."""
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Tell: read a prompt; calls `deliver` on the event loop, unless it is aborted before."""
+    """Tell: read a prompt; calls `deliver` on the event loop, unless it is aborted before, and
+    `progress` after each of its passes but the last."""
 
     prompt: Prompt
     asked_s: float
     """Monotonic time of the request."""
     deliver: Callable[[HeldPrompt | ForgeError], None]
+    progress: Callable[[PartRead], None] | None = None
     matcher: Matcher | None = None
     """State of the grammar at the start of the answer."""
 
@@ -150,6 +162,8 @@ class PrefillActor(ThreadActor):
             self._pending[read.prompt.ids] = pending
             prefixes.add(pending.reading)
         pending.requests.append(read)
+        if pending.reading.filled:
+            self._report([pending.reading])
 
     def _abort(self, request_id: str) -> None:
         for ids, pending in self._pending.items():
@@ -237,6 +251,7 @@ class PrefillActor(ThreadActor):
             for span, state_C in zip(spans, self._policy.head.states, strict=True):
                 # A copy: a view would keep the whole pass.
                 span.reading.state = state_C.to(self._policy.dtype, copy=True)
+        self._report([span.reading for span in spans if span.reading.left])
         self._answer([span.reading for span in spans if not span.reading.left])
 
     def _keep_routes(self, spans: Sequence[Span]) -> None:
@@ -252,6 +267,18 @@ class PrefillActor(ThreadActor):
                 reading.routes[copied] = reading.source.routes[copied]
             reading.routes[span.start : span.end] = rows_NX[row : row + size]
             row += size
+
+    def _report(self, readings: Iterable[Reading]) -> None:
+        """Report how far prompts are."""
+        version = self._policy.version
+        parts = [
+            (read.progress, PartRead(kv=reading.kv, tokens=reading.filled, version=version))
+            for reading in readings
+            for read in self._pending[reading.prompt.ids].requests
+            if read.progress is not None
+        ]
+        if parts:
+            self.loop.call_soon_threadsafe(_report_all, parts)
 
     def _answer(self, complete: Iterable[Reading]) -> None:
         ended = [self._pending.pop(reading.prompt.ids) for reading in complete]
@@ -308,6 +335,11 @@ class PrefillActor(ThreadActor):
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
         self.loop.call_soon_threadsafe(_deliver_all, answers)
+
+
+def _report_all(parts: Sequence[tuple[Callable[[PartRead], None], PartRead]]) -> None:
+    for progress, part in parts:
+        progress(part)
 
 
 def _deliver_all(answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.core.errors import ConfigError
 from services.inference.engines.cache_log import CacheLog
-from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.family_check import check
@@ -26,7 +26,7 @@ from services.inference.engines.provider import EngineOptions
 CAPABILITIES = Capabilities(
     engine="embedded",
     roles=frozenset({"prefill", "decode", "both"}),
-    hand_offs=frozenset({"kv_blocks"}),
+    hand_offs=frozenset({"kv_blocks", EARLY_HAND_OFF}),
     shares=True,
     update="in_flight",
     draws="positional",

@@ -88,7 +88,7 @@ async def hand_over(monkeypatch: pytest.MonkeyPatch, *, decode_place: str | None
     channels, engine = Channels(SECURITY), Engine()
     decode = DecodeServicer(cast(Any, engine), channels, silence_s=60.0)
     if decode_place is not None:
-        monkeypatch.setattr(decode, "_shared_memory", decode_place)
+        monkeypatch.setattr(decode.fetcher, "shared_memory", decode_place)
     token = (1).to_bytes(4, "little")
     request = pb.DecodeRequest(
         request_id="r",

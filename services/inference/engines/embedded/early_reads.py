@@ -1,0 +1,109 @@
+"""Prompts that are still computed, for decode workers that fetch them early.
+
+Owns no keys and values: they are the prefill's own, and stay where they are until it ends. A fetch
+may come before its prefill, since both are under way at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from forge.core.errors import NotFound
+from services.inference.engines.embedded.prefill import HeldPrompt, PartRead
+
+_ARRIVAL_S = 10.0
+"""Longest time that a fetch waits for its prefill."""
+_SILENCE_S = 5.0
+"""Longest time without an answer to a fetch."""
+
+
+class EarlyRead:
+    """How far one prompt is."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._part: PartRead | None = None
+        self._whole: HeldPrompt | None = None
+        self._change = asyncio.Event()
+        self.has_begun = False
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """Note that the prefill is here."""
+        self.has_begun = True
+        self._wake()
+
+    def advance(self, part: PartRead) -> None:
+        """Note a pass."""
+        self._part = part
+        self._wake()
+
+    def finish(self, whole: HeldPrompt) -> None:
+        """Note the last pass."""
+        self._whole = whole
+
+    def end(self) -> None:
+        """Note the end of the prefill, with or without a result."""
+        self._has_ended = True
+        self._wake()
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        await self._change.wait()
+
+    async def after(self, tokens: int) -> PartRead | HeldPrompt | None:
+        """Wait until this many tokens, or all, are computed; None after some seconds. Raises
+        NotFound at an end without a result."""
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                while True:
+                    if self._whole is not None:
+                        return self._whole
+                    if self._has_ended:
+                        raise NotFound(f"the prefill of request {self._request_id} has failed")
+                    if self._part is not None and self._part.tokens >= tokens:
+                        return self._part
+                    await self.changed()
+        except TimeoutError:
+            return None
+
+    def _wake(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+
+class EarlyReads:
+    """All prompts that are computed or that a fetch waits for, by request."""
+
+    def __init__(self) -> None:
+        self._reads: dict[str, EarlyRead] = {}
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    @contextmanager
+    def during(self, request_id: str) -> Iterator[EarlyRead]:
+        """Around a prefill."""
+        read = self._reads.setdefault(request_id, EarlyRead(request_id))
+        read.begin()
+        try:
+            yield read
+        finally:
+            self._reads.pop(request_id, None)
+            read.end()
+
+    async def find(self, request_id: str) -> EarlyRead:
+        """Return a prompt that is computed; wait for its prefill. Raises NotFound without one."""
+        read = self._reads.setdefault(request_id, EarlyRead(request_id))
+        try:
+            async with asyncio.timeout(_ARRIVAL_S):
+                while not read.has_begun:
+                    await read.changed()
+        except TimeoutError:
+            raise NotFound(f"no prefill of request {request_id} came") from None
+        finally:
+            if not read.has_begun:
+                self._reads.pop(request_id, None)
+        return read

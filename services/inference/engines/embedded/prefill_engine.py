@@ -1,0 +1,211 @@
+"""The role prefill of the embedded engine on the event loop; its actor computes on a thread.
+
+Owns the prompts held for decode workers. Only slices of prompts, which are immutable, are computed
+here; the actor does all other tensor work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import ClassVar
+
+from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from services.inference.engines import tensor_bytes
+from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
+from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.embedded.early_reads import EarlyRead, EarlyReads
+from services.inference.engines.embedded.held_prompts import HeldPrompts
+from services.inference.engines.embedded.messages import Abort
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.prefill import (
+    HeldPrompt,
+    PartRead,
+    PrefillActor,
+    Read,
+)
+from services.inference.engines.embedded.role_engine import NEVER_RESTART, RoleEngine
+from services.inference.engines.embedded.wiring import (
+    build_policy,
+    kv_store,
+    prefill_actor,
+    prefix_cache,
+)
+from services.inference.engines.grammar_masks import Matcher
+from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.provider import EngineOptions
+
+_INLINE_BYTES = 1 << 18
+"""Keys and values up to this size are copied on the event loop; a thread takes longer to start."""
+_BLOCK_BYTES = 1 << 24
+"""Most keys and values of one block of an early hand-off."""
+_LEAST_BLOCK_TOKENS = 64
+"""Fewer computed tokens wait for the next pass."""
+
+
+class EmbeddedPrefill(RoleEngine):
+    """Reads prompts; holds their keys and values until a decode worker has fetched them."""
+
+    held_share: ClassVar[float] = 1.0
+    """Share of the memory for keys and values that held prompts may take."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        actor: ActorRef,
+        options: EngineOptions,
+        store: KvStore | None,
+        cache_log: CacheLog,
+    ) -> None:
+        super().__init__(policy, actor, options, store, cache_log)
+        self._held = HeldPrompts(
+            capacity_bytes=int(options.kv_bytes * self.held_share),
+            token_bytes=policy.kv_shape.token_bytes,
+            on_release=partial(self._work.add, -1),
+        )
+        self._early = EarlyReads()
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
+        """Build the model and start the actor."""
+        policy = await asyncio.to_thread(build_policy, options)
+        store, log = kv_store(options, policy), CacheLog()
+
+        def actor() -> PrefillActor:
+            return prefill_actor(options, policy, prefix_cache(options, policy, log), store)
+
+        ref = await actors.spawn(actor, name="prefill", restart=NEVER_RESTART)
+        return cls(policy, ref, options, store, log)
+
+    @property
+    def stored_tokens(self) -> int:
+        """See `PrefillEngine`."""
+        store = self._options.kv_store
+        return 0 if store is None else store.max_bytes // self._policy.kv_shape.token_bytes
+
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        """See `PrefillEngine`."""
+        now_s = time.monotonic()
+        self._work.add(1)
+        try:
+            with self._early.during(prompt.request_id) as early:
+                matcher = await self._grammars.matcher(prompt)
+                async with self._held.reading(prompt):
+                    held_prompt = await self._read(prompt, matcher, early, asked_s=now_s)
+                    self._held.hold(prompt, held_prompt, hold_s=hold_s)
+                early.finish(held_prompt)
+        except BaseException:
+            self._work.add(-1)
+            raise
+        return held_prompt.prefilled
+
+    async def _read(
+        self, prompt: Prompt, matcher: Matcher | None, early: EarlyRead, *, asked_s: float
+    ) -> HeldPrompt:
+        answer: asyncio.Future[HeldPrompt] = asyncio.get_running_loop().create_future()
+
+        def deliver(read: HeldPrompt | ForgeError) -> None:
+            if answer.done():
+                return
+            if isinstance(read, ForgeError):
+                answer.set_exception(read)
+            else:
+                answer.set_result(read)
+
+        timeout_s = self._options.request_timeout_s
+        await self._actor.ask(
+            Read(
+                prompt=prompt,
+                asked_s=asked_s,
+                deliver=deliver,
+                progress=early.advance,
+                matcher=matcher,
+            ),
+            timeout_s=timeout_s,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"the prompt was not read within {timeout_s:g} s") from None
+        finally:
+            if not answer.done() or answer.cancelled():
+                self._actor.tell(Abort(request_id=prompt.request_id))
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """See `PrefillEngine`."""
+        held = self._held.get(request_id)
+        if held is None:
+            raise NotFound(f"no keys and values are held for request {request_id}")
+        return await self._span(held, from_token, held.kv.shape[3], last=True)
+
+    async def early_kv(
+        self, request_id: str, *, from_token: int
+    ) -> AsyncGenerator[KvSpan | None, None]:
+        """See `EarlyPrefillEngine`."""
+        sent, held = from_token, self._held.get(request_id)
+        read = None if held else await self._early.find(request_id)
+        while held is None and read is not None:
+            found = await read.after(sent + _LEAST_BLOCK_TOKENS)
+            if isinstance(found, HeldPrompt):
+                held = found
+            elif found is None:
+                yield None
+            else:
+                for end in self._ends(sent, found.tokens):
+                    yield await self._span(found, sent, end)
+                    sent = end
+        assert held is not None
+        *ends, last = self._ends(sent, held.kv.shape[3])
+        for end in ends:
+            yield await self._span(held, sent, end)
+            sent = end
+        yield await self._span(held, sent, last, last=True)
+
+    def _ends(self, start: int, end: int) -> list[int]:
+        """Return the ends of the blocks between two tokens, at least one."""
+        most = max(1, _BLOCK_BYTES // self._policy.kv_shape.token_bytes)
+        return [*range(start + most, end, most), end]
+
+    async def _span(
+        self, read: PartRead | HeldPrompt, start: int, end: int, *, last: bool = False
+    ) -> KvSpan:
+        """Copy the keys and values of some tokens; `last`: with what follows the prompt."""
+        kv = read.kv[:, :, :, start:end]
+        if kv.nbytes <= _INLINE_BYTES:
+            data = tensor_bytes.to_bytes(kv)
+        else:
+            data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
+        whole = read if last and isinstance(read, HeldPrompt) else None
+        state = None if whole is None else whole.state
+        return KvSpan(
+            from_token=start,
+            tokens=kv.shape[3],
+            version=read.version,
+            dtype=tensor_bytes.NAMES[kv.dtype],
+            shape=tuple(kv.shape),
+            last_state=b"" if state is None else tensor_bytes.to_bytes(state),
+            data=data,
+            fingerprint=self._policy.kv_shape.fingerprint,
+            first=None if whole is None else whole.prefilled.first,
+            routes=b"" if whole is None else whole.routes[start:end].numpy().tobytes(),
+        )
+
+    def release(self, request_id: str) -> None:
+        """See `PrefillEngine`."""
+        self._held.release(request_id)
+
+    async def close(self) -> None:
+        """Release all held prompts and stop."""
+        self._held.clear()
+        await super().close()
+
+    def status(self) -> EngineStatus:
+        """Count held prompts as queued."""
+        held = len(self._held)
+        return EngineStatus(
+            version=self._policy.version, running=self._work.count - held, queued=held
+        )

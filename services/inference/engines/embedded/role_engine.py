@@ -1,0 +1,108 @@
+"""What the engines of all roles share: limits, weights, and the count of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.actors.supervision import Restart
+from forge.runtime.telemetry import log
+from services.inference.engines.base import ModelLimits, Probe
+from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.embedded.messages import Swap
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.stored_kv import architecture
+from services.inference.engines.embedded.wiring import CAPABILITIES
+from services.inference.engines.grammar_masks import Grammars
+from services.inference.engines.kv_store.store import KvStore
+from services.inference.engines.provider import EngineOptions
+
+NEVER_RESTART = Restart(max_restarts=0)
+"""A crash leaves the model in an unknown state: the process ends, its supervisor starts a new
+one."""
+
+
+class Work:
+    """Counts unfinished requests."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def add(self, change: int) -> None:
+        """Count so many more."""
+        self.count += change
+        if self.count:
+            self.none.clear()
+        else:
+            self.none.set()
+
+
+class RoleEngine:
+    """Shared by both roles: limits, weights and the count of requests."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        actor: ActorRef,
+        options: EngineOptions,
+        store: KvStore | None,
+        cache_log: CacheLog,
+    ) -> None:
+        self.limits: ModelLimits = policy.limits
+        self.capabilities = replace(CAPABILITIES, routed_experts=policy.kv_shape.routes is not None)
+        self._policy = policy
+        self._actor = actor
+        self._options = options
+        self._store = store
+        self.cache_reports = cache_log
+        self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
+        self._work = Work()
+        context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes
+        if context_bytes > options.kv_bytes:
+            log.warning(
+                "context_exceeds_kv_mib",
+                context_tokens=policy.limits.context_tokens,
+                needed_mib=-(-context_bytes >> 20),
+                kv_mib=options.kv_bytes >> 20,
+            )
+
+    @property
+    def kv_fingerprint(self) -> bytes:
+        """See `EarlyDecodeEngine`."""
+        return self._policy.kv_shape.fingerprint
+
+    @property
+    def cache_tokens(self) -> int:
+        """Capacity of the prefix cache."""
+        block_bytes = self._options.block_tokens * self._policy.kv_shape.token_bytes
+        return self._options.cache_bytes // block_bytes * self._options.block_tokens
+
+    async def load(
+        self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `Engine`."""
+        swap = await asyncio.to_thread(self._stage, tensors, version, probe)
+        await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
+
+    def _stage(self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None) -> Swap:
+        model = None
+        if self._store is not None:
+            model = architecture(self._options.model_path, self._policy.kv_shape)
+        staged = self._policy.stage(tensors, version=version, architecture=model)
+        return Swap(weights=staged, probe=probe, kv_identity=staged.identity)
+
+    async def idle(self) -> None:
+        """See `Engine`."""
+        await self._work.none.wait()
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        self._grammars.close()
+        await self._actor.stop()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)

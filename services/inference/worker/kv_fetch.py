@@ -1,0 +1,185 @@
+"""The fetch of a prompt's keys and values by a decode worker: from its own engine, or from another
+worker, whole or while they are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Any, cast
+
+from forge.core.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+)
+from forge.runtime.files.host_memory import place
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.streams import flowing
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference import codec, kv_codec
+from services.inference.engines.base import (
+    DecodeEngine,
+    EarlyDecodeEngine,
+    KvSpan,
+    OtherWeights,
+    PrefillEngine,
+    RefusedHandOff,
+)
+from services.inference.engines.capabilities import EARLY_HAND_OFF
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.worker import shared_memory
+from services.inference.worker.landing import Landing, LandingRoom
+from services.inference.worker.metrics import HAND_OFFS
+
+
+class KvFetcher:
+    """The fetches of one decode worker."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        channels: Channels,
+        *,
+        silence_s: float,
+        landing_bytes: int,
+        local: PrefillEngine | None,
+    ) -> None:
+        """`local`: this process's own engine of the role prefill, if it has one."""
+        self.channels = channels
+        self.silence_s = silence_s
+        self.local = local
+        self.room = LandingRoom(landing_bytes)
+        self.shared_memory = place()
+        self._engine = engine
+
+    def fetch(self, request: pb.DecodeRequest, *, to_token: int) -> KvFetch:
+        """Return the fetch of one request; `to_token`: length of its prompt."""
+        return KvFetch(self, request, to_token=to_token)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Names the engine's model; empty: unknown."""
+        if EARLY_HAND_OFF not in self._engine.capabilities.hand_offs:
+            return b""
+        return cast(EarlyDecodeEngine, self._engine).kv_fingerprint
+
+    @property
+    def version(self) -> int:
+        """Version of the cached prefixes: caches are emptied at each swap."""
+        return self._engine.status().version
+
+
+class KvFetch:
+    """The fetch of one request: a `FetchKv`."""
+
+    def __init__(self, fetcher: KvFetcher, request: pb.DecodeRequest, *, to_token: int) -> None:
+        self._fetcher = fetcher
+        self._request = request
+        self._to_token = to_token
+        self.tokens = 0
+        """What came from another worker."""
+        self.seconds = 0.0
+        """How long it took; early, how long its last block took."""
+
+    async def __call__(self, from_token: int) -> KvSpan:
+        """Fetch the keys and values from a token on. Raises OtherWeights, RefusedHandOff for
+        damaged ones, Unavailable when the prefill worker is silent, NotFound when it has none."""
+        local = self._fetcher.local
+        if local is not None and not self._request.early:
+            with suppress(NotFound):
+                held = await local.fetch_kv(self._request.request_id, from_token=from_token)
+                local.release(self._request.request_id)
+                return held
+        address = self._request.prefill_address
+        try:
+            async with aclosing(self._spans(address, from_token)) as spans:
+                span = await self._joined(spans, from_token)
+        except DeadlineExceeded as error:
+            raise Unavailable(str(error)) from error
+        except FailedPrecondition as error:
+            if from_token:
+                raise OtherWeights(f"hand-off from {address}: {error}") from error
+            REFUSED_HAND_OFFS.labels("model").inc()
+            raise RefusedHandOff(f"hand-off from {address}: {error}") from error
+        except DataLoss as error:
+            REFUSED_HAND_OFFS.labels("damaged").inc()
+            raise RefusedHandOff(f"hand-off from {address}: {error}") from error
+        if span is None:
+            raise Unavailable(f"{address} ended its stream before the last keys and values")
+        HAND_OFFS.labels("early" if self._request.early else "whole").inc()
+        self.tokens = span.tokens
+        return span
+
+    async def _joined(
+        self, spans: AsyncIterator[tuple[KvSpan, float]], from_token: int
+    ) -> KvSpan | None:
+        """Join the blocks of an early hand-off; another one is a single block."""
+        landing = Landing(self._fetcher.room, from_token=from_token, to_token=self._to_token)
+        try:
+            async for span, began_s in spans:
+                whole = await landing.add(span) if self._request.early else span
+                if whole is not None:
+                    self.seconds = time.monotonic() - began_s
+                    return whole
+        finally:
+            landing.close()
+        return None
+
+    async def _spans(
+        self, address: str, from_token: int
+    ) -> AsyncGenerator[tuple[KvSpan, float], None]:
+        """Yield the blocks with the time when each began to arrive."""
+        fetcher, request = self._fetcher, self._request
+        stub = rpc.PrefillServiceStub(fetcher.channels.get(address))
+        assembler, asked_s = codec.SpanAssembler(), time.monotonic()
+        began_s: float | None = None
+        call: Any = stub.FetchKv(
+            pb.FetchKvRequest(
+                request_id=request.request_id,
+                from_token=from_token,
+                release=True,
+                slices=True,
+                shared_memory=fetcher.shared_memory,
+                session_id=request.session_id,
+                early=request.early,
+                model_fingerprint=fetcher.fingerprint,
+                prefix_version=fetcher.version if from_token else 0,
+            )
+        )
+        try:
+            async for response in flowing(
+                call, silence_s=fetcher.silence_s, source=f"prefill instance {address}"
+            ):
+                if request.early and _is_empty(response):
+                    continue
+                if began_s is None:
+                    began_s = time.monotonic() if request.early else asked_s
+                shared = response.HasField("shared")
+                span = await self._read_shared(response) if shared else assembler.add(response)
+                if span is not None:
+                    yield span, began_s
+                    began_s = None
+        finally:
+            call.cancel()
+
+    async def _read_shared(self, response: pb.FetchKvResponse) -> KvSpan:
+        """Map a span in shared memory. Raises DataLoss, Unavailable if it cannot be opened."""
+        shared = response.shared
+        try:
+            data = await asyncio.to_thread(
+                shared_memory.read, shared.name, size=shared.bytes, checksum=shared.xxh3_64
+            )
+        except OSError as error:
+            # The next fetches do without it.
+            self._fetcher.shared_memory = ""
+            raise Unavailable(f"shared memory {shared.name}: {error}") from error
+        return kv_codec.read_shared_span(response, data)
+
+
+def _is_empty(response: pb.FetchKvResponse) -> bool:
+    return not any(response.HasField(field) for field in ("block", "slice", "shared"))
