@@ -6,6 +6,7 @@
 that does both, and with a publication before each turn. `itl`: the time from step to
 step of running answers while long prompts arrive, with decode apart and with one chunked worker.
 `hand_off`: 256 MiB of keys and values between two processes, in slices and in shared memory.
+`early`: from a prompt's last prefill pass to its first decode token, handed over whole and early.
 `store`: a prompt from the KV store against computing it, and the rates of the store.
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.support.early_hand_off import measure_early
 from benchmarks.support.engine_costs import SHAPES
 from benchmarks.support.hand_off import measure_hand_off
 from benchmarks.support.report import arguments, keep, show
@@ -232,6 +234,9 @@ def main() -> None:
     torch.set_num_threads(1)
     numbers = asyncio.run(measure(quick=options.quick))
     numbers |= measure_hand_off(mib=64 if options.quick else 256)
+    numbers |= measure_early("tiny", tokens=1000 if options.quick else 4000, rounds=7)
+    if not options.quick:
+        numbers |= measure_early("small", tokens=2000, rounds=5)
     show("roles, hand-off and KV store", numbers)
     keep(numbers, options.json)
 

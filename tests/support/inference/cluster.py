@@ -199,7 +199,7 @@ class InferenceCluster:
         names = self.alive(role)
         for name in names[count:]:
             self.kill(name)
-        await self._forget_killed()
+        await self.forget_killed()
         names = names[:count] + [self.start(role) for _ in range(count - len(names))]
         for name in names:
             await self.registered(role, name)
@@ -264,7 +264,7 @@ class InferenceCluster:
         process.wait()
         self._killed.append(name)
 
-    async def _forget_killed(self) -> None:
+    async def forget_killed(self) -> None:
         """As when their TTL has passed: the router tries them no more."""
         if not self._killed:
             return

@@ -113,7 +113,7 @@ class EmbeddedDecode(RoleEngine):
 
     async def _fetched(self, prompt: Prompt, fetch_kv: FetchKv, missing_from: int) -> KvSpan:
         """Fetch what is missing; all of the prompt, if other weights than those of the cached part
-        computed it: a prompt is never a mixture."""
+        computed it."""
         try:
             span = await fetch_kv(missing_from)
         except OtherWeights:
