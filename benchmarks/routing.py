@@ -9,7 +9,8 @@ its reports and rates. Rivals: round robin, fewest requests, hash of the group, 
 Traffic: `recorded`, the groups of a `forge run` of the tiny model with all lengths times 16, and
 `agents`, eight rollouts of about six turns per group, both at the costs of a small model;
 `recorded_tiny` is the first at those of the tiny model. Each with and without publications, which
-empty all prefix caches.
+empty all prefix caches. `clairvoyant` knows all further turns of a session, `least_work` is a time
+that no placement beats. `--seed` draws other groups, and another order of the recorded ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.support.engine_costs import SHAPES, measure
 from benchmarks.support.report import arguments, keep
+from benchmarks.support.routing_bounds import WEIGHTS, Clairvoyant, least_work_s
 from benchmarks.support.routing_rivals import (
     FewestRequests,
     HashOfGroup,
@@ -71,8 +73,9 @@ class Traffic:
     """Of the runs with publications."""
 
 
-def recorded(*, groups: int) -> list[list[Rollout]]:
-    """Return the first recorded groups, with all lengths times SCALE."""
+def recorded(*, groups: int, seed: int = 0) -> list[list[Rollout]]:
+    """Return the first recorded groups, with all lengths times SCALE; in another order for each
+    seed but 0."""
     found = []
     for number, group in enumerate(json.loads(RECORDED.read_text())[:groups]):
         rollouts = []
@@ -91,6 +94,8 @@ def recorded(*, groups: int) -> list[list[Rollout]]:
                 )
             )
         found.append(rollouts)
+    if seed:
+        Random(seed).shuffle(found)
     return found
 
 
@@ -128,19 +133,28 @@ def agents(*, groups: int, seed: int = 0) -> list[list[Rollout]]:
     return found
 
 
-def traffics(*, quick: bool) -> dict[str, Traffic]:
+def traffics(*, quick: bool, seed: int = 0) -> dict[str, Traffic]:
     """Return the traffic by name."""
     half = 2 if quick else 1
     return {
         "recorded": Traffic(
-            groups=recorded(groups=88 // half), costs=SMALL, concurrency=8, publish_every_s=60.0
+            groups=recorded(groups=88 // half, seed=seed),
+            costs=SMALL,
+            concurrency=8,
+            publish_every_s=60.0,
         ),
         "agents": Traffic(
-            groups=agents(groups=48 // half), costs=SMALL, concurrency=8, publish_every_s=60.0
+            groups=agents(groups=48 // half, seed=seed),
+            costs=SMALL,
+            concurrency=8,
+            publish_every_s=60.0,
         ),
         # A step costs the same for one request as for many, and reading next to nothing.
         "recorded_tiny": Traffic(
-            groups=recorded(groups=88 // half), costs=TINY, concurrency=8, publish_every_s=10.0
+            groups=recorded(groups=88 // half, seed=seed),
+            costs=TINY,
+            concurrency=8,
+            publish_every_s=10.0,
         ),
     }
 
@@ -157,10 +171,21 @@ def run(traffic: Traffic, placement: Placement, *, publishes: bool) -> Outcome:
     ).run()
 
 
+def clairvoyant(traffic: Traffic, *, publishes: bool) -> Outcome:
+    """Return the best run with foresight."""
+    rules = [
+        Clairvoyant(WORKERS, traffic.costs, weight=weight, move_weight=move_weight)
+        for weight, move_weight in WEIGHTS
+    ]
+    runs = [run(traffic, rule, publishes=publishes) for rule in rules]
+    return min(runs, key=lambda outcome: outcome.completion_s)
+
+
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__ or "", quick="half of the groups")
     parser.add_argument("--measure", choices=sorted(SHAPES), help="measure the costs of a shape")
+    parser.add_argument("--seed", type=int, default=0, help="draws other traffic")
     options = parser.parse_args()
     if options.measure:
         print(options.measure, measure(options.measure, quick=options.quick))
@@ -169,13 +194,14 @@ def main() -> None:
     table = Table(
         "traffic", "placement", "completion s", "over the router", "hit rate", "computed / new"
     )
-    for name, traffic in traffics(quick=options.quick).items():
+    for name, traffic in traffics(quick=options.quick, seed=options.seed).items():
         for publishes in (False, True):
             case = f"{name}_published" if publishes else name
             ours = run(traffic, Router(WORKERS), publishes=publishes)
             rows = {"router": ours}
             for rival, make in RIVALS.items():
                 rows[rival] = run(traffic, make(WORKERS), publishes=publishes)
+            rows["clairvoyant"] = clairvoyant(traffic, publishes=publishes)
             for rival, outcome in rows.items():
                 over = outcome.completion_s / ours.completion_s
                 if rival != "router":
@@ -187,6 +213,10 @@ def main() -> None:
                     case, rival, f"{outcome.completion_s:.1f}", f"{over:.2f}",
                     f"{outcome.hit_rate:.3f}", f"{outcome.computed_over_new:.2f}",
                 )  # fmt: skip
+        numbers[f"{name}.least_work_s"] = least_work_s(
+            traffic.groups, traffic.costs, workers=WORKERS, concurrency=traffic.concurrency
+        )
+        table.add_row(name, "least work", f"{numbers[f'{name}.least_work_s']:.1f}", "", "", "")
     for rival in RIVALS:
         numbers[f"over_{rival}"] = min(
             value for key, value in numbers.items() if key.endswith(f".over_{rival}")

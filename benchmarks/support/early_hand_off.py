@@ -1,4 +1,5 @@
-"""From a prompt's last prefill pass to its first decode token: whole hand-offs and early ones.
+"""From a prompt's last prefill pass until decode has it, and to its first decode token: whole
+hand-offs and early ones.
 
 A prefill and a decode engine in two processes of one host, joined by their real servicers.
 """
@@ -29,10 +30,12 @@ from forge.runtime.security.tokens import Keyring
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SamplingParams
+from services.inference.engines.base import KvSpan
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensor_bytes import to_named
+from services.inference.worker.kv_fetch import KvFetch
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 
 WAYS = ("whole_shared", "early_shared", "whole_slices", "early_slices")
@@ -40,7 +43,8 @@ _GIB = 1 << 30
 
 
 def measure_early(shape: str, *, tokens: int, rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each way, with prompts of `tokens` in turn."""
+    """Return the median milliseconds until a prompt has arrived and until its first decode token,
+    of each way in turn."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     sender = context.Process(target=_send, args=(shape, tokens, theirs), daemon=True)
@@ -50,7 +54,13 @@ def measure_early(shape: str, *, tokens: int, rounds: int) -> dict[str, float]:
     finally:
         ours.send("end")
         sender.join()
-    return {f"early.{shape}.{way}_ms": statistics.median(took[way]) * 1000 for way in WAYS}
+    return {
+        f"early.{shape}.{way}.{end}_ms": statistics.median(seconds) * 1000
+        for way in WAYS
+        for end, seconds in zip(
+            ("arrived", "first_token"), zip(*took[way], strict=True), strict=True
+        )
+    }
 
 
 def _security() -> Security:
@@ -107,10 +117,11 @@ async def _serve(shape: str, tokens: int, pipe: Connection) -> None:
 
 async def _receive(
     shape: str, tokens: int, rounds: int, pipe: Connection
-) -> dict[str, list[float]]:
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds until both ends, for each prompt of a way."""
     address = await asyncio.to_thread(pipe.recv)
     channels = Channels(_security())
-    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    took: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     vocabulary = SHAPES[shape].vocab_size
     async with _engine(EmbeddedDecode, shape, tokens) as engine:
         decode = DecodeServicer(engine, channels, silence_s=60.0, landing_bytes=_GIB)
@@ -120,22 +131,22 @@ async def _receive(
             way = WAYS[number % len(WAYS)]
             decode.fetcher.shared_memory = shared_memory if way.endswith("shared") else ""
             ids = np.random.default_rng(number).integers(0, vocabulary, tokens)
-            first_s = await _first_token(
+            arrived_s, first_s = await _first_token(
                 decode, stub, address, ids.astype("<i4").tobytes(), early=way.startswith("early")
             )
             pipe.send("when")
             last_pass_s = await asyncio.to_thread(pipe.recv)
             # The first of each way warms up.
             if number >= len(WAYS):
-                took[way].append(first_s - last_pass_s)
+                took[way].append((arrived_s - last_pass_s, first_s - last_pass_s))
     await channels.close()
     return took
 
 
 async def _first_token(
     decode: DecodeServicer, stub: Any, address: str, ids: bytes, *, early: bool
-) -> float:
-    """Return the time of the first token that decode samples."""
+) -> tuple[float, float]:
+    """Return the times when decode has the prompt, and of the first token that it samples."""
     request_id, sampling = f"r{time.monotonic_ns()}", SamplingParams(max_tokens=2, temperature=0.0)
     asked = pb.PrefillRequest(
         request_id=request_id, prompt_ids=ids, sampling=sampling, hold_s=600.0
@@ -145,10 +156,18 @@ async def _first_token(
         early=early,
     )  # fmt: skip
 
-    async def sampled() -> float:
-        async for response in decode.Decode(request, None):
-            if response.tokens.ids:
-                return time.monotonic()
+    plain, arrived = KvFetch.__call__, [0.0]
+
+    async def fetch(self: KvFetch, from_token: int) -> KvSpan:
+        span = await plain(self, from_token)
+        arrived[0] = time.monotonic()
+        return span
+
+    async def sampled() -> tuple[float, float]:
+        with mock.patch.object(KvFetch, "__call__", fetch):
+            async for response in decode.Decode(request, None):
+                if response.tokens.ids:
+                    return arrived[0], time.monotonic()
         raise RuntimeError("decode sampled nothing")
 
     if early:
