@@ -237,7 +237,8 @@ async def test_wait_for_a_worker_begins_when_one_is_lost(
 ) -> None:
     """For any time of prefill before; if it lasts, the caller gets an error."""
     worker = Worker()
-    monkeypatch.setattr(request_module, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
+    for module in (request_module, attempt_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
     monkeypatch.setattr(request_module, "_RETRY_PAUSE_S", 0.0)
     async with routed(worker) as one:
         worker.takes_s = [60.0]
