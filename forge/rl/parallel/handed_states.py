@@ -70,8 +70,8 @@ class HandedStates:
     """Layout index of each token of this rank's prefix."""
     start: int
     """Layout index of its first own token."""
-    states: dict[tuple[int, int], State] = field(default_factory=dict)
-    """Received states by layer and layout index."""
+    states: dict[int, dict[int, State]] = field(default_factory=dict)
+    """Received states by layer, then by layout index, while the layer is computed."""
     outlines: dict[tuple[int, int], list[tuple[_Key, torch.Size]]] = field(default_factory=dict)
     """The tensors of a turn, by layer and rank."""
 
@@ -94,18 +94,17 @@ class HandedStates:
         hidden_LC, *arrived = _Received.apply(anchor, hidden_LC, self, layer)  # type: ignore[no-untyped-call]
         keys = [key for rank in self.turns(after=False) for key, _ in self.outlines[layer, rank]]
         for (place, name), value in zip(keys, arrived, strict=True):
-            self.states.setdefault((layer, place), {})[name] = value
+            self.states.setdefault(layer, {}).setdefault(place, {})[name] = value
         return hidden_LC
 
     def before(self, layer: int, token: int) -> State:
         """The state after a token of the prefix, differentiable."""
-        return self.states[layer, self.prefix[token]]
+        return self.states[layer][self.prefix[token]]
 
     def keep(self, layer: int, output_LC: Tensor, states: Mapping[int, State]) -> Tensor:
         """Hand out this rank's states, and join the turns of the ranks after it. Returns the
         output, whose backward takes the gradients of the states."""
-        for place in self.prefix:
-            self.states.pop((layer, place), None)
+        self.states.pop(layer, None)
         if not self.turns(after=True):
             return output_LC
         shift = len(self.prefix) - self.start
