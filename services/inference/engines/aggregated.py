@@ -2,7 +2,7 @@
 
 The router makes two calls for a request: prefill returns the first token, decode the others. An
 aggregated engine has one stream for both; between the calls it is held here. A decode call without
-a held stream reads prompt and first token anew: another worker read it, or its time was over.
+a held stream reads prompt and first token again: another worker read it, or its time was over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The changes of a prefix cache, from the engine's thread to any number of readers.
 
-Keeps the present blocks and the last changes. A reader that falls behind those begins anew.
+Keeps the present blocks and the last changes. A reader that falls behind those begins again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Capabilities:
     roles: frozenset[Role]
     hand_offs: frozenset[str] = frozenset()
     """Kinds of keys and values that it sends and takes. Without the kind of the sender it reads the
-    prompt anew."""
+    prompt again."""
     logprobs: Literal["sampled"] = "sampled"
     """The distribution of `Tokens.logprobs`: the one that was sampled from. Training needs it, so
     there is no other kind."""

@@ -1,6 +1,6 @@
 """The library's cache events, as changes by chain hashes.
 
-Event ids are consecutive: after a gap the content is unknown, and begins anew.
+Event ids are consecutive: after a gap the content is unknown, and begins again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CacheEvents(BlockChains):
     def __init__(self, log: CacheLog, *, block_tokens: int) -> None:
         super().__init__(log, block_tokens=block_tokens)
         self.gaps = 0
-        """Times that the content began anew."""
+        """Times that the content began again."""
         self._next_id: int | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:

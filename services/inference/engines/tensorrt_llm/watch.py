@@ -19,7 +19,7 @@ _MOST_NAMES = 64
 
 
 async def watch_cache(llm: Llm, cache: CacheEvents) -> None:
-    """Follow the events. A failed read begins anew, as a gap does."""
+    """Follow the events. A failed read begins again, as a gap does."""
     while True:
         gaps = cache.gaps
         try:

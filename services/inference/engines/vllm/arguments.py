@@ -27,7 +27,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # A fork of this process would have gRPC's threads without their work.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Sends nothing to anybody.
+    # Sends nothing to another host.
     "VLLM_NO_USAGE_STATS": "1",
     # The answers' logits are changed in its first model runner, see `answer_logits`.
     "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -1,8 +1,8 @@
 """vLLM's cache events, as changes by chain hashes.
 
 vLLM publishes batches with consecutive numbers over ZeroMQ, on sockets that only this worker's user
-can reach. A lost batch is asked for again. If vLLM has it no more, the content is unknown: the
-report begins anew, and from then on each request reports the blocks that it reuses, too.
+can reach. A lost batch is asked for again. If vLLM no longer has it, the content is unknown: the
+report begins again, and from then on each request reports the blocks that it reuses, too.
 """
 
 from __future__ import annotations
