@@ -66,7 +66,7 @@ def install(source: Path) -> Installed:
             _run("systemd-sysusers", "forge.conf")
             _run("systemd-tmpfiles", "--create", *_tmpfiles(manifest))
         if before.release != manifest.release:
-            _link(manifest.release)
+            lead_link(LINK, manifest.release)
             changed.append(str(LINK))
     except OSError as error:
         raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
@@ -203,12 +203,19 @@ def _run(*command: str) -> None:
         raise Unavailable(f"{command[0]}: {reason}")
 
 
-def _link(release: str) -> None:
-    """Lead the link to a release, at once."""
-    new = LINK.with_name(".venv.new")
+def lead_link(link: Path, release: str) -> None:
+    """Lead the link to a release, at once. A rollback restores the link of before with its time:
+    units that run since then need no restart."""
+    new, previous = link.with_name(".venv.new"), link.with_name(".venv.previous")
     new.unlink(missing_ok=True)
-    new.symlink_to(release)
-    new.replace(LINK)
+    if previous.is_symlink() and previous.readlink().name == release:
+        os.link(previous, new, follow_symlinks=False)
+    else:
+        new.symlink_to(release)
+    if link.is_symlink():
+        previous.unlink(missing_ok=True)
+        os.link(link, previous, follow_symlinks=False)
+    new.replace(link)
 
 
 def adopt(source: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from forge.cli.deploy import install
 from forge.cli.deploy.host import HostDirectory
-from forge.cli.deploy.install import NEW, adopt, chosen_source, left_files, left_units
+from forge.cli.deploy.install import NEW, adopt, chosen_source, lead_link, left_files, left_units
 from forge.cli.deploy.render import rendered_hosts
 from forge.cli.deploy.rendered import MANIFEST, FileEntry, Manifest, manifest_text
 from tests.support.deploy.inventories import TWO_HOSTS, rendered
@@ -109,3 +110,16 @@ def test_first_installation_has_nothing_to_return_to(manifest: Manifest, etc: Pa
     """A rollback without files of before installs the present ones."""
     put(etc / "deploy", manifest, TO)
     assert chosen_source(TO) == etc / "deploy"
+
+
+def test_rollback_restores_the_link_with_its_time(tmp_path: Path) -> None:
+    """A unit that ran through a failed upgrade is not stale after it."""
+    link = tmp_path / ".venv"
+    lead_link(link, BEFORE)
+    os.utime(link, (5.0, 5.0), follow_symlinks=False)
+    lead_link(link, TO)
+    assert link.readlink() == Path(TO) and link.lstat().st_mtime > 5.0
+    lead_link(link, BEFORE)
+    assert link.readlink() == Path(BEFORE) and link.lstat().st_mtime == 5.0
+    lead_link(link, "0.3.0")
+    assert link.readlink() == Path("0.3.0") and link.lstat().st_mtime > 5.0
