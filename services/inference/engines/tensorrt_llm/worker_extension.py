@@ -72,12 +72,12 @@ class WorkerExtension:
                 del tensors
                 _synchronize()
         self._finalize(loader)
+        self._place_experts()
         _synchronize()
         self.engine.reset_prefix_cache()
 
     def _finalize(self, loader: Any) -> None:
-        """End the update by the library's own path where it has one: it knows CUDA graphs and the
-        load balancer of experts."""
+        """End the update by the library's own path where it has one: it knows CUDA graphs."""
         finalize = getattr(_library_extension(), "finalize_weight_update", None)
         if finalize is not None:
             finalize(self)
@@ -86,6 +86,14 @@ class WorkerExtension:
         for hook in ("process_weights_after_loading", "post_load_weights"):
             for module in _modules_with(self._model, hook):
                 getattr(module, hook)()
+
+    def _place_experts(self) -> None:
+        """Renew what the load balancer of experts has copied; no hook of the library does it."""
+        balancer: Any = getattr(self.engine.model_engine, "moe_load_balancer", None)
+        # A model without one may have an empty stand-in.
+        if hasattr(balancer, "register_weight_slots_after_to_cuda"):
+            balancer.register_weight_slots_after_to_cuda()
+            balancer.finalize_model()
 
     @property
     def _model(self) -> Any:

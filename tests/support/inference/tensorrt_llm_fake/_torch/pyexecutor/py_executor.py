@@ -11,6 +11,21 @@ from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misus
 from tests.support.inference.tensorrt_llm_fake.core import Core
 
 
+class MoeLoadBalancer:
+    """Places the experts of a model: a part of the weights that no hook of a module renews."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def register_weight_slots_after_to_cuda(self) -> None:
+        """Take the weights of the experts."""
+        self.calls.append("register")
+
+    def finalize_model(self) -> None:
+        """Place them."""
+        self.calls.append("finalize")
+
+
 class PyExecutor:
     """See the library."""
 
@@ -18,7 +33,11 @@ class PyExecutor:
         self._core = core
         self._rank = rank
         model = core.ranks[rank]
-        self.model_engine = SimpleNamespace(model=model, model_loader=ModelLoader(model, rank))
+        self.model_engine = SimpleNamespace(
+            model=model,
+            model_loader=ModelLoader(model, rank),
+            moe_load_balancer=MoeLoadBalancer(),
+        )
 
     @contextmanager
     def control_action(self, drain: bool | None = None) -> Iterator[None]:
@@ -40,6 +59,10 @@ class PyExecutor:
         wanted = ["pre_reload_weights", "process_weights_after_loading", "post_load_weights"]
         if model.calls != wanted and model.generation >= 0:
             raise misuse(f"hooks of an update: {model.calls}")
+        balancer = self.model_engine.moe_load_balancer
+        if balancer.calls != ["register", "finalize"] and model.generation >= 0:
+            raise misuse(f"the experts are not placed after an update: {balancer.calls}")
+        balancer.calls.clear()
         model.calls.clear()
         if model.generation >= 0:
             model.generation += 1
