@@ -13,7 +13,7 @@ from forge.core.errors import InvalidArgument
 from forge.runtime.serving_groups import check_group, kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
-from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engine_settings import TensorRtLlmSettings, VllmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,7 @@ class InferenceConfig(ServiceConfig):
     kv: KvSettings = field(default_factory=KvSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     tensorrt_llm: TensorRtLlmSettings = field(default_factory=TensorRtLlmSettings)
+    vllm: VllmSettings = field(default_factory=VllmSettings)
 
     def validate(self) -> None:
         """Raises `InvalidArgument` for a malformed group or engine options, and for frozen

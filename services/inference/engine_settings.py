@@ -44,3 +44,12 @@ class TensorRtLlmSettings:
     """Directory for the weights of an update, which all ranks see; it needs room for one model."""
     update_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
     """Longest update of the weights in the engine; then the engine starts again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """vLLM."""
+
+    hand_off: Literal["copy", "nixl"] = "copy"
+    """Way of keys and values from prefill to decode, in these roles: copy (through the workers), or
+    nixl (from GPU to GPU, by vLLM's NixlConnector; needs the package nixl)."""

@@ -97,3 +97,39 @@ async def test_answers_go_on_through_swaps_and_a_lost_engine(inference: Inferenc
     engine = engine_of(inference, second)
     inference.kill(second)
     await until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_prefill_and_decode_hand_over_through_swaps_and_a_lost_decode(
+    inference: InferenceCluster,
+) -> None:
+    """Two workers of vLLM with separate roles behind the router: answers are the model's. After a
+    swap under load, and with the decode worker killed and started again, each is whole."""
+    prefill, decode = inference.start("prefill", *VLLM), inference.start("decode", *VLLM)
+    version = inference.publisher.version
+    await inference.registered("prefill", prefill, weight_version=str(version))
+    await inference.registered("decode", decode, weight_version=str(version))
+    prompts = [prompt_ids(90 + n, seed=n) for n in range(CALLS)]
+    for ids, sample in zip(
+        prompts, await asyncio.gather(*map(inference.sample, prompts)), strict=True
+    ):
+        assert set(sample.versions) == {version}
+        assert sample.engines == ["vllm"]
+        assert is_greedy(reference("qwen3", seed=version), ids, sample.ids)
+
+    calls = [asyncio.create_task(inference.sample(ids, max_tokens=400)) for ids in prompts]
+    await inference.sampling(*calls)
+    newest = await inference.publisher.publish(published(reference("qwen3", seed=version + 1)))
+    await inference.registered("prefill", prefill, weight_version=str(newest))
+    await inference.registered("decode", decode, weight_version=str(newest))
+    await inference.sampling(*calls)
+    inference.kill(decode)
+    second = inference.start("decode", *VLLM)
+    await inference.registered("decode", second, weight_version=str(newest))
+    for ids, sample in zip(prompts, await asyncio.gather(*calls), strict=True):
+        assert len(sample.ids) == 400
+        check_versions(ids, sample)
+    fresh = await inference.sample(prompts[0])
+    assert set(fresh.versions) == {newest}
+    assert is_greedy(reference("qwen3", seed=newest), prompts[0], fresh.ids)
+    inference.kill(prefill)
+    inference.kill(second)

@@ -42,46 +42,63 @@ class _Held:
     expiry: asyncio.TimerHandle
 
 
-class Aggregated:
-    """A `BothEngine` on an `AggregatedEngine`. Keys and values never leave the engine."""
-
-    stored_tokens = 0
+class Served:
+    """What all roles of an `AggregatedEngine` have, but for their requests: the contract's
+    `Engine`."""
 
     def __init__(self, engine: AggregatedEngine) -> None:
-        self.engine = engine
         self.limits = engine.limits
         self.capabilities = engine.capabilities
         self.capacity = engine.capacity
         reports: CacheReports | None = getattr(engine, "cache_reports", None)
         if reports is not None:
             self.cache_reports = reports
-        self._held: dict[str, _Held] = {}
+        self._served = engine
         self._unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._ends: set[asyncio.Task[None]] = set()
 
     @property
     def cache_tokens(self) -> int:
         """See `Engine`."""
-        return self.engine.cache_tokens
+        return self._served.cache_tokens
 
     async def load(
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
         """See `Engine`."""
-        await self.engine.load(tensors, version=version, probe=probe)
+        await self._served.load(tensors, version=version, probe=probe)
 
     def status(self) -> EngineStatus:
         """Count requests beyond `capacity` as queued."""
         running = min(self._unfinished, self.capacity)
         return EngineStatus(
-            version=self.engine.version, running=running, queued=self._unfinished - running
+            version=self._served.version, running=running, queued=self._unfinished - running
         )
 
     async def idle(self) -> None:
         """See `Engine`."""
         await self._idle.wait()
+
+    def count(self, change: int) -> None:
+        """Count requests, and prompts that are held, until they end."""
+        self._unfinished += change
+        if self._unfinished:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+class Aggregated(Served):
+    """A `BothEngine` on an `AggregatedEngine`. Keys and values never leave the engine."""
+
+    stored_tokens = 0
+
+    def __init__(self, engine: AggregatedEngine) -> None:
+        super().__init__(engine)
+        self.engine = engine
+        self._held: dict[str, _Held] = {}
+        self._ends: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Abort all held requests and stop the engine."""
@@ -100,7 +117,7 @@ class Aggregated:
             await pieces.aclose()
             raise
         loop = asyncio.get_running_loop()
-        rest, routes = _part(first.tokens, 1, None), first.tokens.routes
+        rest, routes = part(first.tokens, 1, None), first.tokens.routes
         # The router makes no decode call behind a token that ends the answer.
         ends = first.finish is not None and not rest.ids
         self._held[prompt.request_id] = _Held(
@@ -109,7 +126,7 @@ class Aggregated:
             expiry=loop.call_later(hold_s, self.release, prompt.request_id),
         )
         return Prefilled(
-            first=replace(_part(first.tokens, 0, 1), routes=routes if ends else None),
+            first=replace(part(first.tokens, 0, 1), routes=routes if ends else None),
             cached_tokens=first.cached_tokens,
             queue_s=first.queue_s,
             prefill_s=max(0.0, time.monotonic() - began_s - first.queue_s),
@@ -148,7 +165,7 @@ class Aggregated:
                     yield Piece(tokens=unsent)
                     unsent = Tokens()
                 piece = await anext(pieces)
-                finish, unsent = piece.finish, _joined(unsent, piece.tokens)
+                finish, unsent = piece.finish, joined(unsent, piece.tokens)
             yield Piece(tokens=unsent, finish=finish, decode_s=time.monotonic() - began_s)
 
     def _read_anew(self, prompt: Prompt, first: Tokens) -> AsyncGenerator[Piece, None]:
@@ -164,16 +181,13 @@ class Aggregated:
 
     async def _counted(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         """Yield the engine's pieces; count the request until they end."""
-        self._unfinished += 1
-        self._idle.clear()
+        self.count(1)
         try:
             async with aclosing(self.engine.generate(prompt)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
-            self._unfinished -= 1
-            if not self._unfinished:
-                self._idle.set()
+            self.count(-1)
 
 
 def continued(prompt: Prompt, sampled: Tokens) -> Prompt:
@@ -194,8 +208,8 @@ def continued(prompt: Prompt, sampled: Tokens) -> Prompt:
     return replace(prompt, ids=prompt.ids + int32_bytes(sampled.ids), sampling=sampling)
 
 
-def _part(tokens: Tokens, start: int, end: int | None) -> Tokens:
-    """Some of the tokens, without their experts."""
+def part(tokens: Tokens, start: int, end: int | None) -> Tokens:
+    """Return some of the tokens, without their experts."""
     return Tokens(
         ids=tokens.ids[start:end],
         logprobs=tokens.logprobs[start:end],
@@ -205,8 +219,8 @@ def _part(tokens: Tokens, start: int, end: int | None) -> Tokens:
     )
 
 
-def _joined(one: Tokens, other: Tokens) -> Tokens:
-    """The tokens of both; the engine returns experts once, with its last piece."""
+def joined(one: Tokens, other: Tokens) -> Tokens:
+    """Return the tokens of both; the engine returns experts once, with its last piece."""
     return Tokens(
         ids=one.ids + other.ids,
         logprobs=one.logprobs + other.logprobs,

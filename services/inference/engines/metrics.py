@@ -11,6 +11,7 @@ GRAMMARS = counter(
 )
 REFUSED_HAND_OFFS = counter(
     "forge_inference_hand_offs_refused_total",
-    "Hand-offs of keys and values that decode refused, by reason: damaged, shape, place or model.",
+    "Hand-offs of keys and values that decode refused, by reason: damaged, shape, place, model or "
+    "version.",
     ["reason"],
 )

@@ -12,10 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forge.core.errors import ConfigError
+from services.inference.engine_settings import VllmSettings
 from services.inference.engines.base import ModelLimits
+from services.inference.engines.capabilities import Role
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import extension
 from services.inference.engines.vllm.answer_logits import AnswerLogits
+from services.inference.engines.vllm.hand_off import require_nixl, transfer_config
 
 WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
@@ -84,6 +87,35 @@ def block_size(options: EngineOptions) -> int:
     return lcm(options.block_tokens, _CPU_BLOCK_TOKENS if options.device == "cpu" else 16)
 
 
+def settings_of(options: EngineOptions) -> VllmSettings:
+    """Return the settings of the table vllm."""
+    found = options.settings
+    return found if isinstance(found, VllmSettings) else VllmSettings()
+
+
+def _check_hand_offs(options: EngineOptions) -> None:
+    """Raises ConfigError for options that the roles prefill and decode cannot have."""
+    if drafts(options):
+        raise ConfigError(
+            "engine_options has speculative_config: the engine vllm drafts in the role both alone"
+        )
+    if settings_of(options).hand_off == "nixl":
+        require_nixl()
+    devices = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    if settings_of(options).hand_off == "copy" and any(
+        options.extra.get(name, 1) != 1 for name in devices
+    ):
+        raise ConfigError(
+            "vllm.hand_off = 'copy' moves the keys and values of one device; use 'nixl' for more"
+        )
+
+
+def _transfer(options: EngineOptions, role: Role) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**transfer_config(settings_of(options).hand_off, role=role))
+
+
 def drafts(options: EngineOptions) -> bool:
     """Whether vLLM drafts tokens: its logits processors are then off."""
     return options.extra.get("speculative_config") is not None
@@ -105,7 +137,9 @@ def _dtype(options: EngineOptions) -> str:
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
-def engine_arguments(options: EngineOptions, limits: ModelLimits, *, events: Any) -> dict[str, Any]:
+def engine_arguments(
+    options: EngineOptions, limits: ModelLimits, *, role: Role, events: Any
+) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs`. Raises ConfigError for options it cannot have.
 
     `events`: where vLLM publishes its cache events.
@@ -116,6 +150,8 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits, *, events: Any
 
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
+    if role != "both":
+        _check_hand_offs(options)
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
     ours: dict[str, Any] = {
         "model": options.model_path,
@@ -128,6 +164,7 @@ def engine_arguments(options: EngineOptions, limits: ModelLimits, *, events: Any
         "kv_cache_memory_bytes": options.kv_bytes + options.cache_bytes,
         "block_size": block_size(options),
         "kv_events_config": events,
+        "kv_transfer_config": None if role == "both" else _transfer(options, role),
         "skip_tokenizer_init": not has_tokenizer,
         "generation_config": "vllm",
         "enable_prefix_caching": True,

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
-from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.capabilities import Capabilities, Role
 from services.inference.engines.grammar_masks import Grammars
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
 from services.inference.engines.provider import EngineOptions
@@ -43,11 +44,12 @@ from services.inference.engines.vllm.cache_events import (
     CacheFollower,
     EventSockets,
 )
+from services.inference.engines.vllm.kv_format import Layout
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
 
 CAPABILITIES = Capabilities(
     engine="vllm",
-    roles=frozenset({"both"}),
+    roles=frozenset({"prefill", "decode", "both"}),
     update="in_flight",
     draws="stream",
     cuts=True,
@@ -59,16 +61,35 @@ CAPABILITIES = Capabilities(
     shares=True,
     resumes=frozenset({"grammar", "penalties"}),
 )
-"""Without drafts; see `capabilities_of`."""
+"""Without drafts, in the role both; see `capabilities_of`."""
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
 
 
-def capabilities_of(options: EngineOptions) -> Capabilities:
+def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:
     """Return the abilities with these options."""
-    if not arguments.drafts(options):
-        return CAPABILITIES
-    return replace(CAPABILITIES, shares=False, resumes=frozenset())
+    if arguments.drafts(options):
+        # Without the orders of `answer_logits` decode cannot begin with the token of prefill.
+        able = replace(CAPABILITIES, shares=False, resumes=frozenset(), roles=frozenset({"both"}))
+    else:
+        able = CAPABILITIES
+    if role == "both":
+        return able
+    return replace(able, hand_offs=frozenset({f"vllm_{arguments.settings_of(options).hand_off}"}))
+
+
+@dataclass(slots=True, kw_only=True)
+class Leg:
+    """How a request begins here and ends elsewhere, or the other way round."""
+
+    first: tuple[int, ...] = ()
+    """Tokens that the answer begins with: prefill has sampled them."""
+    transfer: dict[str, Any] = field(default_factory=dict)
+    """vLLM's kv_transfer_params; empty for none."""
+    version: int = 0
+    """Of the weights of the keys and values that arrive."""
+    returned: dict[str, Any] | None = None
+    """Set at the end: what vLLM gives to the next leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +120,11 @@ class VllmEngine:
         follower: CacheFollower,
         limits: ModelLimits,
         options: EngineOptions,
+        role: Role,
         watch: ActorRef,
     ) -> None:
         self.limits = limits
-        self.capabilities = capabilities_of(options)
+        self.capabilities = capabilities_of(options, role)
         self.capacity = options.max_running
         self.version = 0
         self._llm = llm
@@ -117,6 +139,8 @@ class VllmEngine:
         self._end_token = _end_token(options.model_path)
         self._served: Staged | None = None
         self._loads = count()
+        self._loaded = 0
+        """Version of the weights in vLLM, perhaps on trial."""
         self._salt = ""
         """Marks keys and values in the prefix cache: those of other weights are not found."""
         self._refused: set[int] = set()
@@ -126,7 +150,9 @@ class VllmEngine:
         self._watching = asyncio.ensure_future(self._watch_process())
 
     @classmethod
-    async def start(cls, actors: ActorSystem, options: EngineOptions) -> VllmEngine:
+    async def start(
+        cls, actors: ActorSystem, options: EngineOptions, role: Role = "both"
+    ) -> VllmEngine:
         """Start vLLM's process, without weights. Raises ConfigError."""
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
         arguments.check_model(options.model_path, device=options.device)
@@ -134,7 +160,7 @@ class VllmEngine:
         sockets = EventSockets()
         follower = CacheFollower(sockets, CacheEvents(block_tokens=options.block_tokens))
         try:
-            chosen = arguments.engine_arguments(options, limits, events=sockets.config())
+            chosen = arguments.engine_arguments(options, limits, role=role, events=sockets.config())
             # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are
             # made on, and the worker serves nothing before.
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
@@ -146,8 +172,8 @@ class VllmEngine:
             await follower.close()
             raise
         watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
-        log.info("vllm_started", capabilities=capabilities_of(options).described())
-        return cls(llm, follower, limits, options, watch)
+        log.info("vllm_started", capabilities=capabilities_of(options, role).described())
+        return cls(llm, follower, limits, options, role, watch)
 
     @property
     def cache_tokens(self) -> int:
@@ -164,8 +190,19 @@ class VllmEngine:
         await self._follower.close()
         self._llm.shutdown()
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
-        """See `AggregatedEngine`."""
+    async def kv_layout(self) -> Layout:
+        """Return the layers of the keys and values; in the roles prefill and decode."""
+        (layers,) = await self._llm.collective_rpc("forge_kv_layout")
+        return tuple((name, dtype, tuple(shape)) for name, dtype, shape in layers)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one of vLLM's blocks."""
+        return int(self._llm.vllm_config.cache_config.block_size)
+
+    async def generate(self, prompt: Prompt, leg: Leg | None = None) -> AsyncGenerator[Piece, None]:
+        """See `AggregatedEngine`. `leg`: None for a request that begins and ends here."""
+        leg = leg or Leg()
         if not self.version:
             raise Unavailable("the engine vllm has no weights yet", retry_after_s=1.0)
         grammar = prompt.sampling.grammar
@@ -176,9 +213,10 @@ class VllmEngine:
             prompt,
             self.limits,
             end_token=self._end_token,
+            first=leg.first,
             shares=self.capabilities.shares,
         )
-        collector = await self._begin(prompt, params)
+        collector = await self._begin(prompt, params, leg)
         # The state knows the version of each token; it stays when the request has ended.
         state = self._llm.output_processor.request_states.get(collector.request_id)
         sampled, finished = 0, False
@@ -186,7 +224,7 @@ class VllmEngine:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 completion = output.outputs[0]
-                finished = output.finished
+                finished, leg.returned = output.finished, output.kv_transfer_params
                 starts = state.weight_version_starts if state else _starts(completion)
                 new = len(completion.token_ids)
                 versions = sampling.versions_of(starts, sampled, new)
@@ -205,10 +243,17 @@ class VllmEngine:
                 await self._llm.abort(collector.request_id, internal=True)
             collector.close()
 
-    async def _begin(self, prompt: Prompt, params: SamplingParams) -> Any:
+    async def _begin(self, prompt: Prompt, params: SamplingParams, leg: Leg) -> Any:
         ids = list(int32_array(prompt.ids))
+        extra = params.extra_args or {}
         if self._cached.reports_reused:
-            params.extra_args = {**(params.extra_args or {}), **REPORT_REUSED}
+            extra |= REPORT_REUSED
+        if leg.version not in (0, self._loaded):
+            # Under the salt of these weights they would reach other requests, too.
+            REFUSED_HAND_OFFS.labels("version").inc()
+        elif leg.transfer:
+            extra |= {"kv_transfer_params": leg.transfer}
+        params.extra_args = extra or None
         inputs = TokensPrompt(prompt_token_ids=ids, cache_salt=self._salt)
         try:
             return await self._llm.add_request(prompt.request_id, inputs, params)
@@ -255,6 +300,7 @@ class VllmEngine:
             async with asyncio.timeout(self._timeout_s):
                 await llm.pause_generation(mode="keep", clear_cache=False)
                 # New for each load, since a refused version gives way to an older one again.
+                self._loaded = staged.version
                 self._salt = f"{staged.version} {next(self._loads)}"
                 self._cached.begin(self._salt)
                 await llm.start_weight_update()

@@ -12,8 +12,10 @@ import select
 import signal
 from dataclasses import dataclass
 from threading import Thread
+from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.tensor_bytes import from_bytes
 from services.inference.engines.vllm.answer_logits import install
+from services.inference.engines.vllm.kv_format import Layout, layout_of
 
 BACKEND = "forge"
 
@@ -40,6 +43,11 @@ class WorkerExtension:
         # Not PR_SET_PDEATHSIG, which means the thread that started this process.
         worker = os.pidfd_open(worker_pid)
         Thread(target=_end_after, args=(worker,), daemon=True, name="forge-worker-watch").start()
+
+    def forge_kv_layout(self) -> Layout:
+        """Return the layers of the keys and values."""
+        connector: Any = get_kv_transfer_group()
+        return layout_of(connector.caches)
 
     def forge_answer_sampler(self) -> None:
         """Have the model runner sample with `AnswerSampler`."""

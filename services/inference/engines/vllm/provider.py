@@ -11,6 +11,7 @@ from services.inference.engines.provider import EngineOptions
 
 if TYPE_CHECKING:
     from services.inference.engines.vllm.engine import VllmEngine
+    from services.inference.engines.vllm.roles import VllmDecode, VllmPrefill
 
 
 async def start_aggregated(actors: ActorSystem, options: EngineOptions) -> VllmEngine:
@@ -19,6 +20,22 @@ async def start_aggregated(actors: ActorSystem, options: EngineOptions) -> VllmE
     from services.inference.engines.vllm.engine import VllmEngine
 
     return await VllmEngine.start(actors, options)
+
+
+async def start_prefill(actors: ActorSystem, options: EngineOptions) -> VllmPrefill:
+    """Start vLLM for the role prefill. Raises ConfigError."""
+    _require_vllm()
+    from services.inference.engines.vllm.roles import VllmPrefill
+
+    return await VllmPrefill.start(actors, options, "prefill")
+
+
+async def start_decode(actors: ActorSystem, options: EngineOptions) -> VllmDecode:
+    """Start vLLM for the role decode. Raises ConfigError."""
+    _require_vllm()
+    from services.inference.engines.vllm.roles import VllmDecode
+
+    return await VllmDecode.start(actors, options, "decode")
 
 
 def check(model_path: str, *, context_tokens: int) -> None:

@@ -1,0 +1,254 @@
+"""Keys and values between a prefill and a decode worker, as a kind of hand-off.
+
+`copy`: vLLM's process fills memory of the worker (`kv_connector`), the workers move its bytes as
+those of any engine, and the other vLLM loads them. `nixl`: vLLM's NixlConnector moves them from GPU
+to GPU, and the workers move its parameters alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections import deque
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from services.inference.engines.base import KvSpan, Prompt, RefusedHandOff
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.vllm import kv_connector
+from services.inference.engines.vllm.kv_format import Layout, block_bytes, checked, fingerprint_of
+
+Params = dict[str, Any]
+"""vLLM's kv_transfer_params."""
+_HEADER_BYTES = 1 << 16
+_NOTHING = b"\0"
+"""Data of a hand-off without keys and values: the prompt is shorter than a block, or they could not
+be copied."""
+NIXL_CONNECTOR = "NixlConnector"
+NIXL_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+"""Parameters of a request whose keys and values another engine reads."""
+
+
+class Memory:
+    """Memory without a name, that vLLM's process opens by `path`. It ends with this object, and
+    with the worker."""
+
+    def __init__(self) -> None:
+        self._opened = os.memfd_create("forge-kv", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._opened}"
+
+    def read(self) -> memoryview | bytes:
+        """Return what was written, also after `close`."""
+        if not os.fstat(self._opened).st_size:
+            return _NOTHING
+        return memoryview(mmap.mmap(self._opened, 0, prot=mmap.PROT_READ))
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Fill it."""
+        os.ftruncate(self._opened, len(data))
+        with mmap.mmap(self._opened, len(data)) as mapped:
+            mapped[:] = data
+
+    def close(self) -> None:
+        """Free it."""
+        os.close(self._opened)
+
+
+class Budget:
+    """Bounds the bytes of all hand-offs of a worker; those that do not fit wait in order."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._used_bytes = 0
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        """Wait for room. Raises ResourceExhausted for more than all of it."""
+        if size > self._capacity_bytes:
+            raise ResourceExhausted(
+                f"keys and values of {size} bytes exceed all of {self._capacity_bytes} (kv.mib)",
+                retry_after_s=0.5,
+            )
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((size, granted))
+        self._advance()
+        try:
+            await granted
+        except BaseException:
+            if granted.done() and not granted.cancelled():
+                self._used_bytes -= size
+            self._advance()
+            raise
+
+    def give(self, size: int) -> None:
+        """Return room."""
+        self._used_bytes -= size
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._line:
+            size, granted = self._line[0]
+            # Done: its caller has left.
+            if not granted.done():
+                if self._used_bytes + size > self._capacity_bytes:
+                    return
+                self._used_bytes += size
+                granted.set_result(None)
+            self._line.popleft()
+
+
+class Saving(Protocol):
+    """The keys and values of one prompt at its prefill worker."""
+
+    params: Params
+
+    def data(self, returned: Params | None) -> bytes | memoryview:
+        """Return the hand-off. `returned`: vLLM's parameters at the end of the request."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class Loading(Protocol):
+    """Those of one prompt at its decode worker."""
+
+    params: Params
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class HandOffs(Protocol):
+    """One kind of hand-off."""
+
+    fingerprint: bytes
+    """Names kind, model and layout."""
+
+    async def save(self, prompt: Prompt) -> Saving:
+        """Wait for room for a prompt."""
+
+    async def load(self, span: KvSpan, prompt: Prompt) -> Loading | None:
+        """Wait for room for what came; None if it has nothing. Raises RefusedHandOff."""
+
+
+class _Copy:
+    """Memory of one prompt."""
+
+    def __init__(self, budget: Budget, size: int) -> None:
+        self.params: Params = {}
+        self.memory = Memory()
+        self._budget = budget
+        self._size = size
+
+    def data(self, returned: Params | None) -> bytes | memoryview:
+        return self.memory.read()
+
+    def close(self) -> None:
+        self.memory.close()
+        self._budget.give(self._size)
+
+
+class CopyHandOffs:
+    """The kind `copy`."""
+
+    def __init__(
+        self, layout: Layout, *, model: str, block_tokens: int, capacity_bytes: int
+    ) -> None:
+        self.fingerprint = fingerprint_of(layout, model=model)
+        self._layout = layout
+        self._block_tokens = block_tokens
+        self._budget = Budget(capacity_bytes)
+
+    async def save(self, prompt: Prompt) -> _Copy:
+        """See `HandOffs`. Raises ResourceExhausted."""
+        blocks = prompt.tokens // self._block_tokens
+        copy = await self._room(_HEADER_BYTES + blocks * block_bytes(self._layout))
+        copy.params = {kv_connector.SAVE: copy.memory.path} if blocks else {}
+        return copy
+
+    async def load(self, span: KvSpan, prompt: Prompt) -> _Copy | None:
+        """See `HandOffs`. Raises ResourceExhausted."""
+        if bytes(span.data[:2]) == _NOTHING:
+            return None
+        try:
+            header, _ = checked(memoryview(span.data))
+        except DataLoss as error:
+            raise _refused("damaged", str(error)) from error
+        tokens = header.blocks * self._block_tokens
+        if header.layout != self._layout:
+            raise _refused("shape", "it has other layers or blocks")
+        if tokens > prompt.tokens or span.from_token:
+            raise _refused("place", f"{tokens} tokens from {span.from_token}")
+        copy = await self._room(len(span.data))
+        copy.memory.write(span.data)
+        copy.params = {kv_connector.LOAD: copy.memory.path, kv_connector.TOKENS: tokens}
+        return copy
+
+    async def _room(self, size: int) -> _Copy:
+        await self._budget.take(size)
+        return _Copy(self._budget, size)
+
+
+class _Remote:
+    """The parameters of one prompt."""
+
+    def __init__(self, params: Params) -> None:
+        self.params = params
+
+    def data(self, returned: Params | None) -> bytes | memoryview:
+        return msgspec.msgpack.encode(returned) if returned else _NOTHING
+
+    def close(self) -> None:
+        """vLLM frees the blocks: when decode has them, or after its own time."""
+
+
+class NixlHandOffs:
+    """The kind `nixl`."""
+
+    def __init__(self, *, model: str, vllm_version: str) -> None:
+        # Its parameters are no stable format.
+        self.fingerprint = f"vllm_nixl {vllm_version} {model}".encode()
+
+    async def save(self, prompt: Prompt) -> _Remote:
+        """See `HandOffs`."""
+        return _Remote(dict(NIXL_PREFILL))
+
+    async def load(self, span: KvSpan, prompt: Prompt) -> _Remote | None:
+        """See `HandOffs`."""
+        if bytes(span.data[:2]) == _NOTHING:
+            return None
+        try:
+            return _Remote(msgspec.msgpack.decode(span.data, type=Params))
+        except msgspec.MsgspecError as error:
+            raise _refused("damaged", str(error)) from error
+
+
+def require_nixl() -> None:
+    """Raises ConfigError without the package."""
+    if find_spec("nixl") is None:
+        raise ConfigError(
+            "vllm.hand_off = 'nixl': this Python has no nixl; install it (docs/engines.md)"
+        )
+
+
+def transfer_config(kind: Literal["copy", "nixl"], *, role: str) -> Mapping[str, Any]:
+    """Return the arguments of vLLM's KVTransferConfig."""
+    common = {
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        # What does not arrive is computed again.
+        "kv_load_failure_policy": "recompute",
+    }
+    if kind == "copy":
+        module, name = kv_connector.__name__, kv_connector.KvCopies.__name__
+        return {"kv_connector": name, "kv_connector_module_path": module, **common}
+    return {"kv_connector": NIXL_CONNECTOR, **common}
+
+
+def _refused(reason: str, words: str) -> RefusedHandOff:
+    REFUSED_HAND_OFFS.labels(reason).inc()
+    return RefusedHandOff(f"hand-off of vLLM: {words}")
