@@ -46,7 +46,8 @@ class TwoHosts:
                     *(*namespaces, _ENTER, str(self._names), f"host-{host}", sys.executable),
                     *("-m", "services.trainer.torchrun", *mesh, *meeting, "--", *self._settings),
                 ),
-                env=dict(os.environ),
+                # Ranks of a learner in this process have chosen loopback for it.
+                env={k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"},
                 log_path=self._folder / f"host-{host}.log",
                 stop_s=120.0,
             )
