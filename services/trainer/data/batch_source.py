@@ -25,8 +25,9 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from services.trainer.data.credit_rules import CreditRules
 from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
-from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.samples import BatchSamples, build_samples
 from services.trainer.data.traced_calls import traced_calls
 from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
 

@@ -13,8 +13,8 @@ from itertools import count
 from statistics import fmean
 from typing import Literal
 
-from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
-from forge.core.credit.overlong import OverlongRules, masked_turns, overlong_penalties
+from forge.core.credit.advantages import GroupReturns, batch_advantages
+from forge.core.credit.overlong import masked_turns, overlong_penalties
 from forge.core.credit.rewards import (
     RewardComponent,
     RewardKind,
@@ -30,6 +30,7 @@ from forge.core.token_columns import float32_bytes, int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
+from services.trainer.data.credit_rules import CreditRules
 from services.trainer.data.engines import engine_of, engine_of_all
 from services.trainer.data.grammar_correction import (
     Cut,
@@ -57,23 +58,6 @@ LeftOut = (
 it was sampled at temperature 0, so it has no distribution; a token limit cut it off, or another
 turn of its trajectory; the share of allowed tokens is missing; another model than the policy
 answered; it is a side call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreditRules:
-    """How rewards become advantages."""
-
-    weights: RewardWeights
-    tokens_per_s: float = 50.0
-    """Nominal rate of sampling in completion times."""
-    advantages: AdvantageRules = field(default_factory=AdvantageRules)
-    overlong: OverlongRules = field(default_factory=OverlongRules)
-    critic: bool = False
-    """Samples carry returns, from which a critic computes advantages."""
-    train_side_calls: frozenset[str] = frozenset()
-    """Domains whose side calls are trained, unless the agent excluded them."""
-    drop_flat_groups: bool = False
-    """Leave out groups whose rollouts all have the same outcome and process reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

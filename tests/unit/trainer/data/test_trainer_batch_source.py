@@ -20,7 +20,7 @@ from forge.v1.pool_pb2_grpc import PoolServiceStub
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from services.trainer.data import trajectory_fetch
 from services.trainer.data.batch_source import BatchSource, SourceSettings
-from services.trainer.data.samples import CreditRules
+from services.trainer.data.credit_rules import CreditRules
 from tests.support.pool.records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights())

@@ -17,7 +17,8 @@ from forge.v1 import trainer_pb2
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.credit_rules import CreditRules
+from services.trainer.data.samples import BatchSamples, build_samples
 from services.trainer.data.speed import speed_baselines
 from services.trainer.reporting.run_record import TrainingRecord
 from tests.unit.trainer.data.test_trainer_samples import outcome, reward, trajectory, turn
