@@ -51,6 +51,8 @@ async def cluster_of_two(
         yield Cluster(stack=Stack(cluster=services, trainer=trainer, client=client), hosts=hosts)
     finally:
         await hosts.stop()
+        for host in range(len(ADDRESSES)):
+            print(f"--- host {host}\n{hosts.said(host)}")  # pytest shows it beside a failure
         await services.close()
 
 
