@@ -41,8 +41,8 @@ def answer_s(costs: EngineCosts, prompt: int, answer: int, *, batch: float) -> f
 def least_work_s(
     groups: Sequence[Sequence[Rollout]], costs: EngineCosts, *, workers: int, concurrency: int
 ) -> float:
-    """Return the least completion time: each token is computed once in the cluster, full passes,
-    and each worker's steps have its share of all sessions, none of which ever pauses."""
+    """Return the least completion time: the cluster computes each token once, in full passes,
+    no session pauses, and a step of a worker serves its share of all sessions."""
     batch = concurrency * max(map(len, groups)) / workers
     work_s, common_seen = 0.0, False
     for group in groups:

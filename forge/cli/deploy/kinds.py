@@ -35,30 +35,17 @@ KINDS: Mapping[str, Kind] = {
     "pool": Kind(unit="forge-pool", service="pool", ports=(721, 921)),
     "pool-replica": Kind(unit="forge-pool-replica", service="pool"),
     "scheduler": Kind(unit="forge-scheduler", service="scheduler", ports=(722, 922)),
-    "prefill": Kind(
-        unit="forge-inference",
-        service="inference",
-        role="prefill",
-        uses_gpu=True,
-        reads_model=True,
-        drains=True,
-    ),
-    "decode": Kind(
-        unit="forge-inference",
-        service="inference",
-        role="decode",
-        uses_gpu=True,
-        reads_model=True,
-        drains=True,
-    ),
-    "both": Kind(
-        unit="forge-inference",
-        service="inference",
-        role="both",
-        uses_gpu=True,
-        reads_model=True,
-        drains=True,
-    ),
+    **{
+        role: Kind(
+            unit="forge-inference",
+            service="inference",
+            role=role,
+            uses_gpu=True,
+            reads_model=True,
+            drains=True,
+        )
+        for role in ("prefill", "decode", "both")
+    },
     "router": Kind(unit="forge-inference", service="inference", role="router", reads_model=True),
     "trainer": Kind(
         unit="forge-trainer", service="trainer", ports=(725, 925), uses_gpu=True, reads_model=True

@@ -1,7 +1,8 @@
 """One attempt of a request: prefill on one worker, then decode on one, with their placements.
 
 A long prompt is handed over early: its decode worker is chosen with its prefill worker, and fetches
-keys and values while they are computed. If that fails, the attempt goes on as without it.
+keys and values while they are computed. If that fails, another worker fetches the prompt after its
+prefill.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class Attempt:
         self._early = _EarlyDecode(placement, call)
 
     def _drop_early(self) -> None:
-        """End an early decode that nobody waits for."""
+        """End the early decode; its answer is not needed."""
         early, self._early = self._early, None
         if early is not None:
             early.call.cancel()

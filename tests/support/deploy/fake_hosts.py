@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from forge.cli.deploy.cluster import Cluster
 from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.transport import Ended, Transport
 
@@ -47,6 +49,19 @@ class FakeHosts:
     def transports(self) -> dict[str, Transport]:
         """One for each host."""
         return {host: _Host(host, self) for host in self.manifests}
+
+    def cluster(self, out: Path) -> Cluster:
+        """The hosts as rendered in `out`; a second passes at each look at the clock."""
+        (out / "hosts").mkdir(exist_ok=True)
+        now_s = iter(range(1_000_000))
+        return Cluster(
+            out=out,
+            manifests=self.manifests,
+            transports=self.transports(),
+            healthy_s=3.0,
+            pause=lambda _: None,
+            now_s=lambda: float(next(now_s)),
+        )
 
     def releases(self) -> set[str]:
         """What links and units have, etcd's apart."""

@@ -68,7 +68,7 @@ class Case:
     lora: bool = False
     checkpointed: bool = False
     replayed: bool = False
-    """With recorded experts, of which two samples disagree."""
+    """With recorded experts; those of two samples differ."""
 
 
 CASES = {

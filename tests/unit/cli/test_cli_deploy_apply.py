@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.cli.deploy.apply import apply
-from forge.cli.deploy.cluster import Cluster, StepFailed
+from forge.cli.deploy.cluster import StepFailed
 from forge.cli.deploy.render import rendered_hosts
 from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.transport import Local, Ssh, transport_for
@@ -28,21 +28,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def cluster_of(hosts: FakeHosts, out: Path) -> Cluster:
-    now_s = iter(range(1_000_000))
-    return Cluster(
-        out=out,
-        manifests=hosts.manifests,
-        transports=hosts.transports(),
-        healthy_s=3.0,
-        pause=lambda _: None,
-        now_s=lambda: float(next(now_s)),
-    )
-
-
 def applied(hosts: FakeHosts, out: Path) -> list[tuple[str, str]]:
     """The commands that change units, in their order."""
-    apply(cluster_of(hosts, out), lambda _: None)
+    apply(hosts.cluster(out), lambda _: None)
     return [
         (host, words.partition("deploy ")[2] or words)
         for host, words in hosts.commands
@@ -98,7 +86,7 @@ def test_apply_waits_for_an_etcd_that_elects_its_leader(out: Path) -> None:
     assert applied(hosts, out) == [("alpha", "bootstrap")] * 3
     hosts.fails = lambda host, words: words[-1] == "bootstrap"
     with pytest.raises(StepFailed, match="planted"):
-        apply(cluster_of(hosts, out), lambda _: None)
+        apply(hosts.cluster(out), lambda _: None)
 
 
 def test_apply_refuses_another_release_than_that_of_the_hosts(out: Path) -> None:
@@ -108,7 +96,7 @@ def test_apply_refuses_another_release_than_that_of_the_hosts(out: Path) -> None
     }
     hosts = FakeHosts(manifests, RELEASE)
     with pytest.raises(FailedPrecondition, match="forge deploy upgrade changes releases"):
-        apply(cluster_of(hosts, out), lambda _: None)
+        apply(hosts.cluster(out), lambda _: None)
     assert hosts.copied == {}
 
 

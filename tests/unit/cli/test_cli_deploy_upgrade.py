@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli.deploy.cluster import Cluster, StepFailed, fault
+from forge.cli.deploy.cluster import StepFailed, fault
 from forge.cli.deploy.plan import Step, rollback_steps, upgrade_steps
 from forge.cli.deploy.render import rendered_hosts
 from forge.cli.deploy.rendered import Manifest
@@ -39,22 +39,9 @@ def manifests_of(text: str, out: Path) -> dict[str, Manifest]:
     return {host: replace(one, release=TO) for host, one in rendered_hosts(out).items()}
 
 
-def cluster_of(hosts: FakeHosts, out: Path) -> Cluster:
-    (out / "hosts").mkdir(exist_ok=True)
-    now_s = iter(range(1_000_000))
-    return Cluster(
-        out=out,
-        manifests=hosts.manifests,
-        transports=hosts.transports(),
-        healthy_s=3.0,
-        pause=lambda _: None,
-        now_s=lambda: float(next(now_s)),
-    )
-
-
 def rolled(hosts: FakeHosts, out: Path) -> bool:
     """One start of the command."""
-    upgrade = Upgrade(cluster_of(hosts, out), lambda _: None)
+    upgrade = Upgrade(hosts.cluster(out), lambda _: None)
     return upgrade.run(upgrade.plan())
 
 
@@ -216,7 +203,7 @@ def test_rollback_at_will_undoes_what_began(manifests: dict[str, Manifest], tmp_
         rolled(hosts, tmp_path)
     assert hosts.drained == {"inference-alpha-decode-1"}
     hosts.kills = lambda host, words: False
-    upgrade = Upgrade(cluster_of(hosts, tmp_path), lambda _: None)
+    upgrade = Upgrade(hosts.cluster(tmp_path), lambda _: None)
     assert not upgrade.run(upgrade.roll_back(upgrade.begun(), "by --rollback"))
     assert hosts.releases() == {BEFORE} and hosts.drained == set()
     with pytest.raises(FailedPrecondition, match="no upgrade is open"):
@@ -226,7 +213,7 @@ def test_rollback_at_will_undoes_what_began(manifests: dict[str, Manifest], tmp_
 def test_failed_drain_stops_nothing(manifests: dict[str, Manifest], tmp_path: Path) -> None:
     """The stop of an instance drains too; the fault is noted."""
     hosts = FakeHosts(manifests, BEFORE, fails=lambda host, words: "drain" in words)
-    cluster = cluster_of(hosts, tmp_path)
+    cluster = hosts.cluster(tmp_path)
     upgrade = Upgrade(cluster, lambda _: None)
     assert upgrade.run(upgrade.plan())
     assert len(cluster.notes) == 3

@@ -117,7 +117,7 @@ async def test_spoiled_file_is_counted_and_the_version_comes_by_grpc(
 async def test_file_of_another_user_is_refused(
     memory: Path, trainer: tuple[Source, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names it as the trainer would have."""
+    """Also if it has the name that the trainer gives."""
     source, address = trainer
     written(memory)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
