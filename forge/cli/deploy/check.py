@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from forge.cli.certificate_doctor import CertificateFiles, certificate_findings
 from forge.cli.cluster_doctor import cluster_findings
@@ -51,13 +52,23 @@ def connection(manifest: Manifest, *, user: str = "operator") -> Connection:
     )
 
 
-def as_json(host: str, findings: list[Finding]) -> str:
-    """Return one line of JSON: host, ok and findings."""
-    rows = [
+def as_json(directory: HostDirectory, findings: Sequence[Finding]) -> str:
+    """Return one line of JSON: host, ok, the digest of the installed manifest, and findings."""
+    answer = {
+        "host": directory.manifest().host,
+        "ok": all(one.ok for one in findings),
+        "manifest": directory.manifest_digest(),
+        "findings": rows(findings),
+    }
+    return json.dumps(answer)
+
+
+def rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return findings for JSON."""
+    return [
         {"ok": one.ok, "text": one.text, "remedy": one.remedy, "was_run": one.was_run}
         for one in findings
     ]
-    return json.dumps({"host": host, "ok": all(one.ok for one in findings), "findings": rows})
 
 
 def _clock() -> Finding:

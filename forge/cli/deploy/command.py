@@ -192,16 +192,32 @@ def install(
 
 @deploy_app.command()
 def check(
-    folder: Annotated[Path, typer.Option(help="Rendered files of this host.")] = Path(
-        "/etc/forge/deploy"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of `forge deploy render`: check all of its hosts."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Rendered files of this host; default: those installed last."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """On a host: compare it with its rendered files; each difference has its remedy.
+    """Compare this host, or with --out all hosts, with the rendered files.
 
     Files, owners and modes, users, units, release, ports, model, certificates, and etcd and the
-    clocks of the cluster. The exit code is 1 if something differs.
+    clocks of the cluster; each difference has its remedy. With --out it reaches the hosts by ssh,
+    and names those that gave no answer or lack the last render. The exit code is 1 if something
+    differs. It changes nothing, and may run beside an upgrade.
     """
+    from forge.cli.deploy.host import DEPLOYED
+
+    if out is not None and folder is not None:
+        raise InvalidArgument("--folder is of this host, and --out of all: name one of them")
+    is_well = _check_all(out, as_json) if out else _check_here(folder or DEPLOYED, as_json)
+    raise typer.Exit(0 if is_well else 1)
+
+
+def _check_here(folder: Path, as_json: bool) -> bool:
     import sys
 
     from forge.cli.deploy.check import as_json as json_of
@@ -215,8 +231,47 @@ def check(
         if not as_json:
             report(finding)
     if as_json:
-        sys.stdout.write(json_of(HostDirectory(folder=folder).manifest().host, findings) + "\n")
-    raise typer.Exit(0 if all(one.ok for one in findings) else 1)
+        sys.stdout.write(json_of(HostDirectory(folder=folder), findings) + "\n")
+    return all(one.ok for one in findings)
+
+
+def _check_all(out: Path, as_json: bool) -> bool:
+    import json
+    import sys
+
+    from rich.table import Table
+
+    from forge.cli.deploy.check import rows
+    from forge.cli.deploy.check_all import check_hosts, shared_findings
+    from forge.cli.finding import report
+
+    cluster = _hosts(out)
+    checked = check_hosts(cluster)
+    is_well = not any(one.problems for one in checked)
+    if as_json:
+        hosts = [
+            {
+                "host": one.host,
+                "ok": not one.problems,
+                "was_checked": one.was_checked,
+                "findings": rows(one.findings),
+            }
+            for one in checked
+        ]
+        sys.stdout.write(json.dumps({"ok": is_well, "hosts": hosts}) + "\n")
+        return is_well
+    table = Table("host", "address", "release", "units", "state", box=None, pad_edge=False)
+    for one in checked:
+        manifest = cluster.manifests[one.host]
+        count = len(one.problems)
+        state = f"{count} difference{'s' * (count > 1)}" if count else "as rendered"
+        state = state if one.was_checked else "not checked"
+        units = str(len(manifest.units))
+        table.add_row(one.host, manifest.address, manifest.release, units, state)
+    console.print(table)
+    for finding in shared_findings(checked):
+        report(finding)
+    return is_well
 
 
 @deploy_app.command()
@@ -269,28 +324,33 @@ def _show_notes(cluster: Cluster) -> None:
 
 @contextmanager
 def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
-    """Yield the hosts of a rendered cluster; one command at a time has them."""
+    """Yield the hosts of a rendered cluster; one command at a time changes them."""
     import fcntl
 
-    from forge.cli.deploy.cluster import HEALTHY_S, Cluster
-    from forge.cli.deploy.render import rendered_hosts, rendered_inventory
-    from forge.cli.deploy.transport import transport_for
     from forge.core.errors import FailedPrecondition
 
-    manifests = rendered_hosts(out)
-    logins = {host.name: host.login for host in rendered_inventory(out).hosts}
+    cluster = _hosts(out, drain=drain, health=health)
     with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FailedPrecondition(f"another forge deploy works on {out}; wait for it") from None
-        yield Cluster(
-            out=out,
-            manifests=manifests,
-            transports={host: transport_for(login) for host, login in logins.items()},
-            drain_s=duration_s("drain", drain) or 0.0,
-            healthy_s=duration_s("health", health) or HEALTHY_S,
-        )
+        yield cluster
+
+
+def _hosts(out: Path, *, drain: str = "0s", health: str = "5m") -> Cluster:
+    from forge.cli.deploy.cluster import HEALTHY_S, Cluster
+    from forge.cli.deploy.render import rendered_hosts, rendered_inventory
+    from forge.cli.deploy.transport import transport_for
+
+    logins = {host.name: host.login for host in rendered_inventory(out).hosts}
+    return Cluster(
+        out=out,
+        manifests=rendered_hosts(out),
+        transports={host: transport_for(login) for host, login in logins.items()},
+        drain_s=duration_s("drain", drain) or 0.0,
+        healthy_s=duration_s("health", health) or HEALTHY_S,
+    )
 
 
 def _leave_link() -> None:

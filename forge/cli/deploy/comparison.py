@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from forge.cli.deploy.changes import Change, Changes
 from forge.cli.deploy.rendered import FileEntry, Manifest, UnitEntry
 from forge.cli.finding import Finding
 
 INSTALL = "Install it again: forge deploy install"
 """Remedy of what `forge deploy install` writes."""
+LINK = "/opt/forge/.venv"
+"""It leads to the release in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,17 @@ class HostState:
     """Whether forge.target is enabled."""
     owner: str = "root:root"
     """The expected owner of all files."""
+    changes: Changes = field(default_factory=Changes)
+
+    def contents(self) -> dict[str, Change]:
+        """Return the present contents of files by path, the link of the release among them."""
+        found = {
+            path: Change(unix_s=one.changed_unix_s, digest=one.sha256)
+            for path, one in self.files.items()
+        }
+        if self.release:
+            found[LINK] = Change(unix_s=self.linked_unix_s, digest=self.release)
+        return found
 
 
 def differences(manifest: Manifest, state: HostState) -> list[Finding]:
@@ -89,17 +103,20 @@ def differences(manifest: Manifest, state: HostState) -> list[Finding]:
 
 
 def stale_since(unit: UnitEntry, state: HostState) -> str:
-    """Return the file that changed after a running unit started; "" if none did."""
+    """Return a file that differs from its content at the start of a running unit; "" for none."""
     started_unix_s = state.units[unit.name].started_unix_s
     if not started_unix_s:
         return ""
-    changes = {
-        path: state.files[path].changed_unix_s for path in unit.inputs if path in state.files
-    }
+    present = state.contents()
+    paths = {*unit.inputs, *state.changes.inputs.get(unit.name, ())}
     if unit.instance_id:
-        changes["/opt/forge/.venv"] = state.linked_unix_s
-    later = [path for path, changed_unix_s in changes.items() if changed_unix_s > started_unix_s]
-    return min(later, default="")
+        paths.add(LINK)
+    differing = (
+        path
+        for path in paths
+        if state.changes.differs(path, present.get(path), since_unix_s=started_unix_s)
+    )
+    return min(differing, default="")
 
 
 def _bad(text: str, remedy: str) -> Finding:
@@ -124,12 +141,11 @@ def _host(manifest: Manifest, state: HostState) -> Iterator[Finding]:
 
 
 def _release(manifest: Manifest, state: HostState) -> Iterator[Finding]:
-    link = "/opt/forge/.venv"
     if not state.release:
-        yield _bad(f"{link} leads to no installation", f"{INSTALL}, after pip install of Forge.")
+        yield _bad(f"{LINK} leads to no installation", f"{INSTALL}, after pip install of Forge.")
     elif state.release != manifest.release:
         yield _bad(
-            f"{link} leads to {state.release}, not to {manifest.release}",
+            f"{LINK} leads to {state.release}, not to {manifest.release}",
             "Finish the upgrade: forge deploy upgrade, on the computer that renders.",
         )
     elif not state.version:

@@ -14,14 +14,17 @@ from pathlib import Path
 
 import psutil
 
+from forge.cli.deploy import comparison
+from forge.cli.deploy.changes import read_changes
 from forge.cli.deploy.comparison import FoundFile, FoundUnit, HostState, Listener
 from forge.cli.deploy.rendered import MANIFEST, SECRET, TREE, Manifest, digest, read_manifest
 from forge.core.errors import InvalidArgument, Unavailable
 
 DEPLOYED = Path("/etc/forge/deploy")
 """Directory with the manifest and the files of this host, as installed last."""
-SOFTWARE = Path("/opt/forge")
-LINK = SOFTWARE / ".venv"
+CHANGES = DEPLOYED.with_name("deploy.changes")
+"""The changes of the files that units read."""
+LINK = Path(comparison.LINK)
 _WANTS = Path("/etc/systemd/system/forge.target.wants")
 _OWN_UNITS = ("forge-feed@",)
 """Units that operators add beside the inventory."""
@@ -39,16 +42,17 @@ class HostDirectory:
     def manifest(self) -> Manifest:
         """Return the manifest. Raises `InvalidArgument`."""
         file = self.folder / MANIFEST
-        try:
-            return read_manifest(file.read_bytes(), source=str(file))
-        except OSError as error:
-            raise InvalidArgument(
-                f"{file}: {error.strerror}; forge deploy apply copies it to each host"
-            ) from None
+        return read_manifest(self._read(file), source=str(file))
+
+    def manifest_digest(self) -> str:
+        """Return the SHA-256 of the manifest. Raises `InvalidArgument`."""
+        return digest(self._read(self.folder / MANIFEST))
 
     def content(self, path: str) -> bytes:
         """Return a rendered file by its path on the host. Raises `InvalidArgument`."""
-        file = self.folder / TREE / path.lstrip("/")
+        return self._read(self.folder / TREE / path.lstrip("/"))
+
+    def _read(self, file: Path) -> bytes:
         try:
             return file.read_bytes()
         except OSError as error:
@@ -92,6 +96,7 @@ def read_host(directory: HostDirectory, manifest: Manifest, *, root: Path = Path
         listeners=_listeners(),
         has_model=not manifest.model or (model / "config.json").is_file(),
         starts_at_boot=systemctl("is-enabled", "forge.target", check=False).strip() == "enabled",
+        changes=read_changes(root / CHANGES.relative_to("/")),
     )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forge.cli.deploy.changes import Changes, write_changes
 from forge.cli.deploy.comparison import HostState, stale_since
 from forge.cli.deploy.host import (
+    CHANGES,
     DEPLOYED,
     LINK,
     HostDirectory,
@@ -58,6 +61,8 @@ def install(source: Path) -> Installed:
     _require(manifest, before)
     old = _old_manifest()
     try:
+        # Before the first write: what a running unit read may be gone after it.
+        _note(old or manifest, before)
         changed = [one.path for one in manifest.files if _put(directory, one, before)]
         for path in left_files(old, manifest):
             Path(path).unlink(missing_ok=True)
@@ -74,7 +79,7 @@ def install(source: Path) -> Installed:
     systemctl("enable", "--quiet", "forge.target", *(unit.name for unit in manifest.units))
     kept = _stop_left(old, manifest)
     adopt(source)
-    after = read_host(HostDirectory(folder=DEPLOYED), manifest)
+    after = _noted(manifest)
     running = [unit for unit in manifest.units if after.units[unit.name].active == "active"]
     return Installed(
         changed=changed,
@@ -82,6 +87,19 @@ def install(source: Path) -> Installed:
         restart=[unit.name for unit in running if stale_since(unit, after)],
         kept=kept,
     )
+
+
+def _note(manifest: Manifest, state: HostState) -> Changes:
+    noted = state.changes.noted(manifest.units, state.contents(), now_unix_s=time.time())
+    if noted != state.changes:
+        write_changes(CHANGES, noted)
+    return noted
+
+
+def _noted(manifest: Manifest) -> HostState:
+    """Return the state after an installation, with its changes."""
+    state = read_host(HostDirectory(folder=DEPLOYED), manifest)
+    return replace(state, changes=_note(manifest, state))
 
 
 def chosen_source(rollback: str) -> Path:
@@ -204,17 +222,10 @@ def _run(*command: str) -> None:
 
 
 def lead_link(link: Path, release: str) -> None:
-    """Lead the link to a release, at once. A rollback restores the link of before with its time:
-    units that run since then need no restart."""
-    new, previous = link.with_name(".venv.new"), link.with_name(".venv.previous")
+    """Lead the link to a release, at once."""
+    new = link.with_name(".venv.new")
     new.unlink(missing_ok=True)
-    if previous.is_symlink() and previous.readlink().name == release:
-        os.link(previous, new, follow_symlinks=False)
-    else:
-        new.symlink_to(release)
-    if link.is_symlink():
-        previous.unlink(missing_ok=True)
-        os.link(link, previous, follow_symlinks=False)
+    new.symlink_to(release)
     new.replace(link)
 
 

@@ -22,6 +22,8 @@ RELEASE, NEXT, BROKEN = "0.1.0", "0.4.0", "0.5.0"
 NAMES = ("forge-1", "forge-2")
 BROKEN_MODULE = "services/scheduler/app.py"
 """Imported at the start alone: `forge deploy render` asks for settings, and finds nothing wrong."""
+OTHER_UNIT = "share/forge/systemd/forge-trainer@.service"
+"""Of a service that a failing upgrade does not reach."""
 _BARE = """
 rm -rf /etc/forge /etc/systemd/system/forge* /etc/sysusers.d/forge.conf /etc/tmpfiles.d/forge.conf
 rm -rf /var/lib/forge/pool* /var/lib/forge/trainer*
@@ -40,6 +42,10 @@ class TwoHosts:
         broken = next((software / BROKEN).glob(f"lib/python3*/site-packages/{BROKEN_MODULE}"))
         broken.unlink()
         broken.write_text("raise SystemExit('planted: this release does not start')\n")
+        unit = software / BROKEN / OTHER_UNIT
+        text = unit.read_text()
+        unit.unlink()
+        unit.write_text(text + "# planted: another unit than that of the release before\n")
         # Each host has its own link: the releases alone are shared.
         shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
         stock = installed.copy(folder / "stock")
@@ -78,9 +84,9 @@ class TwoHosts:
         status: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2] or "null") or away
         return status
 
-    def check(self, name: str) -> dict[str, Any]:
-        """What `forge deploy check --json` prints on a host."""
-        shown = self.hosts[name].run("bash", "-lc", "forge deploy check --json", check=False)
+    def check(self) -> dict[str, Any]:
+        """What `forge deploy check --out ... --json` prints on the first host."""
+        shown = self.deploy("check", "--out", "/root/rendered", "--json", check=False)
         found: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2])
         return found
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from forge.cli.deploy.changes import (
+    MOST_CHANGES,
+    Change,
+    Changes,
+    read_changes,
+    write_changes,
+)
 from forge.cli.deploy.comparison import (
+    LINK,
     FoundFile,
     FoundUnit,
     HostState,
@@ -18,11 +26,12 @@ from forge.cli.deploy.comparison import (
 )
 from forge.cli.deploy.host import HostDirectory, first_difference
 from forge.cli.deploy.render import rendered_hosts
-from forge.cli.deploy.rendered import Manifest
+from forge.cli.deploy.rendered import Manifest, UnitEntry
 from forge.core.errors import InvalidArgument
 from tests.support.deploy.inventories import RELEASE, TWO_HOSTS, rendered
 
 POOL = "forge-pool@1.service"
+SETTINGS = "/etc/forge/pool.toml"
 Plant = Callable[[HostState], HostState]
 
 
@@ -173,6 +182,66 @@ def test_unit_is_stale_for_its_own_inputs_alone(manifest: Manifest) -> None:
     assert stale_since(units["forge-trainer@1.service"], other) == "/etc/forge/trainer.toml"
     swapped = replace(state, linked_unix_s=3.0)
     assert {stale_since(one, swapped) for one in manifest.units} == {"/opt/forge/.venv"}
+
+
+def changed(state: HostState, path: str, digest: str, unix_s: float) -> HostState:
+    """The state after an installation that wrote a file, or with an empty digest removed it."""
+    before = noted(state, unix_s)
+    if path == LINK:
+        after = replace(before, release=digest, linked_unix_s=unix_s)
+    elif digest:
+        after = with_file(path, sha256=digest, changed_unix_s=unix_s)(before)
+    else:
+        after = without_file(path)(before)
+    return noted(after, unix_s)
+
+
+def noted(state: HostState, unix_s: float) -> HostState:
+    units = [UnitEntry(name=POOL, kind="pool", inputs=(SETTINGS,), instance_id="pool-beta-1")]
+    changes = state.changes.noted(units, state.contents(), now_unix_s=unix_s)
+    return replace(state, changes=changes)
+
+
+@pytest.mark.parametrize("path", [SETTINGS, LINK])
+def test_rollback_makes_no_unit_stale_that_ran_through_it(manifest: Manifest, path: str) -> None:
+    """A file has the content of the unit's start again. A unit that restarted in between read the
+    other one; a change by hand is none of the installation's."""
+    (unit,) = (one for one in manifest.units if one.name == POOL)
+    first = sound(manifest)
+    before = {one: found.digest for one, found in first.contents().items()}[path]
+    other = changed(first, path, "0.9.0", 5.0)
+    assert stale_since(unit, other) == path
+    back = changed(other, path, before, 7.0)
+    assert stale_since(unit, back) == ""
+    assert stale_since(unit, with_unit(POOL, started_unix_s=6.0)(back)) == path
+    assert stale_since(unit, with_unit(POOL, started_unix_s=8.0)(back)) == ""
+    if path == SETTINGS:
+        touched = with_file(path, changed_unix_s=9.0)(back)
+        assert stale_since(unit, touched) == path
+
+
+def test_removed_file_makes_its_unit_stale_until_a_restart(manifest: Manifest) -> None:
+    """The manifest no longer names it: variables of an instance that left the inventory."""
+    (unit,) = (one for one in manifest.units if one.name == POOL)
+    removed = changed(sound(manifest), SETTINGS, "", 5.0)
+    unit = replace(unit, inputs=tuple(one for one in unit.inputs if one != SETTINGS))
+    assert stale_since(unit, removed) == SETTINGS
+    assert stale_since(unit, with_unit(POOL, started_unix_s=6.0)(removed)) == ""
+
+
+def test_noted_changes_are_bounded_and_survive_their_file(tmp_path: Path) -> None:
+    """A damaged or absent file is no history: times of files decide then."""
+    file, unit = tmp_path / "changes", UnitEntry(name=POOL, kind="pool", inputs=("/a",))
+    changes = Changes()
+    for number in range(MOST_CHANGES + 3):
+        present = {"/a": Change(unix_s=float(number), digest=str(number))}
+        changes = changes.noted([unit], present, now_unix_s=0.0)
+    assert len(changes.files["/a"]) == MOST_CHANGES
+    write_changes(file, changes)
+    assert read_changes(file) == changes
+    assert changes.differs("/a", changes.files["/a"][-1], since_unix_s=1.0)
+    file.write_text("{")
+    assert read_changes(file) == read_changes(tmp_path / "absent") == Changes()
 
 
 @pytest.mark.parametrize(
