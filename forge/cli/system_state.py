@@ -5,9 +5,11 @@ Owns the reading and the JSON form; `forge.cli.status` owns the form for people.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from asyncio import gather
 from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +43,8 @@ NEEDED: Mapping[str, str] = {
 """Kinds of services, and the effect of their absence."""
 _APART = ("version", AGREED_KEY)
 """Metadata keys that are shown elsewhere, or nowhere."""
+_KINDS = (*READY_KINDS, "runner")
+_KNOW_S = 5.0
 _HEALTH_S = 5.0
 
 Status = TypeVar("Status")
@@ -125,9 +129,11 @@ class SystemState:
 
 
 async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: str) -> SystemState:
-    """Reads everything at once, without retries: absent services are reported. Raises `Unavailable`
-    without etcd, `Unauthenticated` for the key of another cluster."""
-    operator = Operator(coordinator, channels, retry_for_s=0.0)
+    """Reads everything at once, without retries, from the services that etcd has: absent ones are
+    reported. Raises `Unavailable` without etcd, `Unauthenticated` for the key of another
+    cluster."""
+    await _know_services(coordinator)
+    operator = Operator(coordinator, channels, retry_for_s=0.0, find_s=0.0)
     services, standbys, scheduler, inference, trainer, (_, clocks) = await gather(
         _services(coordinator, channels),
         _standby_trainers(coordinator),
@@ -161,8 +167,16 @@ async def _or_error(status: Awaitable[Status]) -> Status | ForgeError:
         return error
 
 
+async def _know_services(coordinator: Coordinator) -> None:
+    """Wait for the first view of etcd: before, an absent service cannot be told from a present
+    one."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_KNOW_S):
+            await gather(*(coordinator.discover(kind).known() for kind in _KINDS))
+
+
 async def _services(coordinator: Coordinator, channels: Channels) -> list[Service]:
-    waits = [coordinator.discover(kind).wait(timeout_s=1.0) for kind in (*READY_KINDS, "runner")]
+    waits = [coordinator.discover(kind).wait(timeout_s=0.0) for kind in _KINDS]
     instances: list[Instance] = []
     for registered in await gather(*waits, return_exceptions=True):
         if isinstance(registered, Unavailable):

@@ -7,6 +7,7 @@ survive the restart of any one instance.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -68,14 +69,24 @@ class Operator:
     """A connection to the whole system."""
 
     def __init__(
-        self, coordinator: Coordinator, channels: Channels, *, retry_for_s: float = 30.0
+        self,
+        coordinator: Coordinator,
+        channels: Channels,
+        *,
+        retry_for_s: float = 30.0,
+        find_s: float = math.inf,
     ) -> None:
+        """`retry_for_s` and `find_s` are those of every call (`Remote`)."""
         self._coordinator = coordinator
         self._channels = channels
         self._retry_for_s = retry_for_s
-        self._scheduler = scheduler_remote(coordinator, channels)
-        self._inference = Remote(coordinator, channels, kind="router", stub=InferenceServiceStub)
-        self._trainer = Remote(coordinator, channels, kind="trainer", stub=TrainerServiceStub)
+        self._scheduler = scheduler_remote(coordinator, channels, find_s=find_s)
+        self._inference = Remote(
+            coordinator, channels, kind="router", stub=InferenceServiceStub, find_s=find_s
+        )
+        self._trainer = Remote(
+            coordinator, channels, kind="trainer", stub=TrainerServiceStub, find_s=find_s
+        )
 
     @classmethod
     async def connect(

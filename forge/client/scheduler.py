@@ -6,6 +6,7 @@ Owns the search for the leader, from an event loop (`scheduler_remote`) and from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,17 @@ if TYPE_CHECKING:
 
 
 def scheduler_remote(
-    coordinator: Coordinator, channels: Channels
+    coordinator: Coordinator, channels: Channels, *, find_s: float = math.inf
 ) -> Remote[SchedulerServiceAsyncStub]:
-    """Return a client of the schedulers. Every call needs `where=leads`: a leader answers."""
+    """Return a client of the schedulers; `find_s` as in `Remote`. Every call needs `where=leads`: a
+    leader answers."""
     return Remote(
-        coordinator, channels, kind="scheduler", stub=SchedulerServiceStub, why_none=_why_none_leads
+        coordinator,
+        channels,
+        kind="scheduler",
+        stub=SchedulerServiceStub,
+        why_none=_why_none_leads,
+        find_s=find_s,
     )
 
 

@@ -364,7 +364,7 @@ async def test_key_of_another_cluster_is_one_line(system: Cluster) -> None:
     reason."""
     key = system.stack.folder / "another-key"
     Keyring.generate(key)
-    runner = system.start_runner(REWARDED, f"--key-file={key}")
+    runner = system.start_runner(REWARDED, f"--key-file={key}", "--lease-wait-s=0.1")
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert runner.returncode == 2
     assert errors == (

@@ -7,6 +7,7 @@ a call with an unknown outcome is repeated. Not here: the recovery of streams.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -39,10 +40,12 @@ class Remote(Generic[Stub]):
         kind: str,
         stub: Callable[[grpc.aio.Channel], Stub],
         why_none: Callable[[Sequence[Instance]], str] | None = None,
+        find_s: float = math.inf,
     ) -> None:
         """`why_none` returns, from all instances of the kind, the reason that none fits; "" if
-        unknown."""
+        unknown. `find_s`: longest wait of an attempt for an instance, within its timeout."""
         self._why_none = why_none
+        self._find_s = find_s
         self._discovery = coordinator.discover(kind)
         self._channels = channels
         self._kind = kind
@@ -105,7 +108,7 @@ class Remote(Generic[Stub]):
         failed: set[str],
     ) -> Any:
         started_s = time.monotonic()
-        instance, stub = await self._pick(where, timeout_s, failed)
+        instance, stub = await self._pick(where, min(timeout_s, self._find_s), failed)
         left_s = max(0.001, timeout_s - (time.monotonic() - started_s))
         try:
             return await getattr(stub, method)(request, timeout=left_s)
