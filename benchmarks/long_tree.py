@@ -1,9 +1,12 @@
 """Memory of one tree of 200,000 tokens: `python -m benchmarks.long_tree [--quick] [--json FILE]`.
 
-Measures the peak of a whole step (forward, loss, backward) on a small model, with activations
+Measures the peak of a whole gradient (forward, loss, backward) on a small model, with activations
 recomputed and the tree relayed in passes of `--token-budget`, and sets beside it what the formula
 in `estimate` gives for that model. The same formula then says what models of 1 and 4 billion
-weights would take: an estimate, of an upper bound, for no such step was run here.
+weights would take: an upper bound, without fragmentation.
+
+On a GPU, `--device cuda --shape 1.7b`, the model is a Qwen 3 of that size with a bf16 backbone; the
+weights are part of both figures then.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.support.device_numbers import device_clock
 from benchmarks.support.report import arguments, keep
+from benchmarks.support.training_ways import SHAPES as MEASURED
 from benchmarks.support.training_ways import Bench
-from benchmarks.support.tree_workloads import VOCABULARY, turns
+from benchmarks.support.tree_workloads import turns
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.model.capabilities import layer_elements
 from forge.rl.model.head_logprobs import kept_elements, table_rows
@@ -94,43 +99,68 @@ def estimate(shape: Shape, passes: Passes, *, key_bytes: int) -> float:
     )
 
 
-def measure(rollouts: int, budget: int) -> tuple[dict[str, float], Passes]:
-    """The keys of the step, and its passes."""
-    bench = Bench(hidden=64, layers=2)
+def measure(
+    rollouts: int, budget: int, *, shape: str = "", device: str = "cpu"
+) -> tuple[dict[str, float], Passes]:
+    """The keys of the gradient, and its passes."""
+    on_device = device != "cpu"
+    bench = Bench(
+        hidden=64, layers=2, shape=shape, device=device,
+        autocast=torch.bfloat16 if on_device else None,
+    )  # fmt: skip
     recompute_activations(bench.model)
     samples = turns("long", groups=rollouts, turn_count=12, system=8192, per_turn=250).samples
     _, plan = bench.tree(samples[:12], budget=budget)  # first calls choose kernels
-    began = time.process_time()
+    clock = device_clock if on_device else time.process_time
+    began = clock()
     peak = bench.peak_bytes(lambda: bench.tree(samples, budget=budget))
+    took = clock() - began
     plan = bench.learner.plan(samples)
     passes = passes_of(plan)
-    config = bench.model.config
-    weights = sum(one.numel() for one in bench.model.parameters())
-    shape = Shape(
-        name="measured", weights=weights, layers=config.num_hidden_layers,
-        channels=config.hidden_size, inner=config.intermediate_size,
-        queries=config.num_attention_heads * config.head_dim,
-        keys=config.num_key_value_heads * config.head_dim, vocabulary=VOCABULARY,
-    )  # fmt: skip
+    measured = shape_of(bench)
+    # Weights and gradients in fp32; peaks do not count what was there before.
+    peak += int(4 * measured.weights) if on_device else 0
+    weights = (8 if on_device else 4) * measured.weights
+    estimated = estimate(measured, passes, key_bytes=2 if on_device else 4) + weights
     found = {
         "tokens": float(plan.tree_tokens),
+        "sample_tokens": float(plan.sample_tokens),
         "passes": float(len(plan.trees[0].parts)),
         "pass_tokens": float(passes.tokens),
         "attended_tokens": float(passes.attended),
-        "step_s": time.process_time() - began,
+        "step_s": took,
+        "peak_gb": peak / GB,
+        "estimated_gb": estimated / GB,
         "peak_bytes_per_token": peak / plan.tree_tokens,
-        "estimated_bytes_per_token": (estimate(shape, passes, key_bytes=4) + 4 * weights)
-        / plan.tree_tokens,
+        "estimated_bytes_per_token": estimated / plan.tree_tokens,
     }
     return found, passes
+
+
+def shape_of(bench: Bench) -> Shape:
+    """The shape of the model that is measured."""
+    config = bench.model.config
+    return Shape(
+        name="measured", weights=sum(one.numel() for one in bench.model.parameters()),
+        layers=config.num_hidden_layers, channels=config.hidden_size,
+        inner=config.intermediate_size, queries=config.num_attention_heads * config.head_dim,
+        keys=config.num_key_value_heads * config.head_dim, vocabulary=config.vocab_size,
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = arguments(__doc__, quick="a tenth of the tokens")
     parser.add_argument("--token-budget", type=int, default=16384)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=sorted(MEASURED), default="", help="sizes of a Qwen 3")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found, passes = measure(6 if options.quick else 64, options.token_budget)
+    found, passes = measure(
+        6 if options.quick else 64,
+        options.token_budget,
+        shape=options.shape,
+        device=options.device,
+    )
     for name, value in found.items():
         print(f"{name:<28}{value:>14,.1f}")
     chain = Passes(tokens=options.token_budget, attended=200_000, reach=200_000)

@@ -15,23 +15,33 @@ speed per operation, and `efficiency` how much of that was gained. Per-request *
 without merging sees multi-turn agents: one sample per LLM call.
 
 With one thread, times are CPU seconds, which a shared machine disturbs less than the wall clock.
-On a GPU (`--device cuda --bf16 --hidden 2048 --layers 16`) they are the wall clock's.
+On a GPU (`--device cuda --bf16 --shape 1.7b`) they are the wall clock's, workloads are longer, and
+there are tokens per second, MFU and peak memory besides.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from benchmarks.support.device_numbers import device_clock, peak_gb, profile, rates, step_numbers
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.training_ways import UNSPLIT, Bench, has_prefix_grouper, packs_of
-from benchmarks.support.tree_workloads import Workload, make_workloads
+from benchmarks.support.training_ways import (
+    SHAPES,
+    UNSPLIT,
+    Bench,
+    has_prefix_grouper,
+    packs_of,
+)
+from benchmarks.support.tree_workloads import Workload, device_workloads, make_workloads
 from benchmarks.support.trl_peer import HAS_TRL
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.out_of_memory import recompute_activations
 
 LONG = {"g8": ("padded", "varlen", "trl"), "forty": ("padded", "varlen", "trajectories", "trl")}
 """Left out at full size, where they would take hours."""
@@ -64,35 +74,29 @@ def measure(
     ways["per_request"] = lambda: bench.per_request(samples)  # the last one: its gradient stays
     for way in without:
         ways.pop(way, None)
-    expected = 0.0
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    planning = []
-    for _ in range(rounds):
-        for way, run in ways.items():
-            began = clock()
-            outcome = run()
-            seconds[way].append(clock() - began)
-            if way == "per_request":
-                expected = float(outcome)  # type: ignore[arg-type]
-        began = clock()
-        bench.learner.plan(samples)
-        planning.append(clock() - began)
-    time_s = {way: statistics.median(values) for way, values in seconds.items()}
+    time_s, outcomes, peaks = timed(bench, ways, samples, rounds=rounds, clock=clock)
+    planning_s = time_s.pop("plan")
+    expected = float(outcomes.get("per_request", 0.0))  # type: ignore[arg-type]
     if "per_request" not in ways:
         expected = bench.per_request(samples)
     reference = bench.gradients()
     merged_bytes, packed_bytes = step_bytes_per_token(bench, samples, plan)
-    bound = bound_of(bench, samples, plan)
+    apart, merged_flops = operations_of(bench, samples, plan)
+    bound = apart / merged_flops
     found = {
         "tree_tokens": plan.tree_tokens,
         "sample_tokens": plan.sample_tokens,
-        "plan_share": statistics.median(planning) / time_s["tree"],
+        "plan_share": planning_s / time_s["tree"],
         "tree_bytes_per_token": merged_bytes,
         "varlen_bytes_per_token": packed_bytes,
         "flop_bound": bound,
         "loss_err": abs(loss - expected) / abs(expected),
         "grad_err": float((merged - reference).norm() / reference.norm()),
+        **peaks,
     }
+    if peaks:
+        flops = {"tree": merged_flops, "per_request": apart}
+        found |= rates(time_s, flops, samples=plan.sample_tokens, tree=plan.tree_tokens)
     for way, value in time_s.items():
         found[f"{way}_s"] = value
         if way != "tree":
@@ -100,6 +104,33 @@ def measure(
     if "per_request" in time_s:
         found["efficiency"] = found["speedup_vs_per_request"] / bound
     return found
+
+
+def timed(
+    bench: Bench,
+    ways: Mapping[str, Callable[[], object]],
+    samples: Sequence[Sample],
+    *,
+    rounds: int,
+    clock: Callable[[], float],
+) -> tuple[dict[str, float], dict[str, object], dict[str, float]]:
+    """Median seconds of each way and of planning, interleaved; the last results; and on a GPU the
+    peaks of memory."""
+    seconds: dict[str, list[float]] = {way: [] for way in (*ways, "plan")}
+    outcomes: dict[str, object] = {}
+    peaks: dict[str, float] = {}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            began = clock()
+            if bench.device.type == "cuda":
+                outcomes[way], peaks[f"{way}_peak_gb"] = peak_gb(run)
+            else:
+                outcomes[way] = run()
+            seconds[way].append(clock() - began)
+        began = clock()
+        bench.learner.plan(samples)
+        seconds["plan"].append(clock() - began)
+    return {way: statistics.median(found) for way, found in seconds.items()}, outcomes, peaks
 
 
 def step_bytes_per_token(
@@ -124,8 +155,8 @@ def tokens_of(pack: Sequence[Sample]) -> int:
     return sum(one.tokens for one in pack)
 
 
-def bound_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> float:
-    """Operations of per-request training over those of the tree."""
+def operations_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> tuple[float, float]:
+    """Operations of per-request training, and those of the tree."""
 
     def causal(count: int) -> int:
         return count * (count + 1) // 2
@@ -137,7 +168,7 @@ def bound_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> float:
     )
     (tree,) = plan.trees
     pairs = int((tree.layout.positions_L + 1).sum())
-    return apart / bench.flops(tree.tokens, pairs, len(tree.layout.head.places_R))
+    return apart, bench.flops(tree.tokens, pairs, len(tree.layout.head.places_R))
 
 
 def main() -> None:
@@ -150,17 +181,27 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="the trunk in bfloat16")
     parser.add_argument("--hidden", type=int, help="channels of the model, a multiple of 64")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a Qwen 3 instead")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--step", action="store_true", help="a whole optimizer step besides")
+    parser.add_argument("--profile", type=Path, help="write the operations of each tree here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
+    scale = 4 if options.quick else 1
+    workloads = make_workloads(scale)
     if options.device != "cpu":
-        clock = _device_clock
+        clock = device_clock
+        workloads += device_workloads(scale)
     bench = Bench(
         hidden=options.hidden or (128 if options.quick else 256),
         layers=options.layers or (2 if options.quick else 4),
+        shape=options.shape or "",
         device=options.device,
         autocast=torch.bfloat16 if options.bf16 else None,
     )
+    if options.recompute:
+        recompute_activations(bench.model)
     small = make_workloads(16)[0].samples  # first calls allocate, import and choose kernels
     bench.tree(small)
     if HAS_TRL:
@@ -168,13 +209,17 @@ def main() -> None:
     columns = (*(f"speedup_vs_{way}" for way in WAYS), "flop_bound", "efficiency", "plan_share")
     print(f"{'workload':<12}{'tokens':>18}" + "".join(f"{_short(name):>19}" for name in columns))
     numbers: dict[str, float] = {}
-    for workload in make_workloads(4 if options.quick else 1):
+    for workload in workloads:
         if options.only and workload.name not in options.only:
             continue
         rounds = 1 if options.quick else options.rounds
         slow = ("padded", "trl") if options.quick else LONG.get(workload.name, ())
         without = [*options.without, *slow]
         found = measure(bench, workload, rounds=rounds, clock=clock, without=without)
+        if options.step:
+            found |= step_numbers(bench, workload.samples)
+        if options.profile:
+            profile(bench, workload.samples, options.profile.with_suffix(f".{workload.name}.txt"))
         numbers |= {f"{workload.name}.{key}": value for key, value in found.items()}
         tokens = f"{found['sample_tokens']:.0f} > {found['tree_tokens']:.0f}"
         values = (f"{found[name]:>19.3g}" if name in found else f"{'':>19}" for name in columns)
@@ -183,12 +228,6 @@ def main() -> None:
             flush=True,
         )
         keep(numbers, options.json)
-
-
-def _device_clock() -> float:
-    """Once everything asked of the device is done."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _short(name: str) -> str:

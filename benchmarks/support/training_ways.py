@@ -37,6 +37,20 @@ from forge.rl.tree.batch import build_tree_batch
 RATIO_CAP = 5.0
 UNSPLIT = 1 << 40
 GROUPED_ATTENTION = "bench_prefix_grouper"
+COMPARED_ELEMENTS = 1 << 26
+"""Most elements of a gradient that is compared: a large model's are sampled evenly."""
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
+    "4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+    },
+}
+"""Of Qwen 3; the first two have 28 layers, all have 8 key/value heads of 128."""
+SHAPE_OF_ALL = {"num_hidden_layers": 28, "num_key_value_heads": 8, "vocab_size": 151936}
 PEERS = Path(__file__).parents[2] / ".venv-peers"
 
 
@@ -44,23 +58,22 @@ class Bench:
     """One model, and the ways to get its gradient."""
 
     def __init__(
-        self, *, hidden: int, layers: int, device: str = "cpu", autocast: torch.dtype | None = None
+        self,
+        *,
+        hidden: int = 0,
+        layers: int = 0,
+        shape: str = "",
+        device: str = "cpu",
+        autocast: torch.dtype | None = None,
     ) -> None:
+        """A model of `hidden` channels and `layers`, or one of `SHAPES`, with random weights."""
         torch.manual_seed(0)
         self.device = torch.device(device)
         self._autocast = autocast
-        self.model: Any = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=VOCABULARY,
-                hidden_size=hidden,
-                intermediate_size=3 * hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=hidden // 64,
-                num_key_value_heads=max(1, hidden // 128),
-                head_dim=64,
-                tie_word_embeddings=True,
+        with self.device:
+            self.model: Any = Qwen3ForCausalLM(
+                _config_of(shape) if shape else _small_config(hidden, layers)
             )
-        ).to(self.device)
         self.learner = Learner(
             TreePolicy(self.model, autocast=autocast),
             LearnerConfig(objective=ObjectiveConfig(ratio_cap=RATIO_CAP), token_budget=UNSPLIT),
@@ -198,10 +211,10 @@ class Bench:
             return _backward(logits_TV, torch.cat(answers), samples, count)
 
     def gradients(self) -> Tensor:
-        """All of them in one vector."""
-        return torch.cat(
-            [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
-        ).clone()
+        """A copy of all of them in one vector, or of every n-th element of a large model."""
+        grads = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+        every = -(-sum(one.numel() for one in grads) // COMPARED_ELEMENTS)
+        return torch.cat([one[::every] for one in grads])
 
     def step_bytes(self, plan: BatchPlan, *, trained_tokens: int = 0) -> int:
         """`peak_bytes` of a batch's gradient; plans are made ahead of it, on the host.
@@ -244,7 +257,7 @@ class Bench:
         """Forward and backward: 6 per weight and token, 12 per pair and channel, the head's."""
         config = self.model.config
         trunk = sum(p.numel() for p in self.model.model.layers.parameters())
-        head = 6 * rows * VOCABULARY * config.hidden_size
+        head = 6 * rows * config.vocab_size * config.hidden_size
         attention = 12 * pairs * self.learner.policy.channels * config.num_hidden_layers
         return float(6 * trunk * tokens + attention + head)
 
@@ -256,6 +269,24 @@ class Bench:
             yield
         finally:
             self.model.set_attn_implementation(TREE_ATTENTION)
+
+
+def _small_config(hidden: int, layers: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+
+
+def _config_of(shape: str) -> Qwen3Config:
+    sizes: dict[str, Any] = SHAPE_OF_ALL | SHAPES[shape]
+    return Qwen3Config(**sizes, head_dim=128, tie_word_embeddings=True)
 
 
 def packs_of(samples: Sequence[Sample], budget: int, *, padded: bool) -> list[list[Sample]]:

@@ -39,6 +39,14 @@ def make_workloads(scale: int) -> list[Workload]:
     ]
 
 
+def device_workloads(scale: int) -> list[Workload]:
+    """What is large enough for a GPU; `scale` divides lengths."""
+    return [
+        turns("agents", groups=4, turn_count=8, system=2048 // scale, per_turn=512 // scale),
+        single("answers", groups=8, prompt=2048 // scale, answer=1024 // scale),
+    ]
+
+
 def turns(name: str, *, groups: int, turn_count: int, system: int, per_turn: int) -> Workload:
     """A group of linear trajectories; one sample per turn, half of each turn was sampled."""
     rng = Random(name)

@@ -84,7 +84,7 @@ def _forward(
         nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
         before = _before(batch, index, states, tree)
         pending = before.pop(PENDING, nodes_BTC[:, :0])
-        cache = _NodeCache(before)
+        cache = _NodeCache(before, layer.layer_idx)  # type: ignore[arg-type]
         output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
         if not isinstance(output, Tensor):
             raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
@@ -116,12 +116,25 @@ def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: Tre
     return {key: torch.cat([one[key] for one in found]) for key in found[0]}
 
 
+class _LayerStates:
+    """The states before the first token, as layers read them before transformers 5.20."""
+
+    record_past = True
+
+    def __init__(self, before: State) -> None:
+        self.conv_states = {key[1]: one for key, one in before.items() if key[0] == "conv"}
+        self.recurrent_states = {
+            key[1]: one for key, one in before.items() if key[0] == "recurrent"
+        }
+
+
 class _NodeCache:
     """The cache of one layer for a batch of nodes, as transformers' layers use it."""
 
-    def __init__(self, before: State) -> None:
+    def __init__(self, before: State, layer_idx: int) -> None:
         self._before = before
         self.after: State = {}
+        self.layers = {layer_idx: _LayerStates(before)}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Inputs of the convolution before the first token, [B, C, at most the kernel's size]."""

@@ -25,6 +25,8 @@ from forge.rl.numerics import wide_modules
 from forge.rl.parallel.world import World
 
 T = TypeVar("T")
+NEEDED = ("reset_iter_state", "set_reduce_scatter_unused_params")
+"""Methods of FSDPModule that torch 2.11 lacks."""
 
 
 class Entry(nn.Module):
@@ -70,9 +72,14 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
     `narrow` is the type in which layers are gathered, None: that of their parameters; routers,
     embedding, last norm and head keep theirs. Gradients are summed in the parameters' own type.
     Every rank must have the same parameters. Raises `InvalidArgument` for a model without layers
-    that transformers marks.
+    that transformers marks, and with a torch that lacks `NEEDED`.
     """
     assert world.mesh is not None, "a mesh that shards"
+    if not all(hasattr(FSDPModule, name) for name in NEEDED):
+        raise InvalidArgument(
+            f"dp_shard = {world.shape.dp_shard} is not allowed with torch {torch.__version__}: "
+            f"it has no FSDPModule.{' and no '.join(NEEDED)}, as torch 2.13 has"
+        )
     layers = layers_of(entry.model)
     if not layers:
         raise InvalidArgument(

@@ -68,6 +68,8 @@ SHAPE: dict[str, Any] = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 WINDOW = 5
 """Shorter than most sequences of the tests."""
+WIDE_WINDOW = 90
+"""That of wide models, whose sequences have hundreds of tokens."""
 
 
 def other_model(dtype: torch.dtype) -> Any:
@@ -78,40 +80,48 @@ def other_model(dtype: torch.dtype) -> Any:
     return model.to(dtype).requires_grad_(False)
 
 
-def tiny_model(family: str, dtype: torch.dtype) -> Any:
-    """Two layers, grouped-query attention, an untied or a tied head."""
+def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
+    """Two layers, grouped-query attention, an untied or a tied head. Heads of a `wide` model are
+    large enough for FlexAttention."""
     torch.manual_seed(0)
+    size, window = (32, WIDE_WINDOW) if wide else (8, WINDOW)
+    heads = {"head_dim": size} if wide else {}
     match family:
         case "qwen3":
-            model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=size))
         case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE, **heads, tie_word_embeddings=True))
         case "qwen3_moe":
-            moe = Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, num_experts=4)
+            moe = Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=size, num_experts=4)
             model = Qwen3MoeForCausalLM(moe)
         case "mixtral":
-            model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
+            model = MixtralForCausalLM(MixtralConfig(**SHAPE, **heads, num_local_experts=4))
         case "mistral":  # every layer sees a window
-            model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=WINDOW))
+            mistral = MistralConfig(**SHAPE, **heads, sliding_window=window)
+            model = MistralForCausalLM(mistral)
         case "gemma3":  # one layer sees a window, one everything
             layers = ["sliding_attention", "full_attention"]
             gemma = Gemma3TextConfig(
-                **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=layers, pad_token_id=None
+                **SHAPE,
+                head_dim=size,
+                sliding_window=window,
+                layer_types=layers,
+                pad_token_id=None,
             )
             model = Gemma3ForCausalLM(gemma)
         case "gemma2":  # caps of scores and logits, far below both
             layers = ["sliding_attention", "full_attention"]
             caps = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9}
             gemma2 = Gemma2Config(
-                **SHAPE, **caps, head_dim=8, sliding_window=WINDOW, layer_types=layers
+                **SHAPE, **caps, head_dim=size, sliding_window=window, layer_types=layers
             )
             model = Gemma2ForCausalLM(gemma2)
         case "gpt_oss":  # sinks, windows, experts
             layers = ["sliding_attention", "full_attention"]
             gpt = GptOssConfig(
                 **SHAPE,
-                head_dim=8,
-                sliding_window=WINDOW,
+                head_dim=size,
+                sliding_window=window,
                 layer_types=layers,
                 num_local_experts=4,
                 num_experts_per_tok=2,
@@ -119,8 +129,8 @@ def tiny_model(family: str, dtype: torch.dtype) -> Any:
             )
             model = GptOssForCausalLM(gpt)
         case "deepseek_v3":  # values narrower than keys
-            latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6}
-            parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+            latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 16 if wide else 6}
+            parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 20 if wide else 8}
             groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
             model = DeepseekV3ForCausalLM(
                 DeepseekV3Config(
@@ -136,6 +146,7 @@ def tiny_model(family: str, dtype: torch.dtype) -> Any:
         case "falcon_h1":  # attention beside Mamba 2 in each layer
             falcon = FalconH1Config(
                 **SHAPE,
+                **heads,
                 mamba_d_ssm=16,
                 mamba_n_heads=4,
                 mamba_d_head=4,
@@ -149,7 +160,7 @@ def tiny_model(family: str, dtype: torch.dtype) -> Any:
             hybrid = Qwen3NextConfig(
                 **SHAPE,
                 **EXPERTS,
-                head_dim=8,
+                head_dim=size,
                 num_experts=4,
                 shared_expert_intermediate_size=8,
                 linear_key_head_dim=8,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, inject_adapter_in_model
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
@@ -100,6 +99,8 @@ def samples() -> list[Sample]:
 def model_of(case: Case) -> Any:
     model = tiny_model(case.family, torch.float64)
     if case.lora:
+        from peft import LoraConfig, inject_adapter_in_model
+
         model.requires_grad_(False)
         inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
         model.to(torch.float64)
