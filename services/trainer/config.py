@@ -61,6 +61,9 @@ class MeshSettings:
     computes other trees. 1: every rank holds all of them."""
     cp: Annotated[int, Meta(ge=0)] = 0
     """Ranks that compute each tree together; 0: as many as remain."""
+    join_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest time until all ranks have met; then the start fails, and the supervisor repeats
+    it."""
 
     def shape(self, ranks: int) -> MeshShape:
         """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""

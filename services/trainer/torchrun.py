@@ -49,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
     if options.shutdown_timeout is None:
         options.shutdown_timeout = int(config.drain_s + END_S)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
+    # Hosts have the same number of ranks, so torchrun need not agree on them in its store. There a
+    # host that restarts early finds the agreement of the round that is ending; its ranks then wait
+    # for the next round, in which the first host waits for an agreement.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     _stand_for_ranks(host=options.node_rank)
     # Its own lines repeat what the ranks log, and what this process says at the end.
     logging.disable(logging.CRITICAL)

@@ -5,42 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
-import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance
-from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
+from tests.support.scheduler.cluster import assert_counts_balance
+from tests.support.trainer.process import START_S, TrainerProcess
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest_asyncio.fixture
-async def stack(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[Stack]:
-    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    services.start_pool()
-    services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
-    trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
-    client = TrainerClient(coordinator, services.channels)
-    try:
-        yield Stack(cluster=services, trainer=trainer, client=client)
-    finally:
-        if trainer.process is not None:
-            started = ranks_of(trainer)
-            trainer.process.kill()  # first: it would restart the ranks, which hold its stderr open
-            for each in started.values():
-                each.kill()
-            trainer.kill()
-        await services.close()
+@pytest.fixture(autouse=True)
+def ended_ranks(stack: Stack) -> Iterator[None]:
+    """Leaves no rank behind."""
+    yield
+    process = stack.trainer.process
+    if process is not None:
+        started = ranks_of(stack.trainer)
+        process.kill()  # first: it would restart the ranks, which hold its stderr open
+        for each in started.values():
+            each.kill()
+        stack.trainer.kill()
 
 
 def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:

@@ -15,12 +15,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance
+from tests.support.scheduler.cluster import assert_counts_balance
 from tests.support.trainer.hosts import ADDRESSES, TwoHosts
-from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
+from tests.support.trainer.process import START_S
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
 pytestmark = pytest.mark.timeout(1200)
@@ -35,25 +33,17 @@ class Cluster:
 
 
 @pytest_asyncio.fixture
-async def cluster_of_two(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[Cluster]:
-    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    services.start_pool()
-    services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
-    trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
-    client = TrainerClient(coordinator, services.channels)
-    settings = trainer.flags(
+async def cluster_of_two(stack: Stack, tmp_path: Path) -> AsyncIterator[Cluster]:
+    settings = stack.trainer.flags(
         mesh__dp_shard=2, max_steps=5, checkpoint__every_steps=2, drain_s=60, seed=3
     )
     hosts = TwoHosts(tmp_path, settings)
     try:
-        yield Cluster(stack=Stack(cluster=services, trainer=trainer, client=client), hosts=hosts)
+        yield Cluster(stack=stack, hosts=hosts)
     finally:
         await hosts.stop()
         for host in range(len(ADDRESSES)):
             print(f"--- host {host}\n{hosts.said(host)}")  # pytest shows it beside a failure
-        await services.close()
 
 
 @pytest.mark.parametrize("lost", ["first rank", "rank", "host", "network"])
@@ -110,6 +100,25 @@ async def test_loss_of_one_of_two_hosts_restarts_both_from_the_checkpoint(
         assert (said, other_said) == ("forge trainer: rank 0 was killed by SIGKILL", "")
     else:
         assert said == "forge trainer: rank 0 failed: rank 1 sent no heartbeat for 60 s"
+
+
+async def test_ranks_that_do_not_meet_start_again_and_meet_late_ones(
+    cluster_of_two: Cluster,
+) -> None:
+    """The first host ends at its limit, with the missing rank in its line. That rank, which was
+    started for the earlier round, then joins the next one."""
+    stack, hosts = cluster_of_two.stack, cluster_of_two.hosts
+    await hosts.start(1)
+    await hosts.start(0, "--mesh.join-s=10")
+    late = await until(lambda: hosts.rank(1), limit_s=START_S)
+    late.suspend()  # before it connects
+    await until(lambda: hosts.crashes(0) and hosts.running(0), limit_s=START_S)
+    late.resume()
+    await stack.feed(0, 5 * GROUPS_PER_STEP)
+
+    assert (await until_finished(stack.client)).step == 5
+    line = "forge trainer: rank 0 failed: the ranks did not meet within 10 s: missing: rank 1"
+    assert hosts.crashes(0)[0] == line
 
 
 def listens_on(process: psutil.Process) -> set[str]:

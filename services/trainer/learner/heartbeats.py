@@ -2,8 +2,9 @@
 
 Owns the threads that send and observe them. A host that vanishes closes no connection, so an
 exchange with its ranks would wait without end, and a trainer that waits for a batch has no exchange
-at all. Ranks above 0 send heartbeats; rank 0 observes them, and ends its process when one is
-missing. It ends abruptly: its thread may be in an exchange, which nothing interrupts.
+at all. Rank 0 observes all ranks, and each other rank observes rank 0; a rank ends its process when
+a heartbeat is missing. It ends abruptly: its thread may be in an exchange, which nothing
+interrupts.
 """
 
 from __future__ import annotations
@@ -31,39 +32,41 @@ class Heartbeats:
     def __init__(self, store: Store, *, rank: int, ranks: int) -> None:
         self._store = store
         self._rank = rank
-        self._others = range(1, ranks)
+        self._others = [0] if rank else [*range(1, ranks)]
+        self._silence = Silence(len(self._others), now_s=time.monotonic())
         self._stopped = threading.Event()
-        work = self._send if rank else self._observe
-        threading.Thread(target=work, name="heartbeats", daemon=True).start()
+        # Two threads: a store on a host that has vanished answers no call, and ends none.
+        for work in (self._exchange, self._watch):
+            threading.Thread(target=work, name="heartbeats", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._stopped.set()
 
-    def _send(self) -> None:
+    def _exchange(self) -> None:
+        """Send heartbeats, and read those of the others."""
         number = 0
+        keys = [_key(one) for one in self._others]
         while not self._stopped.wait(BEAT_S):
             number += 1
             try:
                 self._store.set(_key(self._rank), str(number))
+                # A single get of a missing key would wait for it.
+                beats = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
             except RuntimeError as error:
                 # At the end of a run rank 0's host ends its store before this rank has ended.
                 if not self._stopped.wait(_END_S):
-                    _end(f"the store of the ranks is gone: {error}", rank=self._rank)
+                    end_rank(f"the store of the ranks is gone: {error}", rank=self._rank)
+                return
+            self._silence.heard(beats, now_s=time.monotonic())
 
-    def _observe(self) -> None:
-        silence = Silence(len(self._others), now_s=time.monotonic())
+    def _watch(self) -> None:
+        """End the process when another rank is silent."""
         while not self._stopped.wait(BEAT_S):
-            keys = [_key(one) for one in self._others]
-            try:
-                # A single get of a missing key would wait for it.
-                beats = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
-            except RuntimeError:
-                return  # torchrun has ended, and this rank with it
-            missing = silence.lost(beats, now_s=time.monotonic())
+            missing = self._silence.lost(now_s=time.monotonic())
             if missing is not None and not self._stopped.is_set():
-                rank = self._others[missing]
-                _end(f"rank {rank} sent no heartbeat for {LOST_S:.0f} s", rank=self._rank)
+                silent = self._others[missing]
+                end_rank(f"rank {silent} sent no heartbeat for {LOST_S:.0f} s", rank=self._rank)
 
 
 class Silence:
@@ -73,17 +76,22 @@ class Silence:
         self._newest: list[bytes] = [b""] * senders
         self._heard_s = [now_s] * senders
 
-    def lost(self, beats: list[bytes], *, now_s: float) -> int | None:
-        """The first silent sender, if there is one; `beats` are the newest of each."""
+    def heard(self, beats: list[bytes], *, now_s: float) -> None:
+        """Record the newest heartbeat of each sender."""
         for sender, beat in enumerate(beats):
             if beat != self._newest[sender]:
                 self._newest[sender], self._heard_s[sender] = beat, now_s
-            elif now_s - self._heard_s[sender] > LOST_S:
+
+    def lost(self, *, now_s: float) -> int | None:
+        """The first silent sender, if there is one."""
+        for sender, heard_s in enumerate(self._heard_s):
+            if now_s - heard_s > LOST_S:
                 return sender
         return None
 
 
-def _end(reason: str, *, rank: int) -> None:
+def end_rank(reason: str, *, rank: int) -> None:
+    """End this process with one line, which torchrun reports."""
     log.error("rank_ended", rank=rank, because=reason)
     report_failure(reason)
     sys.stderr.flush()

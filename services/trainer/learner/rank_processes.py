@@ -1,9 +1,9 @@
 """The processes of ranks 1 and up, which take each step together with the learner.
 
-Owns their start, their end and the sending of orders. Rank 0 is the learner's thread. The other
-ranks are child processes, or processes that torchrun started on this host and others; each has its
-own model replica. All replicas get the same orders and so stay equal. `forge.rl.parallel` divides
-model, batch and trees over them.
+Owns their start, their end and the sending of orders; `rank_group` forms their group. Rank 0 is the
+learner's thread. The other ranks are child processes, or processes that torchrun started on this
+host and others; each has its own model replica. All replicas get the same orders and so stay equal.
+`forge.rl.parallel` divides model, batch and trees over them.
 
 When one rank fails, all end: the next exchange of the others finds its connection closed. A failed
 rank first writes its error to the store of the group, so the others report the cause. The
@@ -13,45 +13,35 @@ restarts all of them.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
-import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost
-from forge.rl.parallel.world import World, make_world
+from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.heartbeats import Heartbeats
 from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take
+from services.trainer.learner.rank_group import announcement, join, join_torchrun
 from services.trainer.learner.shared_save import PartWriter, SharedSave
-from services.trainer.model.placement import device_of
 from services.trainer.torchrun_rank import report_failure, under_torchrun
 
-_FOREVER = timedelta(days=3650)
-"""A rank waits for its next order without a limit."""
 _END_S = 5.0
 _LOOK_S = 0.05
-_JOINED: list[bool] = []
-"""Not empty once this process has joined a group of torchrun, which has one group."""
 _FAILURE = "failure"
 """Key of the error of the rank that failed first."""
 
@@ -74,7 +64,7 @@ class Ranks:
         self._closed = False
         self._heartbeats: Heartbeats | None = None
         if under_torchrun():
-            self.world, self._store = _join_torchrun(config)
+            self.world, self._store = join_torchrun(config)
             self._heartbeats = _heartbeats(self.world, self._store)
         else:
             self._start(config)
@@ -89,7 +79,7 @@ class Ranks:
 
     def _start(self, config: TrainerConfig) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
-        meeting = str(self._folder / "meeting")
+        meeting = self._folder / "meeting"
         # Not forked: torch's threads and autograd do not survive a fork.
         spawn = multiprocessing.get_context("spawn")
         self._processes = [
@@ -99,21 +89,24 @@ class Ranks:
         for process in self._processes:
             process.start()
         try:
-            self._await(meeting)
-            self.world, self._store = _join(meeting, config, rank=0)
+            self._await(meeting, limit_s=config.mesh.join_s)
+            self.world, self._store = join(meeting, config, rank=0)
         except BaseException:
             self.close()
             raise
 
-    def _await(self, meeting: str) -> None:
-        """Wait until all ranks are about to join: `_join` itself does not notice a dead rank."""
+    def _await(self, meeting: Path, *, limit_s: float) -> None:
+        """Wait until all ranks are about to join: `join` itself notices a dead rank late."""
+        give_up_s = time.monotonic() + limit_s
         for rank, process in enumerate(self._processes, start=1):
-            while not _here(meeting, rank).exists():
+            while not announcement(meeting, rank).exists():
                 process.join(_LOOK_S)
                 if process.exitcode is not None:
                     raise RuntimeError(
                         f"rank {rank} ended with exit code {process.exitcode} during its start"
                     )
+                if time.monotonic() > give_up_s:
+                    raise RuntimeError(f"rank {rank} did not start within {limit_s:g} s")
 
     def send(self, order: Order) -> None:
         """Send an order to all other ranks. Raises `RankFailed`."""
@@ -181,92 +174,27 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _here(meeting: str, rank: int) -> Path:
-    """The file that a rank creates when it is about to join."""
-    return Path(f"{meeting}-{rank}")
-
-
-def _join(meeting: str, config: TrainerConfig, *, rank: int) -> tuple[World, Store]:
-    _here(meeting, rank).touch()
-    if sys.platform == "linux":
-        # Ranks of a host accept any connection: never on the address of the host's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return _group(config, FileStore(meeting, config.ranks), rank=rank, local_rank=rank)
-
-
-def _join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
-    if _JOINED:
-        raise RuntimeError("the group of ranks has ended: torchrun starts a new one")
-    _JOINED.append(True)
-    kept, rank, ranks = next(rendezvous("env://", timeout=_FOREVER))
-    store = _own_store(kept, rank=rank, ranks=ranks)
-    return _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
-
-
 def _heartbeats(world: World, store: Store) -> Heartbeats:
     return Heartbeats(store, rank=world.rank, ranks=world.shape.ranks)
-
-
-def _own_store(kept: Store, *, rank: int, ranks: int) -> Store:
-    """The part of a store that these processes share.
-
-    torchrun keeps its store when it restarts ranks: without this, a rank would connect to the
-    address of a process that has ended. Rank 0 announces a new name with the tokens of the others
-    until each has found its own there.
-    """
-    token = secrets.token_hex(8)
-    kept.set(f"token/{rank}", token)
-    others = range(1, ranks)
-    while rank == 0 and not all(kept.check([f"found/{token}/{one}"]) for one in others):
-        here = [one for one in others if kept.check([f"token/{one}"])]
-        tokens = {str(one): kept.get(f"token/{one}").decode() for one in here}
-        kept.set("announced", json.dumps([token, tokens]))
-        time.sleep(_LOOK_S)
-    if rank == 0:
-        return PrefixStore(token, kept)
-    while True:
-        if kept.check(["announced"]):
-            name, tokens = json.loads(kept.get("announced"))
-            if tokens.get(str(rank)) == token:
-                kept.set(f"found/{name}/{rank}", "")
-                return PrefixStore(name, kept)
-        time.sleep(_LOOK_S)
-
-
-def _group(
-    config: TrainerConfig, store: Store, *, rank: int, local_rank: int
-) -> tuple[World, Store]:
-    shape = config.mesh_shape
-    device = device_of(config.device, rank=local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=shape.ranks,
-        timeout=_FOREVER,
-    )
-    return make_world(shape, device), store
 
 
 def follow_torchrun(config: TrainerConfig) -> None:
     """The main function of a rank above 0 under torchrun; returns when the group ends."""
 
-    def join() -> tuple[World, Store]:
-        world, store = _join_torchrun(config)
+    def join_others() -> tuple[World, Store]:
+        world, store = join_torchrun(config)
         _heartbeats(world, store)
         return world, store
 
-    _follow(config, join)
+    _follow(config, join_others)
 
 
-def _follow_here(rank: int, config: TrainerConfig, meeting: str) -> None:
+def _follow_here(rank: int, config: TrainerConfig, meeting: Path) -> None:
     """The main function of a child process."""
-    _follow(config, partial(_join, meeting, config, rank=rank))
+    _follow(config, partial(join, meeting, config, rank=rank))
 
 
-def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> None:
+def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]]) -> None:
     """Returns when another rank is lost, exits when this one fails."""
     # A stop signal may reach all processes of the service; the current step must still end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -274,7 +202,7 @@ def _follow(config: TrainerConfig, join: Callable[[], tuple[World, Store]]) -> N
     configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
     try:
-        world, store = join()
+        world, store = join_others()
     except RuntimeError as error:
         report_failure(f"it could not join the others: {error}")
         raise

@@ -33,7 +33,7 @@ class TwoHosts:
     def _heard(self, event: ProcessEvent) -> None:
         self.events.append(event)
 
-    async def start(self, host: int) -> None:
+    async def start(self, host: int, *settings: str) -> None:
         """Start the ranks of a host, one; again if it has ended without an error."""
         self._starts[host] += 1
         mesh = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(host))
@@ -44,7 +44,15 @@ class TwoHosts:
                 name=self._name(host),
                 argv=(
                     *(*namespaces, _ENTER, str(self._names), f"host-{host}", sys.executable),
-                    *("-m", "services.trainer.torchrun", *mesh, *meeting, "--", *self._settings),
+                    *(
+                        "-m",
+                        "services.trainer.torchrun",
+                        *mesh,
+                        *meeting,
+                        "--",
+                        *self._settings,
+                        *settings,
+                    ),
                 ),
                 # Ranks of a learner in this process have chosen loopback for it.
                 env={k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"},
@@ -56,6 +64,10 @@ class TwoHosts:
     async def stop(self) -> None:
         """Stop both hosts, the last one that was started first."""
         await self._supervisor.stop()
+
+    def running(self, host: int) -> bool:
+        """Whether the process of torchrun runs on a host."""
+        return self._supervisor.pid(self._name(host)) is not None
 
     def agent(self, host: int) -> psutil.Process:
         """The process of torchrun on a host."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from pathlib import Path
+from queue import Queue
 
 import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed import run as elastic
 
+from services.trainer.learner import heartbeats
 from services.trainer.learner.heartbeats import LOST_S, Silence
 from services.trainer.torchrun import main
 from services.trainer.torchrun_rank import report_failure
@@ -43,11 +47,36 @@ def test_wrong_settings_are_refused_before_a_rank_starts(
 def test_silent_rank_is_lost_after_a_limit() -> None:
     """Counted from its newest heartbeat, or from the start if it has sent none."""
     silence = Silence(2, now_s=0.0)
-    assert silence.lost([b"1", b""], now_s=LOST_S) is None
-    assert silence.lost([b"1", b"1"], now_s=LOST_S + 1) is None
-    assert silence.lost([b"1", b"2"], now_s=2 * LOST_S) is None
-    assert silence.lost([b"1", b"3"], now_s=2 * LOST_S + 1) == 0
-    assert Silence(1, now_s=0.0).lost([b""], now_s=LOST_S + 1) == 0
+    for now_s, beats in ((LOST_S, [b"1", b""]), (LOST_S, [b"1", b"1"]), (2 * LOST_S, [b"1", b"2"])):
+        silence.heard(beats, now_s=now_s)
+        assert silence.lost(now_s=now_s) is None
+    silence.heard([b"1", b"3"], now_s=2 * LOST_S + 1)
+    assert silence.lost(now_s=2 * LOST_S + 1) == 0
+    assert Silence(1, now_s=0.0).lost(now_s=LOST_S + 1) == 0
+
+
+class Vanished(HashStore):
+    """A store on a host that answers no more."""
+
+    def set(self, key: str, value: str) -> None:
+        """Wait for ever."""
+        del key, value
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("store", [HashStore(), Vanished()])
+@pytest.mark.parametrize(("rank", "silent"), [(0, 1), (1, 0)])
+def test_rank_ends_when_another_one_is_silent(
+    monkeypatch: pytest.MonkeyPatch, store: Store, rank: int, silent: int
+) -> None:
+    """Rank 0 observes all others and these observe rank 0, even if its host is gone."""
+    ended: Queue[str] = Queue()
+    monkeypatch.setattr(heartbeats, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeats, "LOST_S", 0.1)
+    monkeypatch.setattr(heartbeats, "end_rank", lambda reason, **_: ended.put(reason))
+    beats = heartbeats.Heartbeats(store, rank=rank, ranks=2)
+    assert ended.get() == f"rank {silent} sent no heartbeat for 0 s"
+    beats.stop()
 
 
 def test_first_failure_of_a_rank_is_reported(

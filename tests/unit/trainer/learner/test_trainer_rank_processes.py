@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from random import Random
 from typing import Any
 
@@ -26,8 +28,9 @@ from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.learner import rank_processes
+from services.trainer.learner import rank_group, rank_processes
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.learner.rank_group import Meeting, own_store
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.short_memory import memory_for
 from tests.support.runtime.fork_server import TORCH_MODELS
@@ -36,9 +39,10 @@ from tests.support.trainer.learners import started_learner
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
 LISTENERS = """
 import sys, psutil
+from pathlib import Path
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.rank_processes import _join
-_join(sys.argv[1], TrainerConfig(), rank=0)
+from services.trainer.learner.rank_group import join
+join(Path(sys.argv[1]), TrainerConfig(), rank=0)
 found = psutil.Process().net_connections()
 print([each.laddr.ip for each in found if each.status == "LISTEN"])
 """
@@ -147,7 +151,7 @@ def test_restarted_ranks_ignore_the_store_of_those_before() -> None:
     kept = HashStore()
 
     def join(rank: int) -> Store:
-        return rank_processes._own_store(kept, rank=rank, ranks=3)
+        return own_store(kept, Meeting(rank=rank, limit_s=math.inf), ranks=3)
 
     for start in range(3):
         with ThreadPoolExecutor(3) as threads:
@@ -155,6 +159,28 @@ def test_restarted_ranks_ignore_the_store_of_those_before() -> None:
         assert not any(one.check(["address"]) for one in stores), start
         stores[0].set("address", f"of start {start}")
         assert {one.get("address") for one in stores} == {f"of start {start}".encode()}
+
+
+def test_rank_without_the_others_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line names the rank that is missing. A group that has formed in time stays."""
+    ended: Queue[str] = Queue()
+    monkeypatch.setattr(rank_group, "end_rank", lambda reason, **_: ended.put(reason))
+    kept = HashStore()
+
+    def join(rank: int, limit_s: float) -> None:
+        meeting = Meeting(rank=rank, limit_s=limit_s)
+        with meeting.limited():
+            own_store(kept, meeting, ranks=2)
+
+    for late, limits_s in (("rank 1", (0.01, 60.0)), ("rank 0", (60.0, 0.01))):
+        early = 0 if late == "rank 1" else 1
+        with ThreadPoolExecutor(1) as threads:
+            joined = threads.submit(join, early, limits_s[early])
+            said = ended.get()
+            join(1 - early, limits_s[1 - early])
+            joined.result()
+        assert said == f"the ranks did not meet within 0.01 s: missing: {late}"
+    assert ended.empty()
 
 
 def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
