@@ -48,7 +48,7 @@ def broadcast_tensors(
     count. Shapes and types may be unknown there. Raises like `all_reduce`."""
     outline: list[Any] = [[(key, one.shape, one.dtype) for key, one in tensors.items()]]
     meet(group, device)
-    with _lost_ranks():
+    with lost_ranks():
         dist.broadcast_object_list(outline, group=group, group_src=source)
     sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in outline[0]]
     if dist.get_rank(group) == source:
@@ -56,7 +56,7 @@ def broadcast_tensors(
     else:
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     meet(group, device)  # a rank without memory for it is heard here
-    with _lost_ranks():
+    with lost_ranks():
         dist.broadcast(data, group=group, group_src=source)
     # Each part a tensor of its own: a view of another type needs an aligned beginning.
     parts = [part.clone() for part in torch.split(data, sizes)]
@@ -84,12 +84,12 @@ def meet(group: dist.ProcessGroup, device: torch.device, *, shortage: bool = Fal
 
 
 def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    with _lost_ranks():
+    with lost_ranks():
         dist.all_reduce(tensor, op=op, group=group)
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def lost_ranks() -> Iterator[None]:
     """Context of an exchange. Raises `RankLost` when a rank does not respond."""
     try:
         yield

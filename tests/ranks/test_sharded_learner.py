@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings, MeshSettings
 from services.trainer.learner.model_replica import Capture, Take
 from tests.support.rl.models import make_sample, tiny_model
+from tests.support.runtime.log_lines import log_lines
 from tests.support.trainer.learners import started_learner
 
 pytestmark = pytest.mark.timeout(900)
@@ -44,13 +46,13 @@ def learner(model_path: Path, checkpoints: Path, lora: int, **settings: Any) -> 
     return started_learner(model_path, checkpoints, optimizer=optimizer, **adapters, **settings)
 
 
-def step(actor: LearnerActor, seed: int) -> StepResult:
+def step(actor: LearnerActor, seed: int, **options: Any) -> StepResult:
     rng = Random(seed)
     samples = [
         make_sample([seed % 13, n % 13, *[rng.randrange(13) for _ in range(12)]], (4, 14), rng=rng)
         for n in range(8)
     ]
-    plan = plan_batch(samples, token_budget=64, channels=16)
+    plan = plan_batch(samples, token_budget=64, channels=16, **options)
     result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
     assert result.skipped == ""
     return result
@@ -137,6 +139,34 @@ def test_checkpoint_of_four_ranks_continues_on_one_and_two(
         assert after.loss == pytest.approx(again.loss, rel=1e-5)
     finally:
         two.stopped()
+
+
+def test_rank_reads_the_trees_of_its_data_group_alone(model_path: Path, tmp_path: Path) -> None:
+    """Ranks of one data group read the same trees, and all groups together each tree once."""
+    file = tmp_path / "log"
+    settings: dict[str, Any] = {"mini_batches": 2, "token_budget": 64}
+    divided = {"mini_batches": 2, "data_groups": 2}
+    four = learner(
+        *(model_path, tmp_path, 0),
+        ranks=4,
+        mesh=MeshSettings(dp_shard=2, cp=2),
+        log_file=str(file),
+        log_level="debug",
+        **settings,
+    )
+    try:
+        alone = learner(model_path, tmp_path / "alone", 0, **settings)
+        for seed in range(2):
+            one, shared = step(alone, seed, **divided), step(four, seed, **divided)
+            assert shared.updates == 2 and shared.loss == pytest.approx(one.loss, rel=1e-5)
+    finally:
+        four.stopped()
+    read: dict[int, int] = Counter()
+    for line in log_lines(file):
+        if line["event"] == "batch_part":
+            read[line["rank"]] += line["tree_tokens"]
+    assert read[2] == read[3] and 0 < read[1] < 2 * shared.plan.tree_tokens
+    assert read[1] + read[2] == 2 * shared.plan.tree_tokens
 
 
 def test_checkpoint_of_two_ranks_is_whole_or_absent(model_path: Path, tmp_path: Path) -> None:

@@ -27,6 +27,18 @@ TRIED_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What a data group knows of an update, besides its own trees."""
+
+    size: BatchSize
+    """Of the whole update."""
+    divides_trajectories: bool
+    """Of the whole update."""
+    passes: tuple[int, ...]
+    """Passes of each of its trees, with empty ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """A planned batch, made before its step, on any thread."""
 
@@ -44,6 +56,9 @@ class BatchPlan:
     mini_batches: tuple[BatchPlan, ...] = ()
     """A plan for each update of a pass over the batch; empty: one update on the whole batch. Their
     trees are those of this plan."""
+    outline: Outline | None = None
+    """Of the plan of one update, if its trees are those of one data group; such a plan has no
+    samples (`forge.rl.learner.group_plans`)."""
 
     @property
     def updates(self) -> tuple[BatchPlan, ...]:
@@ -63,6 +78,8 @@ class BatchPlan:
     @property
     def size(self) -> BatchSize:
         """Denominators of the loss of one update on the whole plan."""
+        if self.outline is not None:
+            return self.outline.size
         return BatchSize(
             tokens=self.trained_tokens,
             samples=sum(len(tree.lengths_S) for tree in self.trees),
@@ -74,6 +91,8 @@ class BatchPlan:
     @property
     def divides_trajectories(self) -> bool:
         """Whether samples of one trajectory are in several trees."""
+        if self.outline is not None:
+            return self.outline.divides_trajectories
         apart = sum(len(torch.unique(tree.trajectories_S)) for tree in self.trees)
         return apart > self.size.trajectories
 
@@ -123,7 +142,7 @@ def plan_batch(
     planned: tuple[BatchPlan, ...] = ()
     if len(parts) > 1:
         planned = tuple(plan(part) for part in parts)
-    whole = _joined(planned, plan_s=0.0) if planned else plan(trainable)
+    whole = joined(planned, plan_s=0.0) if planned else plan(trainable)
     return replace(
         whole,
         samples=tuple(trainable),
@@ -136,11 +155,11 @@ def whole_plan(given: BatchPlan, computed: Sequence[BatchPlan]) -> BatchPlan:
     """The plan of a batch from those of its computed updates."""
     if not given.mini_batches:
         return computed[0]
-    return replace(_joined(computed, plan_s=given.plan_s), samples=given.samples)
+    return replace(joined(computed, plan_s=given.plan_s), samples=given.samples)
 
 
-def _joined(plans: Sequence[BatchPlan], *, plan_s: float) -> BatchPlan:
-    """One plan with the trees of several updates."""
+def joined(plans: Sequence[BatchPlan], *, plan_s: float) -> BatchPlan:
+    """One plan with the trees of several updates of a pass."""
     return BatchPlan(
         trees=tuple(tree for plan in plans for tree in plan.trees),
         plan_s=plan_s,

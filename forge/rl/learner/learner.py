@@ -261,6 +261,8 @@ class Learner:
             return self._accumulate(plan, weight_version, [] if frozen is None else frozen)
 
     def _shared(self, plan: BatchPlan) -> Share:
+        if plan.outline is not None:
+            return Share(trees=tuple(zip(plan.trees, plan.outline.passes, strict=True)))
         return share_of([self.policy.arranged(tree) for tree in plan.trees], self.policy)
 
     def _accumulate(

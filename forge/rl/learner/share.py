@@ -1,7 +1,7 @@
 """The part of a batch that one rank computes, and the results of all parts together.
 
-Owns dividing a planned batch over the data groups of a world. Every rank has the whole plan, so no
-plan is exchanged. A world of one data group computes all trees in their order.
+Owns dividing a planned batch over the data groups of a world; `forge.rl.learner.group_plans` makes
+the parts that other ranks receive. A world of one data group computes all trees in their order.
 
 Shapes: T trained tokens, S samples.
 """
@@ -53,29 +53,35 @@ def share_of(trees: Sequence[TreeBatch], policy: TreePolicy) -> Share:
     world = policy.world
     if world.shape.data_groups == 1:
         return Share(trees=tuple((tree, 0) for tree in trees))
-    weight = pair_cost(policy.channels)
-    sharded = world.shape.sharded
-    costs = [
-        TreeCost(work=tree.work(weight), passes=policy.passes(tree) if sharded else 1)
-        for tree in trees
-    ]
-    rounds = divide(costs, world.shape.data_groups)
+    rounds = rounds_of(trees, policy)
     return Share(
-        trees=tuple(_mine(rounds, trees, world, policy.channels)),
-        empty_passes=rounds.empty_passes if sharded else 0,
+        trees=tuple(group_trees(rounds, trees, world.data_group, policy)),
+        empty_passes=rounds.empty_passes if world.shape.sharded else 0,
         imbalance=rounds.imbalance,
     )
 
 
-def _mine(
-    rounds: Rounds, trees: Sequence[TreeBatch], world: World, channels: int
+def rounds_of(trees: Sequence[TreeBatch], policy: TreePolicy) -> Rounds:
+    """The trees of a batch, which `policy.arranged` returned, divided over data groups."""
+    weight = pair_cost(policy.channels)
+    shape = policy.world.shape
+    costs = [
+        TreeCost(work=tree.work(weight), passes=policy.passes(tree) if shape.sharded else 1)
+        for tree in trees
+    ]
+    return divide(costs, shape.data_groups)
+
+
+def group_trees(
+    rounds: Rounds, trees: Sequence[TreeBatch], group: int, policy: TreePolicy
 ) -> list[tuple[TreeBatch, int]]:
+    """The trees of one data group, one of each round, with their passes."""
     own = []
     for one in rounds.rounds:
-        index = one.trees[world.data_group]
-        tree = idle_tree(channels) if index is None else trees[index]
+        index = one.trees[group]
+        tree = idle_tree(policy.channels) if index is None else trees[index]
         # Ranks with all parameters meet only after the batch: each runs its own passes.
-        own.append((tree, one.passes if world.shape.sharded else 0))
+        own.append((tree, one.passes if policy.world.shape.sharded else 0))
     return own
 
 

@@ -114,7 +114,10 @@ class LearnerActor(ThreadActor):
     def _order(self, order: Order) -> Any:
         if self._ranks is None:
             return self._replica.obey(order)
-        self._ranks.send(order)
+        if isinstance(order, Take) and (parts := self._replica.parts(order)):
+            self._ranks.send_parts(parts)
+        else:
+            self._ranks.send(order)
         with self._ranks.together():
             return self._replica.obey(order)
 

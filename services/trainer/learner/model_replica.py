@@ -20,6 +20,7 @@ from torch import Tensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.routes import RouteShape
 from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.group_plans import GroupPlan, group_plans
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.tree_tokens import Reference
 from forge.rl.learner.types import StepResult
@@ -87,7 +88,15 @@ class Take:
     weight_version: int
 
 
-Order = StartOver | Adopt | Take | Examine | Read | Capture
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakePart:
+    """Compute one data group's part of a step on a batch; answered by a StepResult."""
+
+    part: GroupPlan
+    weight_version: int
+
+
+Order = StartOver | Adopt | Take | TakePart | Examine | Read | Capture
 
 
 class ModelReplica:
@@ -161,6 +170,8 @@ class ModelReplica:
                 return self.state.examine(directory)
             case Take():
                 return self._take(order)
+            case TakePart(part=part, weight_version=weight_version):
+                return self._learner.step(part.plan(), weight_version=weight_version)
             case Read(probe_only=probe_only):
                 return {} if probe_only else dict(self.published()), self.probe()
             case Capture():
@@ -260,6 +271,14 @@ class ModelReplica:
             return None
         path = Path(self._config.teacher_path)
         return self._policy(self._load(path).requires_grad_(False), path)
+
+    def parts(self, order: Take) -> list[TakePart]:
+        """The order of each data group, which then gets its own trees alone; none if the groups
+        need the samples of all, to retry a batch after a shortage of memory."""
+        if not self._world.shape.sharded:
+            return []
+        parts = group_plans(order.plan, self._learner.policy)
+        return [TakePart(part=one, weight_version=order.weight_version) for one in parts]
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan

@@ -18,24 +18,25 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge.core.errors import ForgeError
-from forge.rl.collectives import RankLost
+from forge.rl.collectives import RankLost, lost_ranks
 from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.heartbeats import Heartbeats
-from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take
+from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take, TakePart
 from services.trainer.learner.rank_group import announcement, join, join_torchrun
 from services.trainer.learner.shared_save import PartWriter, SharedSave
 from services.trainer.torchrun_rank import report_failure, under_torchrun
@@ -44,6 +45,11 @@ _END_S = 5.0
 _LOOK_S = 0.05
 _FAILURE = "failure"
 """Key of the error of the rank that failed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """Announces orders that differ from rank to rank."""
 
 
 class RankFailed(RuntimeError):
@@ -111,12 +117,20 @@ class Ranks:
     def send(self, order: Order) -> None:
         """Send an order to all other ranks. Raises `RankFailed`."""
         if isinstance(order, Take):  # each rank plans the trees: they are much larger than the ids
-            order = replace(order, plan=replace(order.plan, trees=()))
-        with self.together():
-            try:
-                dist.broadcast_object_list([order], src=0)
-            except RuntimeError as error:
-                raise RankLost(str(error)) from error
+            order = replace(order, plan=replace(order.plan, trees=(), mini_batches=()))
+        self._broadcast(order)
+
+    def send_parts(self, orders: Sequence[Order]) -> None:
+        """Send to each other rank the order of its data group. Raises `RankFailed`."""
+        shape = self.world.shape
+        by_rank = [None, *(orders[rank // shape.cp] for rank in range(1, shape.ranks))]
+        self._broadcast(_Scattered())
+        with self.together(), lost_ranks():
+            dist.scatter_object_list([None], by_rank, src=0)
+
+    def _broadcast(self, order: Order | _Scattered) -> None:
+        with self.together(), lost_ranks():
+            dist.broadcast_object_list([order], src=0)
 
     def new_save(self) -> SharedSave:
         """The next checkpoint that all ranks write."""
@@ -227,15 +241,23 @@ def _obey(config: TrainerConfig, world: World, parts: PartWriter) -> None:
     lost during an order."""
     replica = ModelReplica(config, world=world)
     replica.check()
-    orders: list[Order | None] = [None]
     while True:
         try:
-            dist.broadcast_object_list(orders, src=0)
+            order = _next_order()
         except RuntimeError:
             return  # rank 0 has closed its connection
-        (order,) = orders
-        assert order is not None
+        if isinstance(order, TakePart):
+            log.debug("batch_part", rank=world.rank, tree_tokens=order.part.tree_tokens)
         answer = replica.obey(order)
         if isinstance(order, Capture):
             parts.start(answer, number=order.number)
         answer = None  # the thread alone keeps the copy, until it is written
+
+
+def _next_order() -> Order:
+    orders: list[Any] = [None]
+    dist.broadcast_object_list(orders, src=0)
+    if isinstance(orders[0], _Scattered):
+        dist.scatter_object_list(orders, None, src=0)
+    order: Order = orders[0]
+    return order
