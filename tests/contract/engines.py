@@ -1,7 +1,8 @@
 """Engines under contract: how each is started on a tiny model, and how a test talks to it.
 
 A test of an ability takes the engines that declare it: `params=engines.able("cuts")`. With
-FORGE_ENGINES=vllm the suite runs on vLLM alone (`make test-engines`).
+FORGE_ENGINES=vllm the suite runs on vLLM alone (`make test-engines`), with
+FORGE_ENGINES_DEVICE=cuda:0 the embedded engine runs on that device (`make test-gpu-engine`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from services.inference.engines.tensor_bytes import to_named
 torch.set_num_threads(1)
 
 ON_VLLM = os.environ.get("FORGE_ENGINES", "") == "vllm"
+DEVICE = os.environ.get("FORGE_ENGINES_DEVICE", "cpu")
+"""Of the embedded engine; references compute on the CPU."""
 VOCABULARY = 211
 HEAD_SIZE = 32 if ON_VLLM else 16
 """vLLM's attention on CPUs has no smaller one than 32."""
@@ -324,6 +327,7 @@ async def example(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
 def _options(model_path: Path, **options: Any) -> EngineOptions:
     defaults: dict[str, Any] = {
         "dtype": "float32",
+        "device": DEVICE,
         "block_tokens": BLOCK_TOKENS,
         "request_timeout_s": 600.0,
     }

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from forge.rl.sampling import SampledBatch, race_noise, sample
+from forge.rl.sampling import (
+    SampledBatch,
+    device_race_noise,
+    race_noise,
+    sample,
+    sample_uncut,
+)
 
 
 def draw(
@@ -175,3 +181,25 @@ def test_noise_is_exponential_and_uncorrelated(place: int) -> None:
         assert abs(counts - 1000).max() < 5 * np.sqrt(1000)
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
         assert abs(np.corrcoef(numbers, np.exp(-noise[:, place + 1]))[0, 1]) < 0.03
+
+
+def test_noise_on_a_device_is_that_of_the_host() -> None:
+    """Whatever the seed's highest bit; up to the last bit of the logarithm."""
+    rng = np.random.default_rng(0)
+    seeds = [0, 2**63, 2**64 - 1, *map(int, rng.integers(0, 2**64, 60, dtype=np.uint64))]
+    positions = list(range(len(seeds)))
+    host = race_noise(seeds, positions, vocabulary=1000)
+    signed = torch.from_numpy(np.asarray(seeds, dtype=np.uint64).astype(np.int64))
+    device = device_race_noise(signed, torch.tensor(positions), vocabulary=1000)
+    assert torch.allclose(device, host, rtol=1e-14, atol=0)
+
+
+def test_sampling_without_cuts_is_that_with_all_of_them_off() -> None:
+    """Tokens and log-probs, of greedy rows and of others."""
+    logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(1)) * 3
+    heat = torch.linspace(0, 2, 50)
+    noise = race_noise(range(50), [0] * 50, vocabulary=700)
+    expected = sample(logits, temperature_B=heat, noise_BN=noise)
+    ids, logprobs = sample_uncut(logits, temperature_B=heat, noise_BN=noise)
+    assert torch.equal(ids, expected.ids)
+    assert torch.equal(logprobs, expected.logprobs)

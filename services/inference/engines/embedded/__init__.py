@@ -6,6 +6,9 @@ wiring.py        their parts, from the options of a worker
 prefill.py       the actor that reads prompts
 decode.py        the actor that samples, with continuous batching
 decode_step.py   one step of it: drafts, a forward pass, accepted tokens
+decode_pass.py   the forward pass of a step over slabs
+device_pass.py   the forward pass of a step on a GPU, by CUDA graphs
+device_weights.py   one copy of the weights on a GPU
 sequences.py     its requests
 both.py          the actor that does both, in turn
 messages.py      messages of both actors
@@ -23,4 +26,7 @@ kv/prefix_cache.py      keys and values of cached prefixes
 kv/slabs.py             keys and values of running sequences, in slabs by length
 kv/shared_prefixes.py   keys and values that running sequences share
 kv/decode_attention.py  a decode step's attention over slabs and shared prefixes
+kv/extents.py           keys and values of running sequences on a GPU, at fixed addresses
+kv/extent_kernels.py    attention over extents, by Triton
+kv/device_attention.py  whether those kernels are there and right
 """

@@ -94,6 +94,7 @@ class DecodeActor(ThreadActor):
     def after_swap(self) -> None:
         """Send back the requests whose keys and values other weights computed, to be read again by
         those in service; the tokens so far are delivered before. Unless they are to be kept."""
+        self._step.after_swap()
         if not self._recompute:
             return
         version = self._policy.version
@@ -259,7 +260,7 @@ class DecodeActor(ThreadActor):
         """Copy a prompt's keys and values to its row, without those in its trunk."""
         assert sequence.arrived is not None
         cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
-        kv = sequence.slab.kv(sequence)
+        kv = self._running.kv(sequence)
         self._cache.read(cached, kv, start=sequence.base)
         first = max(cached.tokens, sequence.base)
         own = slice(first - sequence.base, sequence.tokens)
@@ -330,7 +331,7 @@ class DecodeActor(ThreadActor):
         """Free the row; cache its keys and values if the present weights computed them."""
         if sequence.version == self._policy.version:
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
-            kv = sequence.slab.kv(sequence)
+            kv = self._running.kv(sequence)
             self._cache.store(known, kv, from_token=sequence.base, routes=sequence.all_routes())
             if self._stored is not None:
                 # Prefill has stored the whole blocks of the prompt.

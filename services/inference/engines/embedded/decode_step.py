@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from forge.core.errors import ForgeError
-from services.inference.engines.embedded.kv.decode_attention import SlabStep
+from services.inference.engines.embedded.decode_pass import DecodePass, SlabPass
+from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.metrics import (
@@ -27,7 +28,7 @@ from services.inference.engines.embedded.metrics import (
     DRAFTED,
 )
 from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import Drawn, DrawnToken, draw
+from services.inference.engines.embedded.sampler import Drawn, DrawnToken
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import Draft, Drafter
@@ -67,19 +68,29 @@ class DecodeStep:
     def __init__(
         self,
         policy: Policy,
-        running: Slabs[DecodeSequence],
+        running: Slabs[DecodeSequence] | Extents[DecodeSequence],
         trunks: Trunks | None,
         drafter: Drafter,
         depth: DepthChooser,
         *,
+        device_pass: DecodePass | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`device_pass`: the pass over extents, which have no trunks."""
         self.policy = policy
         self.running = running
         self.trunks = trunks
+        if device_pass is None:
+            assert isinstance(running, Slabs)
+            device_pass = SlabPass(policy, running, trunks)
+        self._pass = device_pass
         self._drafter = drafter
         self._depth = depth
         self._clock = clock
+
+    def after_swap(self) -> None:
+        """Take note of other weights."""
+        self._pass.after_swap()
 
     def plan(self) -> None:
         """Set `step_tokens` of all running sequences for the next step."""
@@ -96,7 +107,7 @@ class DecodeStep:
         drafts = self._drafter.draft(sequences)
         for sequence, draft in zip(sequences, drafts, strict=True):
             sequence.step_tokens = 1 + len(draft.ids)
-        drawn = self._verify(sequences, drafts)
+        drawn = self._pass.run(sequences, drafts)
         states_NC = self.policy.head.states
         counts = _Acceptance()
         outcomes = []
@@ -116,28 +127,6 @@ class DecodeStep:
             outcomes.append((sequence, outcome))
         self._observe(drafts, counts, depth=depth, seconds=self._clock() - began_s)
         return outcomes
-
-    def _verify(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
-        """The forward pass, and a draw in each of its rows."""
-        trunk_slabs = self.trunks.slabs.occupied if self.trunks is not None else []
-        step = SlabStep(self.running.occupied, trunk_slabs)
-        ids: list[int] = []
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            ids += (sequence.sampled[-1], *draft.ids)
-        ids_N = torch.tensor(ids, device=self.policy.device)
-        logits_NV = self.policy.forward(ids_N, step.positions_N, step)
-        rows = [
-            (sequence, draft, index)
-            for sequence, draft in zip(sequences, drafts, strict=True)
-            for index in range(1 + len(draft.ids))
-        ]
-        return draw(
-            logits_NV,
-            [sequence.prompt for sequence, _, _ in rows],
-            positions=[sequence.position + index for sequence, _, index in rows],
-            matchers=[draft.matcher_after(index, sequence) for sequence, draft, index in rows],
-            answers=[sequence.answer_with(draft.ids[:index]) for sequence, draft, index in rows],
-        )
 
     def _observe(
         self, drafts: Sequence[Draft], counts: _Acceptance, *, depth: int, seconds: float

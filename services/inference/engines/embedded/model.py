@@ -25,6 +25,7 @@ from forge.rl.mtp.heads import PREFIX
 from forge.rl.routing import RoutePass, find_routing, routed
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, ModelLimits
+from services.inference.engines.embedded.device_weights import host_copy, overwrite
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
@@ -96,6 +97,9 @@ class Policy:
         self._packable = packable(model)
         self._weights = _Weight.all_of(model)
         self.device = self._weights[0].served.device
+        self._on_host: tuple[torch.Tensor, ...] | None = () if self.device.type == "cuda" else None
+        """On a GPU the staged tensors of the served weights, in host memory; before the first swap
+        none."""
         self.routes_NX: torch.Tensor | None = None
         """Experts of the tokens of the last pass, [tokens, KvShape.route_bytes] on the host; None
         for a model whose experts are not recorded."""
@@ -164,6 +168,12 @@ class Policy:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def wait(self) -> None:
+        """Wait until the device has computed all passes so far."""
+        if self.device.type == "cuda":
+            # Not for all streams: a graph may be captured on one.
+            torch.cuda.current_stream(self.device).synchronize()
+
     def stage(
         self,
         tensors: Mapping[str, NamedTensor],
@@ -185,7 +195,7 @@ class Policy:
         for name, weight in zip(names, self._weights, strict=True):
             tensor = self._converted(tensors[name], weight.served, version=version)
             if digest is not None:
-                _add(digest, tensor)
+                _add(digest, tensor.to(weight.served.dtype))
             staged.append(self._pack(weight, tensor, packed))
             kinds = (DTYPES[tensors[name].dtype], weight.served.dtype)
             rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
@@ -241,15 +251,21 @@ class Policy:
     ) -> torch.Tensor:
         """Check one tensor against the model's and convert it."""
         tensor = check_tensor(received, shape=served.shape, dtype=served.dtype, version=version)
-        converted = tensor.to(dtype=served.dtype, device=self.device)
+        if self._on_host is None:
+            converted = tensor.to(dtype=served.dtype, device=self.device)
+        else:
+            converted = host_copy(tensor, served.dtype)
         if converted.is_floating_point() and not is_finite(converted):
             raise BrokenWeights(f"weights {version}: {received.name} has NaN or infinity")
         return converted
 
     def swap(self, staged: StagedWeights) -> StagedWeights:
-        """Serve `staged` from the next forward pass on; changes pointers, copies nothing. Returns
-        the weights served before."""
+        """Serve `staged` from the next forward pass on. Returns the weights served before. On a
+        CPU this changes pointers alone; a GPU has one copy of the weights, at addresses that stay:
+        they are overwritten."""
         before = tuple(weight.served.data for weight in self._weights)
+        if self._on_host is not None:
+            before, self._on_host = self._on_host, staged.tensors
         replaced = StagedWeights(
             version=self.version,
             tensors=before,
@@ -257,12 +273,18 @@ class Policy:
             packed=tuple(layer.packed for layer in self._packable),
             drafts=self.drafts,
         )
-        for weight, tensor in zip(self._weights, staged.tensors, strict=True):
-            weight.served.data = tensor
+        self._serve(staged.tensors)
         for layer, matrix in zip(self._packable, staged.packed, strict=True):
             layer.serve(matrix)
         self.version, self.drafts = staged.version, staged.drafts
         return replaced
+
+    def _serve(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._on_host is not None:
+            overwrite([weight.served for weight in self._weights], tensors)
+            return
+        for weight, tensor in zip(self._weights, tensors, strict=True):
+            weight.served.data = tensor
 
 
 def read_config(model_path: str) -> Any:
@@ -288,6 +310,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int]] = {}
+        self.groups = 1
         self.windowed = False
 
     def attend(self, heads: Heads) -> torch.Tensor:
@@ -295,6 +318,7 @@ class _Recorder:
             one is not None for one in (heads.window, heads.softcap, heads.sinks_Q)
         )
         self.seen[heads.layer] = (heads.k_NHD.shape[1], heads.k_NHD.shape[2])
+        self.groups = heads.q_NQD.shape[1] // heads.k_NHD.shape[1]
         return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
 
 
@@ -350,6 +374,7 @@ def _probe(policy: Policy) -> KvShape:
         windowed=recorder.windowed,
         heads=heads,
         head_size=head_size,
+        groups=recorder.groups,
         dtype=policy.dtype,
         device=policy.device,
     )

@@ -239,6 +239,7 @@ class PrefillActor(ThreadActor):
             logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
         )
         self._keep_routes(spans)
+        self._policy.wait()
         took_s = time.monotonic() - began_s
         if self._stored is not None:
             self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))

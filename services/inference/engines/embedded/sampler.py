@@ -65,6 +65,13 @@ class Drawn:
         )
 
 
+def is_uncut(sampling: Sampling) -> bool:
+    """Whether the model's own distribution is sampled at a temperature, without anything else; a
+    grammar and a least length are the matcher's."""
+    cut = sampling.top_p != 1 or sampling.top_k or sampling.min_p
+    return not (cut or sampling.top_logprobs or sampling.reweighting is not None)
+
+
 def draw(
     logits_RV: torch.Tensor,
     prompts: Sequence[Prompt],

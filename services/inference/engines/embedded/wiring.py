@@ -11,7 +11,10 @@ from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
+from services.inference.engines.embedded.device_pass import DevicePass
 from services.inference.engines.embedded.family_check import check
+from services.inference.engines.embedded.kv.device_attention import device_attention
+from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
@@ -97,18 +100,24 @@ def decode_actor(
     kv_bytes: int,
 ) -> DecodeActor:
     """The actor that samples; `kv_bytes` for running sequences and trunks."""
-    slabs: Slabs[Any] = Slabs(
-        policy.kv_shape,
-        context_tokens=policy.limits.context_tokens,
-        capacity_bytes=kv_bytes,
-    )
-    step = DecodeStep(
-        policy,
-        slabs,
-        _trunks(policy, cache, slabs),
-        HeadDrafter(policy),
-        DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts),
-    )
+    drafter = HeadDrafter(policy)
+    depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
+    attend = device_attention(policy.kv_shape)
+    if attend is None:
+        slabs: Slabs[Any] = Slabs(
+            policy.kv_shape,
+            context_tokens=policy.limits.context_tokens,
+            capacity_bytes=kv_bytes,
+        )
+        step = DecodeStep(policy, slabs, _trunks(policy, cache, slabs), drafter, depth)
+    else:
+        extents: Extents[Any] = Extents(
+            policy.kv_shape,
+            context_tokens=policy.limits.context_tokens,
+            capacity_bytes=kv_bytes,
+        )
+        device_pass = DevicePass(policy, extents, attend)
+        step = DecodeStep(policy, extents, None, drafter, depth, device_pass=device_pass)
     return DecodeActor(
         step,
         cache,

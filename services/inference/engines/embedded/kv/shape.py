@@ -24,6 +24,8 @@ class KvShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    groups: int = 1
+    """Query heads of a key-value head."""
     fingerprint: bytes = b""
     """Names the model's architecture; see `KvSpan`."""
     routes: RouteShape | None = None

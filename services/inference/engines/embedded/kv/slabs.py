@@ -35,8 +35,11 @@ class SlabRow:
     """Tokens before them, with keys and values in a trunk."""
     step_tokens: int = 1
     """Tokens that the next step computes."""
+    room: int = 0
+    """Tokens that fit; of extents alone."""
     slab: Slab = field(init=False)
     row: int = field(init=False)
+    """Its number in its slab, or its first token among extents."""
 
 
 Row = TypeVar("Row", bound=SlabRow)
@@ -124,6 +127,10 @@ class Slabs(Generic[Row]):
         self._beside = beside
         if beside is not None:
             beside._beside = self
+
+    def kv(self, row: Row) -> list[torch.Tensor]:
+        """Return the row's keys and values, [2, H, tokens, D] of each layer; writable."""
+        return row.slab.kv(row)
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the sequences in the order of a step's rows."""

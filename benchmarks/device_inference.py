@@ -1,0 +1,395 @@
+"""Speed of the embedded engine on a GPU beside transformers.
+
+    python -m benchmarks.device_inference [--quick] [--json FILE] [--shape 0.6b|1.7b|tiny]
+        [--batch N...] [--rounds N] [--device cuda:0] [--only decode|drafts|swap...]
+
+Random weights of a Qwen 3 in bfloat16; prompts of 512 random tokens that all arrive at once,
+answers of 128 tokens at temperature 1 that never stop, no prompt twice. Seconds are of the clock.
+In every round all programs run, one after the other:
+
+    graphs          the engine in the role both: a decode step is one CUDA graph
+    eager           the same without graphs
+    generate        transformers, one call for all prompts, SDPA
+    generate_batch  the continuous batching of transformers (with --peers)
+
+    <program>.<batch>.first_ms          until all prompts have their first token
+    <program>.<batch>.decode_tokens_s   the other tokens over the rest of the time
+    <program>.<batch>.tokens_s          all tokens over all time
+    drafts.<batch>.<heads>.decode_tokens_s, .acceptance   greedy, with as many draft heads; the
+                    weights are made so that the heads foretell many tokens: the speed depends on
+                    the acceptance, which is shown beside it
+    swap.stage_s, swap.pause_ms         new weights under 32 answers: until they serve, and the
+                    longest pause between two steps meanwhile
+    bytes.*         memory of the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+
+from benchmarks.support.report import arguments, keep, show
+from forge.core.named_tensor import NamedTensor
+from forge.core.token_columns import int32_bytes
+from forge.rl.mtp.heads import MtpHead, MtpHeads
+from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.base import KvSpan, Prompt, Sampling
+from services.inference.engines.embedded.decode_step import DecodeStep
+from services.inference.engines.embedded.device_pass import DevicePass
+from services.inference.engines.embedded.engine import EmbeddedBoth
+from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
+from services.inference.engines.provider import EngineOptions
+from services.inference.engines.tensor_bytes import to_named
+
+PROMPT_TOKENS = 512
+ANSWER_TOKENS = 128
+HEADS = (1, 3)
+_SMALL = {"max_position_embeddings": 4096, "eos_token_id": None, "bos_token_id": None}
+SHAPES = {
+    "0.6b": Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        **_SMALL,
+    ),
+    "1.7b": Qwen3Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        **_SMALL,
+    ),
+    "tiny": Qwen3Config(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+        **_SMALL,
+    ),
+}  # fmt: skip
+Generate = Callable[[list[list[int]], int], Awaitable[None]]
+"""Prompts, and the tokens of each answer."""
+
+
+class Engine:
+    """The embedded engine in the role both, called as a worker calls it."""
+
+    def __init__(self, served: EmbeddedBoth, device_pass: DevicePass | None) -> None:
+        self.served = served
+        self._pass = device_pass
+        self._numbers = itertools.count()
+        self.temperature = 1.0
+
+    @classmethod
+    async def start(cls, system: ActorSystem, folder: Path, **options: Any) -> Engine:
+        """Start it without weights."""
+        made: list[DevicePass] = []
+
+        class Recorded(DevicePass):
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                made.append(self)
+
+        with patch("services.inference.engines.embedded.wiring.DevicePass", Recorded):
+            chosen = EngineOptions(
+                model_path=str(folder), request_timeout_s=3600.0, max_running=512, **options
+            )
+            served = await EmbeddedBoth.start(system, chosen)
+        return cls(served, made[0] if made else None)
+
+    async def graphs(self, prompts: list[list[int]], tokens: int) -> None:
+        """Sample with graphs."""
+        await asyncio.gather(*(self._one(ids, tokens) for ids in prompts))
+
+    async def eager(self, prompts: list[list[int]], tokens: int) -> None:
+        """Sample without."""
+        if self._pass is None:
+            await self.graphs(prompts, tokens)
+            return
+        with patch.object(self._pass, "_uses_graphs", new=False):
+            await self.graphs(prompts, tokens)
+
+    async def _one(self, ids: list[int], tokens: int) -> None:
+        number = next(self._numbers)
+        sampling = Sampling(
+            temperature=self.temperature, top_p=1.0, top_k=0, max_tokens=tokens,
+            stop_ids=frozenset(), seed=number,
+        )  # fmt: skip
+        prompt = Prompt(request_id=str(number), ids=int32_bytes(ids), sampling=sampling)
+        read = await self.served.prefill(prompt, hold_s=3600)
+
+        async def fetch(from_token: int) -> KvSpan:
+            span = await self.served.fetch_kv(prompt.request_id, from_token=from_token)
+            self.served.release(prompt.request_id)
+            return span
+
+        if tokens == 1:
+            self.served.release(prompt.request_id)
+            return
+        sampled = 1
+        async for piece in self.served.decode(prompt, read.first, fetch, stream=False):
+            sampled += len(piece.tokens.ids)
+        assert sampled == tokens
+
+
+def generate(model: Any) -> Generate:
+    """One call for all prompts."""
+
+    async def run(prompts: list[list[int]], tokens: int) -> None:
+        ids = torch.tensor(prompts, device=model.device)
+        with torch.inference_mode():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=_settings(tokens)
+            )
+
+    return run
+
+
+def generate_batch(model: Any) -> Generate:
+    """Continuous batching."""
+
+    async def run(prompts: list[list[int]], tokens: int) -> None:
+        found = model.generate_batch(
+            inputs=prompts, generation_config=_settings(tokens), progress_bar=False
+        )
+        assert len(found) == len(prompts)
+
+    return run
+
+
+def _settings(tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+
+
+class Bench:
+    """Models and programs of one call."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.config = SHAPES[options.shape]
+        self.config.save_pretrained(folder)
+        self.folder = folder
+        self.rng = Random(0)
+        self.numbers: dict[str, float] = {}
+        torch.manual_seed(0)
+        with self.device:
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+        self.model: Any = model.eval().requires_grad_(False)
+
+    def note(self, key: str, value: float) -> None:
+        """Keep a number, and say it: a run that is cut off has shown what it measured."""
+        self.numbers[key] = value
+        sys.stdout.write(f"{key} {value:.3f}\n")
+        sys.stdout.flush()
+
+    def weights(self) -> dict[str, NamedTensor]:
+        """The model's, as a trainer publishes them."""
+        tied = self.config.tie_word_embeddings
+        return {
+            name: to_named(name, one)
+            for name, one in self.model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        }
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Fresh ones."""
+        size = self.config.vocab_size
+        return [[self.rng.randrange(size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+    async def seconds(self, run: Generate, batch: int, tokens: int) -> float:
+        """The time of one call."""
+        prompts = self.prompts(batch)
+        self.synchronize()
+        began_s = time.perf_counter()
+        await run(prompts, tokens)
+        self.synchronize()
+        return time.perf_counter() - began_s
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def note_memory(self, name: str) -> None:
+        """Allocated memory of the device."""
+        if self.device.type == "cuda":
+            self.note(f"bytes.{name}", torch.cuda.memory_allocated(self.device))
+
+    def engine_options(self, kv_mib: int, **others: Any) -> dict[str, Any]:
+        """Of an engine that has nearly all of a device's memory."""
+        kv_bytes = kv_mib << 20 if self.device.type == "cuda" else 1 << 30
+        return {"device": self.options.device, "dtype": "bfloat16", "kv_bytes": kv_bytes} | others
+
+
+async def decode(bench: Bench) -> None:
+    """Engine and transformers at all batch sizes."""
+    options = bench.options
+    system = ActorSystem("benchmark")
+    engine = await Engine.start(system, bench.folder, **bench.engine_options(28 << 10))
+    await engine.served.load(bench.weights(), version=1)
+    bench.note_memory("engine_and_model")
+    programs: dict[str, Generate] = {
+        "graphs": engine.graphs,
+        "eager": engine.eager,
+        "generate": generate(bench.model),
+    }
+    if options.peers:
+        programs["generate_batch"] = generate_batch(bench.model)
+    for batch in options.batch:
+        first: dict[str, list[float]] = {name: [] for name in programs}
+        whole: dict[str, list[float]] = {name: [] for name in programs}
+        for name, run in [*programs.items()]:
+            try:
+                # Loads libraries, compiles kernels and captures graphs.
+                await bench.seconds(run, batch, 3)
+            except Exception as error:
+                sys.stdout.write(f"{name} does not run: {type(error).__name__}: {error}\n")
+                del programs[name]
+        for _ in range(options.rounds):
+            for name, run in programs.items():
+                first[name].append(await bench.seconds(run, batch, 1))
+                whole[name].append(await bench.seconds(run, batch, ANSWER_TOKENS))
+        for name in programs:
+            rest_s = [all_s - one_s for one_s, all_s in zip(first[name], whole[name], strict=True)]
+            tokens = batch * (ANSWER_TOKENS - 1)
+            bench.note(f"{name}.{batch}.first_ms", median(first[name]) * 1e3)
+            bench.note(f"{name}.{batch}.decode_tokens_s", tokens / median(rest_s))
+            bench.note(f"{name}.{batch}.tokens_s", batch * ANSWER_TOKENS / median(whole[name]))
+    await system.stop()
+
+
+async def drafts(bench: Bench) -> None:
+    """Greedy answers with and without draft heads."""
+    for name, weight in bench.model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data *= 0.02
+    weights = bench.weights()
+    # Each draws the token that a model without layers would: the layers change little.
+    channels = bench.config.hidden_size
+    heads = MtpHeads(max(HEADS), channels=channels, embedding_channels=channels)
+    for head in heads:
+        assert isinstance(head, MtpHead)
+        zero, one = torch.zeros(channels, channels), torch.eye(channels)
+        head.fuse.weight.data = torch.cat([zero, one], 1)
+        head.down.weight.data.zero_()
+    weights |= {name: to_named(name, one.bfloat16()) for name, one in heads.named_tensors().items()}
+    for count in (0, *HEADS):
+        system = ActorSystem("benchmark")
+        chosen = bench.engine_options(4 << 10, draft_tokens=count, adaptive_drafts=False)
+        engine = await Engine.start(system, bench.folder, **chosen)
+        engine.temperature = 0.0
+        await engine.served.load(weights, version=1)
+        for batch in (1, 8):
+            for tokens in (9, 1):
+                await bench.seconds(engine.graphs, batch, tokens)
+            before = (_drafted(count), _accepted(count))
+            first_s = await bench.seconds(engine.graphs, batch, 1)
+            whole_s = await bench.seconds(engine.graphs, batch, ANSWER_TOKENS)
+            speed = batch * (ANSWER_TOKENS - 1) / (whole_s - first_s)
+            bench.note(f"drafts.{batch}.{count}.decode_tokens_s", speed)
+            drafted = _drafted(count) - before[0]
+            if drafted:
+                accepted = _accepted(count) - before[1]
+                bench.note(f"drafts.{batch}.{count}.acceptance", accepted / drafted)
+        await system.stop()
+
+
+def _drafted(heads: int) -> float:
+    return float(sum(DRAFTED.labels(str(head + 1))._value.get() for head in range(heads)))
+
+
+def _accepted(heads: int) -> float:
+    return float(sum(ACCEPTED.labels(str(head + 1))._value.get() for head in range(heads)))
+
+
+async def swap(bench: Bench) -> None:
+    """Weights that change under load."""
+    system = ActorSystem("benchmark")
+    engine = await Engine.start(system, bench.folder, **bench.engine_options(8 << 10))
+    weights = bench.weights()
+    await engine.served.load(weights, version=1)
+    bench.note_memory("served_and_model")
+    await bench.seconds(engine.graphs, 32, 3)
+    with _step_ends() as ends:
+        answers = asyncio.create_task(engine.graphs(bench.prompts(32), 1024))
+        while len(ends) < 30:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for version in (2, 3):
+            staged_from_s = time.perf_counter()
+            await engine.served.load(weights, version=version)
+            loaded_s = time.perf_counter()
+            await asyncio.sleep(0.2)
+            gaps = [
+                after - before
+                for before, after in itertools.pairwise(ends)
+                if before > staged_from_s - 0.1
+            ]
+            # The first staging allocates its memory on the host.
+            bench.note(f"swap.{version}.stage_s", loaded_s - staged_from_s)
+            bench.note(f"swap.{version}.pause_ms", (max(gaps) - median(gaps)) * 1e3)
+            bench.note(f"swap.{version}.step_ms", median(gaps) * 1e3)
+        answers.cancel()
+        await asyncio.wait({answers})
+    await system.stop()
+
+
+@contextmanager
+def _step_ends() -> Iterator[list[float]]:
+    """The times when decode steps end."""
+    ends: list[float] = []
+    run = DecodeStep.run
+
+    def timed(step: DecodeStep) -> Any:
+        try:
+            return run(step)
+        finally:
+            ends.append(time.perf_counter())
+
+    with patch.object(DecodeStep, "run", timed):
+        yield ends
+
+
+PARTS = {"decode": decode, "drafts": drafts, "swap": swap}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = arguments(__doc__ or "", quick="batches 1 and 32, one round")
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one more")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--peers", action="store_true", help="generate_batch, too")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.batch, options.rounds = [1, 32], 1
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        for name in options.only:
+            asyncio.run(PARTS[name](bench))
+            gc.collect()
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+    took_s = time.monotonic() - began_s
+    show(f"device_inference {options.shape}, {took_s:,.0f} s", bench.numbers)
+    keep(bench.numbers, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The forward pass of a decode step over slabs, and a draw in each of its rows.
+
+Shape suffixes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from services.inference.engines.embedded.kv.decode_attention import SlabStep
+from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.sampler import Drawn, draw
+from services.inference.engines.embedded.sequences import DecodeSequence
+from services.inference.engines.embedded.speculation.drafter import Draft
+
+
+class DecodePass(Protocol):
+    """Computes the last sampled token of each sequence and its drafts, a row each."""
+
+    def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
+        """Store keys and values of all rows, and draw the token behind each."""
+
+    def after_swap(self) -> None:
+        """Called when other weights are served."""
+
+
+class SlabPass:
+    """The `DecodePass` over slabs and trunks."""
+
+    def __init__(
+        self, policy: Policy, running: Slabs[DecodeSequence], trunks: Trunks | None
+    ) -> None:
+        self._policy = policy
+        self._running = running
+        self._trunks = trunks
+
+    def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
+        """See `DecodePass`."""
+        trunk_slabs = self._trunks.slabs.occupied if self._trunks is not None else []
+        step = SlabStep(self._running.occupied, trunk_slabs)
+        ids: list[int] = []
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            ids += (sequence.sampled[-1], *draft.ids)
+        ids_N = torch.tensor(ids, device=self._policy.device)
+        logits_NV = self._policy.forward(ids_N, step.positions_N, step)
+        return draw_rows(logits_NV, sequences, drafts)
+
+    def after_swap(self) -> None:
+        """See `DecodePass`."""
+
+
+def draw_rows(
+    logits_NV: torch.Tensor, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]
+) -> Drawn:
+    """Draw the token behind each row; see `draw`."""
+    rows = [
+        (sequence, draft, index)
+        for sequence, draft in zip(sequences, drafts, strict=True)
+        for index in range(1 + len(draft.ids))
+    ]
+    return draw(
+        logits_NV,
+        [sequence.prompt for sequence, _, _ in rows],
+        positions=[sequence.position + index for sequence, _, index in rows],
+        matchers=[draft.matcher_after(index, sequence) for sequence, draft, index in rows],
+        answers=[sequence.answer_with(draft.ids[:index]) for sequence, draft, index in rows],
+    )

@@ -1,0 +1,228 @@
+"""The forward pass of a decode step on a device: one launch of a CUDA graph, one copy back.
+
+A step launches some thousand small kernels; one by one they take several times as long as they
+compute. A graph launches all of them at once, for a fixed number of rows: a step uses the smallest
+one that fits, and its last rows compute nothing that counts. Draws without cuts are part of the
+graph. Graphs are captured when a step first needs them; a model that cannot be captured, or whose
+graph computes other numbers, is computed without.
+
+Shape suffixes: N rows, V vocabulary, H key-value heads, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forge.rl.sampling import device_race_noise, sample_uncut
+from forge.runtime.telemetry import log
+from services.inference.engines.embedded.decode_pass import draw_rows
+from services.inference.engines.embedded.kv.attention import Heads
+from services.inference.engines.embedded.kv.device_attention import ExtentAttention
+from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents
+from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.sampler import Drawn, is_uncut
+from services.inference.engines.embedded.sequences import DecodeSequence
+from services.inference.engines.embedded.speculation.drafter import Draft
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows of a graph; a step with more rows has none."""
+_CHECK_TOKENS = 16
+"""Of a check; one of the sizes."""
+_TOLERANCE = 0.05
+"""Largest difference of a log-prob, in nats, between a graph and the same kernels without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    states_NC: torch.Tensor
+    """Hidden states of the rows."""
+    drawn_2N: torch.Tensor | None = None
+    """float64: tokens and log-probs; None if logits are asked for."""
+    logits_NV: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    graph: Any
+    inputs_6N: torch.Tensor
+    output: _Output
+
+
+class DevicePass:
+    """The `DecodePass` over extents."""
+
+    def __init__(
+        self, policy: Policy, running: Extents[DecodeSequence], attend: ExtentAttention
+    ) -> None:
+        self._policy = policy
+        self._running = running
+        self._attend = attend
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        # Recorded experts are copied to the host within the pass.
+        self._uses_graphs = policy.device.type == "cuda" and policy.kv_shape.routes is None
+        self._is_checked = False
+        self._pool: Any = None
+
+    def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
+        """See `DecodePass`."""
+        rows = _rows(sequences, drafts)
+        plain = all(
+            sequence.matcher is None and is_uncut(sequence.prompt.sampling)
+            for sequence in sequences
+        )
+        output = self._compute(rows, plain=plain)
+        self._policy.head.states = output.states_NC[: len(rows)]
+        if output.logits_NV is not None:
+            return draw_rows(output.logits_NV[: len(rows)], sequences, drafts)
+        assert output.drawn_2N is not None
+        # The one wait for the device.
+        ids, logprobs = output.drawn_2N[:, : len(rows)].tolist()
+        return Drawn(
+            ids=[int(one) for one in ids], logprobs=logprobs, allowed={}, top={}, failed={}
+        )
+
+    def after_swap(self) -> None:
+        """See `DecodePass`. With the first weights, check that a graph computes the same."""
+        if self._is_checked or not self._uses_graphs:
+            return
+        self._is_checked = True
+        graph = self._graph(_CHECK_TOKENS, plain=False)
+        if graph is None:
+            return
+        vocabulary = self._policy.limits.vocabulary
+        # One sequence, in tokens that belong to none.
+        start = SCRATCH_TOKENS - _CHECK_TOKENS
+        rows = [
+            (7 * place % vocabulary, place, start, place, place + 1, 0)
+            for place in range(_CHECK_TOKENS)
+        ]
+        inputs_6N = torch.tensor(rows).T.to(self._policy.device)
+        expected_NV = self._forward(inputs_6N, plain=False).logits_NV
+        graph.inputs_6N.copy_(inputs_6N)
+        graph.graph.replay()
+        found_NV = graph.output.logits_NV
+        assert found_NV is not None
+        assert expected_NV is not None
+        error = float((found_NV.log_softmax(-1) - expected_NV.log_softmax(-1)).abs().max())
+        # NaN is in both: such weights have been refused before.
+        if error > _TOLERANCE:
+            self._give_up(f"a graph's log-probs differ by {error:.3g} nats")
+        else:
+            log.info("decode_graphs_used", log_prob_error=error)
+
+    def _compute(self, rows: Sequence[Sequence[int]], *, plain: bool) -> _Output:
+        """Compute these rows, with a graph if there is one."""
+        size = next((size for size in _SIZES if size >= len(rows)), None)
+        inputs_6N = torch.tensor(rows).T
+        graph = self._graph(size, plain=plain) if size is not None else None
+        if graph is None:
+            return self._forward(inputs_6N.to(self._policy.device), plain=plain)
+        host_6N = torch.zeros((6, graph.inputs_6N.shape[1]), dtype=torch.long)
+        host_6N[:, : len(rows)] = inputs_6N
+        graph.inputs_6N.copy_(host_6N)
+        graph.graph.replay()
+        return graph.output
+
+    def _forward(self, inputs_6N: torch.Tensor, *, plain: bool) -> _Output:
+        ids_N, places_N, starts_N, seeds_N, positions_N, heats_N = inputs_6N
+        step = _ExtentStep(self._running.layers, self._attend, starts_N=starts_N, places_N=places_N)
+        logits_NV = self._policy.forward(ids_N, places_N, step)
+        states_NC = self._policy.head.states
+        if not plain:
+            return _Output(states_NC=states_NC, logits_NV=logits_NV)
+        drawn_N, logprobs_N = sample_uncut(
+            logits_NV,
+            temperature_B=heats_N.view(torch.float64).float(),
+            noise_BN=device_race_noise(seeds_N, positions_N, vocabulary=logits_NV.shape[-1]),
+        )
+        drawn_2N = torch.stack([drawn_N.double(), logprobs_N.double()])
+        return _Output(states_NC=states_NC, drawn_2N=drawn_2N)
+
+    def _graph(self, size: int, *, plain: bool) -> _Graph | None:
+        if not self._uses_graphs:
+            return None
+        if (size, plain) not in self._graphs:
+            try:
+                self._graphs[size, plain] = self._capture(size, plain=plain)
+            except RuntimeError as error:
+                self._give_up(str(error))
+                return None
+        return self._graphs[size, plain]
+
+    def _capture(self, size: int, *, plain: bool) -> _Graph:
+        # Zeros: the rows read and write scratch tokens alone.
+        inputs_6N = torch.zeros((6, size), dtype=torch.long, device=self._policy.device)
+        stream = torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._policy.device))
+        with torch.cuda.stream(stream):
+            # The first passes load libraries and compile kernels.
+            for _ in range(2):
+                self._forward(inputs_6N, plain=plain)
+        torch.cuda.current_stream(self._policy.device).wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy keys, values and weights meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = self._forward(inputs_6N, plain=plain)
+        return _Graph(graph=graph, inputs_6N=inputs_6N, output=output)
+
+    def _give_up(self, reason: str) -> None:
+        self._uses_graphs = False
+        self._graphs.clear()
+        log.warning("decode_without_graphs", reason=reason.splitlines()[0])
+
+
+class _ExtentStep:
+    """The KvPass of one step: a row reads its extent up to its own place."""
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        attend: ExtentAttention,
+        *,
+        starts_N: torch.Tensor,
+        places_N: torch.Tensor,
+    ) -> None:
+        self._layers = layers
+        self._attend = attend
+        self._starts_N = starts_N
+        self._places_N = places_N
+        self._tokens_N = starts_N + places_N
+
+    def attend(self, heads: Heads) -> torch.Tensor:
+        """Store the new keys and values, then attend; see `KvPass`."""
+        k_HTD, v_HTD = self._layers[heads.layer]
+        k_HTD.index_copy_(1, self._tokens_N, heads.k_NHD.transpose(0, 1))
+        v_HTD.index_copy_(1, self._tokens_N, heads.v_NHD.transpose(0, 1))
+        return self._attend(heads, k_HTD, v_HTD, starts_N=self._starts_N, places_N=self._places_N)
+
+
+def _rows(
+    sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]
+) -> list[tuple[int, int, int, int, int, int]]:
+    """Token, place and start of each row, and seed, position and temperature of its draw."""
+    rows = []
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        sampling = sequence.prompt.sampling
+        seed, heat = _signed(sampling.seed), _bits(sampling.temperature)
+        start, place, position = sequence.row, sequence.tokens, sequence.position
+        for index, token in enumerate((sequence.sampled[-1], *draft.ids)):
+            rows.append((token, place + index, start, seed, position + index, heat))
+    return rows
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the bits of an unsigned seed."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _bits(value: float) -> int:
+    """The int64 with the bits of a float64."""
+    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return found
