@@ -13,8 +13,9 @@ from pathlib import Path
 from forge.agents.sandbox import SANDBOX
 from forge.cli.connection import CONNECT_S
 from forge.cli.dataset import held_out_tasks
+from forge.cli.member_checks import check_members
 from forge.cli.presets import PRESETS, PROCESSES, Preset
-from forge.cli.stack import StackPlan, check_members, etcd_binary, reach_etcd
+from forge.cli.stack import StackPlan, etcd_binary, reach_etcd
 from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument, NotFound, raise_all
 from forge.core.extras import require_extra
 from forge.runtime.process.host_check import failures, require_writable

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge.cli.presets import EMBEDDED, PROCESSES, Settings
-from forge.cli.programs import run_module
 from forge.cli.rundir import RunDirectory
 from forge.cli.served_models import PlannedModels, ServingGroup
 from forge.cli.web_console import address
-from forge.core.errors import ConfigError, ForgeError, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import ConfigError, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator
 from forge.runtime.files.private import replace_private_file
@@ -181,32 +180,6 @@ def _models(models: PlannedModels) -> dict[str, str]:
     return {"models": models.tables} if models.tables else {}
 
 
-async def check_members(plan: StackPlan) -> list[ForgeError]:
-    """Checks the settings and this host with the programs themselves; returns all problems."""
-    checked = members(plan)
-    ended = await asyncio.gather(
-        *(
-            run_module(
-                member.module,
-                ("--check", *_flags(_settings(plan, member, plan.etcd))),
-                _quiet_environment(),
-                quiet=True,
-                python=member.python,
-            )
-            for member in checked
-        )
-    )
-    names: dict[str, list[str]] = {}
-    for member, (code, output) in zip(checked, ended, strict=True):
-        lines = [line for line in output.splitlines() if line.startswith("forge ")]
-        for line in lines or output.splitlines()[-1:] if code else ():
-            names.setdefault(line.partition(": ")[2], []).append(member.name)
-    return [
-        InvalidArgument(f"{', '.join(each)} cannot start: {problem}")
-        for problem, each in names.items()
-    ]
-
-
 async def reach_etcd(endpoints: str, *, cluster: str, timeout_s: float = 10.0) -> None:
     """Raises `ConfigError` for an etcd beyond loopback, `Unavailable` when it does not answer."""
     if not is_loopback_etcd(endpoints):
@@ -253,7 +226,7 @@ class Stack:
         started = {
             member.name: {
                 "module": member.module,
-                "flags": _flags(_settings(self.plan, member, self.endpoints)),
+                "flags": flags_of(self.plan, member, self.endpoints),
             }
             for member in planned
         }
@@ -304,11 +277,11 @@ class Stack:
             self._given_up.set_result(event)
 
     def _spec(self, member: Member) -> ProcessSpec:
-        settings = _settings(self.plan, member, self.endpoints)
+        flags = flags_of(self.plan, member, self.endpoints)
         return ProcessSpec(
             name=member.name,
-            argv=(member.python, *member.program, *_flags(settings)),
-            env=_quiet_environment(),
+            argv=(member.python, *member.program, *flags),
+            env=quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
             stop_s=member.drain_s + _EXIT_S,
         )
@@ -351,7 +324,8 @@ def etcd_binary() -> str:
     return binary
 
 
-def _settings(plan: StackPlan, member: Member, endpoints: str) -> dict[str, str]:
+def flags_of(plan: StackPlan, member: Member, endpoints: str) -> list[str]:
+    """Returns a member's settings as flags. `endpoints`: of etcd, "" before the first start."""
     shared = {
         "cluster": plan.cluster,
         "instance_id": member.name,
@@ -362,10 +336,7 @@ def _settings(plan: StackPlan, member: Member, endpoints: str) -> dict[str, str]
         shared["etcd"] = endpoints
     if plan.directory.key_file.exists():
         shared["key_file"] = str(plan.directory.key_file)
-    return shared | dict(member.settings)
-
-
-def _flags(settings: Mapping[str, str]) -> list[str]:
+    settings = shared | dict(member.settings)
     return [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
 
 
@@ -375,7 +346,7 @@ def _lasting_ports() -> dict[str, str]:
     return {"port": str(grpc_port), "http.port": str(http_port)}
 
 
-def _quiet_environment() -> dict[str, str]:
+def quiet_environment() -> dict[str, str]:
     """Returns the environment, with settings that keep libraries offline and single-threaded."""
     return dict(os.environ) | {
         "HF_HUB_OFFLINE": "1",

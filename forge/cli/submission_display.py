@@ -26,6 +26,8 @@ from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 
 DONE = ("trained", "tombstoned", "evaluated")
+_FIND_S = 1.0
+"""Longest wait for a leader until its absence is reported."""
 _LINES = 10
 """Lines of progress per epoch where no bar can be shown."""
 
@@ -49,7 +51,8 @@ async def submit_file(at: Connection, submission: Submission) -> None:
         coordinator, channels = await outages.outlast(lambda: stack.enter_async_context(at.open()))
         display = stack.enter_context(_Display(submission, rows=submitter.rows))
         # Without retries: `outages` repeats, and reports it.
-        await submitter.run(Operator(coordinator, channels, retry_for_s=0.0), display.show)
+        operator = Operator(coordinator, channels, retry_for_s=0.0, find_s=_FIND_S)
+        await submitter.run(operator, display.show)
     if submitter.counts.refused:
         raise InvalidArgument(f"{submitter.counts.refused} tasks were refused")
 

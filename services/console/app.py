@@ -46,7 +46,7 @@ class ConsoleApp:
         assert isinstance(config, ConsoleConfig)
         context = self._context
         # No retries: a page shows that a service is away, and reads again.
-        operator = Operator(context.coordinator, context.channels, retry_for_s=0.0)
+        operator = Operator(context.coordinator, context.channels, retry_for_s=0.0, find_s=1.0)
         reader = PoolReader(context.coordinator, context.channels, retry_for_s=0.0)
         queue = QueueView(operator)
         news = News()

@@ -144,7 +144,7 @@ async def test_killed_decode_worker_is_replaced_in_mid_answer(
     the caller sees no error."""
     await serving(inference, decodes=2)
     for name in await inference.workers("decode", 2):
-        assert "draft_heads_served" in inference.log(name)
+        assert "draft_heads_served" in inference.log_of(name)
     ids = prompt_ids(40)
     killed = ""
     # An answer may be over before this process has had its turn: then there is another.

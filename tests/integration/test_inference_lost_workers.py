@@ -58,6 +58,7 @@ async def test_frozen_worker_loses_its_calls_with_its_lease(inference: Inference
             if not frozen and len(sample.ids) > 20:
                 for frozen in await inference.sampling():
                     inference.freeze(frozen)
+                    await inference.end_lease(frozen)
     assert len(sample.ids) == LONG
     assert is_greedy(reference("qwen3"), ids, sample.ids)
     # It is frozen still: neither its end nor an answer of it has moved the request.

@@ -45,7 +45,9 @@ async def test_processes_hand_over_and_take_new_weights(
         assert is_greedy(reference("qwen3"), ids, sample.ids[:before])
         later = [*ids, *sample.ids[:before]]
         assert is_greedy(reference("qwen3", seed=1), later, sample.ids[before:])
-        assert "Misuse" not in cluster.log(workers["decode"]) + cluster.log(workers["prefill"])
+        assert "Misuse" not in cluster.log_of(workers["decode"]) + cluster.log_of(
+            workers["prefill"]
+        )
     finally:
         await cluster.stop()
         await coordinator.close()

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc.aio
@@ -43,7 +44,8 @@ class Remote(Generic[Stub]):
         find_s: float = math.inf,
     ) -> None:
         """`why_none` returns, from all instances of the kind, the reason that none fits; "" if
-        unknown. `find_s`: longest wait of an attempt for an instance, within its timeout."""
+        unknown. `find_s`: longest wait of an attempt for an instance, within its timeout; it
+        begins with the first view of etcd."""
         self._why_none = why_none
         self._find_s = find_s
         self._discovery = coordinator.discover(kind)
@@ -108,7 +110,7 @@ class Remote(Generic[Stub]):
         failed: set[str],
     ) -> Any:
         started_s = time.monotonic()
-        instance, stub = await self._pick(where, min(timeout_s, self._find_s), failed)
+        instance, stub = await self._pick(where, timeout_s, failed)
         left_s = max(0.001, timeout_s - (time.monotonic() - started_s))
         try:
             return await getattr(stub, method)(request, timeout=left_s)
@@ -123,7 +125,12 @@ class Remote(Generic[Stub]):
         failed: frozenset[str] | set[str],
     ) -> tuple[Instance, Stub]:
         try:
-            fitting = await self._discovery.wait(timeout_s=timeout_s, where=where)
+            if self._find_s < timeout_s:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s - self._find_s):
+                        await self._discovery.known()
+            wait_s = min(timeout_s, self._find_s)
+            fitting = await self._discovery.wait(timeout_s=wait_s, where=where)
         except Unavailable as error:
             reason = self._why_none(self.instances()) if self._why_none else ""
             if not reason:

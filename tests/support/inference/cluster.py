@@ -269,7 +269,7 @@ class InferenceCluster:
         if not self._killed:
             return
         for name in self._killed:
-            await self._etcd.end_leases(self._name, name)
+            await self.end_lease(name)
 
         async def forgotten() -> bool:
             workers = (await self.status()).workers
@@ -278,9 +278,9 @@ class InferenceCluster:
         await until(forgotten)
         self._killed.clear()
 
-    def log(self, name: str) -> str:
-        """What a process has logged so far."""
-        return (self._folder / f"{name}.log").read_text(encoding="utf-8")
+    async def end_lease(self, name: str) -> None:
+        """As when the TTL of a process that renews no more has passed."""
+        await self._etcd.end_leases(self._name, name)
 
     async def drain(self, name: str, draining: bool) -> None:
         """Takes a decode worker out of service, or back, once the router knows."""
