@@ -29,8 +29,11 @@ from forge.cli.connection import Connection
 from forge.cli.exports.files import JsonLines
 from forge.cli.exports.trajectory_rows import TrajectoryRows
 from forge.cli.options import SystemOptions
+from forge.cli.token_value_rows import ValuedRows, Values
 from forge.cli.trajectory_view import TrajectoryView
 from forge.client.pool import PoolReader
+from forge.client.token_values import TokenValuesReader
+from forge.core.errors import NotFound
 from forge.v1 import common_pb2, pool_pb2
 
 PENDING = 1
@@ -130,14 +133,24 @@ async def search_trajectories(
         )
 
 
-async def show_trajectory(at: Connection, trajectory_id: str, *, full: bool, as_json: bool) -> None:
-    """Prints one trajectory, as a tree or as one line of an export."""
-    async with _reader(at) as reader:
-        trajectory = await reader.find(trajectory_id)
+async def show_trajectory(
+    at: Connection, trajectory_id: str, *, full: bool, with_values: bool, as_json: bool
+) -> None:
+    """Prints one trajectory, as a tree or as one line of an export; `with_values`: with the token
+    values that the trainer stores."""
+    values: Values | None = {} if with_values else None
+    async with at.open() as (coordinator, channels):
+        trajectory = await PoolReader(coordinator, channels).find(trajectory_id)
+        if with_values:
+            try:
+                values = await TokenValuesReader(coordinator, channels).read(trajectory_id)
+            except NotFound as error:
+                sys.stderr.write(f"forge: {error}\n")
     if as_json:
-        JsonLines(sys.stdout.buffer, TrajectoryRows()).add(trajectory)
+        rows = TrajectoryRows() if values is None else ValuedRows(values)
+        JsonLines(sys.stdout.buffer, rows).add(trajectory)
     else:
-        console.print(TrajectoryView(trajectory).draw(full=full), highlight=False)
+        console.print(TrajectoryView(trajectory, values).draw(full=full), highlight=False)
 
 
 def _name_damaged(shard: str, trajectory_ids: Sequence[str]) -> None:

@@ -66,6 +66,15 @@ def show(
     full: Annotated[
         bool, typer.Option("--full", help="Print whole messages, not their first characters.")
     ] = False,
+    values: Annotated[
+        bool,
+        typer.Option(
+            "--values",
+            help="Add what the trainer stores of single tokens: for each turn its step, the "
+            "importance ratios, mean entropy and advantage, clipped tokens. With --json: all of "
+            "them.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show one trajectory as a tree of branches, with each turn's tokens, labels and rewards.
@@ -77,7 +86,10 @@ def show(
     """
     from forge.cli.pool_reading import show_trajectory
 
-    finish(lambda: show_trajectory(at, trajectory, full=full, as_json=json), "Interrupted.")
+    finish(
+        lambda: show_trajectory(at, trajectory, full=full, with_values=values, as_json=json),
+        "Interrupted.",
+    )
 
 
 @trajectories_app.command()

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
+from forge.cli.token_value_rows import Values, summary_of
 from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
@@ -24,9 +25,11 @@ _ROLE_STYLE = {"system": "magenta", "user": "cyan", "assistant": "green", "tool"
 class TrajectoryView:
     """The branches of one trajectory."""
 
-    def __init__(self, trajectory: pb.Trajectory) -> None:
-        """Raises `InvalidArgument` if the turns form no tree."""
+    def __init__(self, trajectory: pb.Trajectory, values: Values | None = None) -> None:
+        """With `values` each turn has a summary of its token values. Raises `InvalidArgument` if
+        the turns form no tree."""
         self._trajectory = trajectory
+        self._values = values
         self._turns = trajectory.turns
         self._tree = TrajectoryTree(self._turns)
 
@@ -89,6 +92,8 @@ class TrajectoryView:
             parts.append(f"[blue]{escape(turn.context_action)}[/blue]")
         if turn.parse_error:
             parts.append("[red]cannot be parsed[/red]")
+        if self._values is not None:
+            parts.append(f"[magenta]{summary_of(self._values.get(index))}[/magenta]")
         parts += [_reward(one) for one in self._trajectory.rewards if one.turn_index == index]
         return " · ".join(parts)
 

@@ -47,6 +47,80 @@ TRAINER_PHASE_FINISHED: TrainerPhase.ValueType  # 4
 Global___TrainerPhase: _TypeAlias = TrainerPhase  # noqa: Y015
 
 @_typing.final
+class FetchTokenValuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchTokenValuesRequest: _TypeAlias = FetchTokenValuesRequest  # noqa: Y015
+
+@_typing.final
+class FetchTokenValuesResponse(_message.Message):
+    """At most 32,768 consecutive tokens of one turn; the pieces of a turn are in order. Each column has one entry
+    per token, little-endian, of half precision.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_INDEX_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOG_RATIOS_FIELD_NUMBER: _builtins.int
+    ENTROPIES_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    FLAGS_FIELD_NUMBER: _builtins.int
+    turn_index: _builtins.int
+    first: _builtins.int
+    """Place of the first token among the sampled tokens of the turn."""
+    step: _builtins.int
+    """Optimizer step that trained the turn."""
+    weight_version: _builtins.int
+    """Of the weights before the step, which computed the values."""
+    logprobs: _builtins.bytes
+    """Float32: log pi, at the temperature of sampling."""
+    log_ratios: _builtins.bytes
+    """Float32: log of the importance ratio pi / pi_behavior."""
+    entropies: _builtins.bytes
+    """Float32: entropy of the token's distribution in nats, at the temperature of sampling."""
+    advantages: _builtins.bytes
+    """Float32: advantage, before a KL penalty and a teacher's part."""
+    flags: _builtins.bytes
+    """One byte: 1: the ratio exceeds a bound of the loss, plus 2: the off-policy correction masks the token."""
+    def __init__(
+        self,
+        *,
+        turn_index: _builtins.int = ...,
+        first: _builtins.int = ...,
+        step: _builtins.int = ...,
+        weight_version: _builtins.int = ...,
+        logprobs: _builtins.bytes = ...,
+        log_ratios: _builtins.bytes = ...,
+        entropies: _builtins.bytes = ...,
+        advantages: _builtins.bytes = ...,
+        flags: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "entropies", b"entropies", "first", b"first", "flags", b"flags", "log_ratios", b"log_ratios", "logprobs", b"logprobs", "step", b"step", "turn_index", b"turn_index", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchTokenValuesResponse: _TypeAlias = FetchTokenValuesResponse  # noqa: Y015
+
+@_typing.final
 class ListWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

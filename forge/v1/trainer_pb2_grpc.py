@@ -74,6 +74,11 @@ class TrainerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.FromString,
                 _registered_method=True)
+        self.FetchTokenValues = channel.unary_stream(
+                '/forge.v1.TrainerService/FetchTokenValues',
+                request_serializer=forge_dot_v1_dot_trainer__pb2.FetchTokenValuesRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_trainer__pb2.FetchTokenValuesResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -145,6 +150,17 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchTokenValues(self, request, context):
+        """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
+        a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
+        none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
+        in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+        Changes nothing; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -187,6 +203,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.PromoteWeights,
                     request_deserializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.SerializeToString,
+            ),
+            'FetchTokenValues': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchTokenValues,
+                    request_deserializer=forge_dot_v1_dot_trainer__pb2.FetchTokenValuesRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_trainer__pb2.FetchTokenValuesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -405,6 +426,33 @@ class TrainerService(object):
             '/forge.v1.TrainerService/PromoteWeights',
             forge_dot_v1_dot_trainer__pb2.PromoteWeightsRequest.SerializeToString,
             forge_dot_v1_dot_trainer__pb2.PromoteWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchTokenValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.TrainerService/FetchTokenValues',
+            forge_dot_v1_dot_trainer__pb2.FetchTokenValuesRequest.SerializeToString,
+            forge_dot_v1_dot_trainer__pb2.FetchTokenValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,

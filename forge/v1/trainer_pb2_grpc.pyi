@@ -64,6 +64,13 @@ class TrainerServiceStub:
     """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
     the outcome is unknown.
     """
+    FetchTokenValues: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FetchTokenValuesRequest, _trainer_pb2.FetchTokenValuesResponse]
+    """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
+    a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
+    none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
+    in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+    Changes nothing; safe to retry.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -98,6 +105,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     PromoteWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PromoteWeightsRequest, _trainer_pb2.PromoteWeightsResponse]  # type: ignore[assignment]
     """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
     the outcome is unknown.
+    """
+    FetchTokenValues: _aio.UnaryStreamMultiCallable[_trainer_pb2.FetchTokenValuesRequest, _trainer_pb2.FetchTokenValuesResponse]  # type: ignore[assignment]
+    """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
+    a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
+    none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
+    in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+    Changes nothing; safe to retry.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -178,6 +192,19 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.PromoteWeightsResponse, _abc.Awaitable[_trainer_pb2.PromoteWeightsResponse]]:
         """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
         the outcome is unknown.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchTokenValues(
+        self,
+        request: _trainer_pb2.FetchTokenValuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.FetchTokenValuesResponse], _abc.AsyncIterator[_trainer_pb2.FetchTokenValuesResponse]]:
+        """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
+        a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
+        none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
+        in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+        Changes nothing; safe to retry.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

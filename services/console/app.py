@@ -8,6 +8,7 @@ from functools import partial
 
 from forge.client.operator import Operator
 from forge.client.pool import PoolReader
+from forge.client.token_values import TokenValuesReader
 from forge.client.weights import WeightSteering
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import pool_pb2
@@ -20,6 +21,7 @@ from services.console.data.services_view import ServicesView
 from services.console.data.steps import Steps
 from services.console.data.tasks_view import TasksView
 from services.console.data.token_texts import TokenTexts
+from services.console.data.token_values import TokenValuesCache
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
 from services.console.data.trajectory_list import TrajectoryList
@@ -88,6 +90,11 @@ class ConsoleApp:
             tasks=tasks,
             cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
             texts=texts,
+            values=TokenValuesCache(
+                TokenValuesReader(
+                    context.coordinator, context.channels, timeout_s=config.call_timeout_s
+                ).read
+            ),
             compared=ComparedRuns(config.compare, most=config.max_steps),
             actions=Actions(
                 operator,

@@ -39,6 +39,7 @@ from services.trainer import metrics
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import DescribeRoutes, LearnerActor
 from services.trainer.actors.steering import ResumeHold, ReviewCanary, Steering
+from services.trainer.actors.token_values import DIRECTORY, KeptTokenValues, TokenValueStore
 from services.trainer.actors.training import (
     UNBOUNDED_S,
     Advance,
@@ -111,6 +112,7 @@ class TrainerApp:
             lambda: CheckpointWriter(store, sending, copies), name="checkpoints"
         )
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
+        values = await self._spawn_values()
         source = partial(
             self._source,
             await asyncio.to_thread(self._attention_channels),
@@ -128,6 +130,7 @@ class TrainerApp:
                 evaluator=self._evaluator,
                 clock=self._clock,
                 qualities=self._versions.qualities,
+                values=KeptTokenValues(values, self._config.token_values),
             ),
             name="training",
         )
@@ -141,6 +144,7 @@ class TrainerApp:
                 self._training,
                 self._source_of_checkpoints,
                 steering=self._steering,
+                values=values,
                 versions=self._versions,
                 workers=self._workers,
             ),
@@ -317,6 +321,13 @@ class TrainerApp:
                 canary=self._config.canary,
             ),
             name="steering",
+        )
+
+    async def _spawn_values(self) -> ActorRef:
+        directory = Path(self._config.checkpoint.dir) / DIRECTORY
+        settings = self._config.token_values
+        return await self._context.actors.spawn(
+            lambda: TokenValueStore(directory, settings), name="token-values"
         )
 
     async def _workers(self) -> list[Instance]:

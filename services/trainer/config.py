@@ -117,6 +117,18 @@ class CanarySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValuesSettings:
+    """Values of single trained tokens, for the token view of the console."""
+
+    tokens_per_step: Annotated[int, Meta(ge=0, le=16_777_216)] = 65536
+    """Most trained tokens of a step whose log-prob, importance ratio, entropy and advantage are
+    stored: whole turns of groups in random order; 0: none."""
+    max_mib: Annotated[float, Meta(ge=1)] = 256.0
+    """Size of the store in checkpoint.dir; beyond it the oldest steps are removed. A token takes 10
+    bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
     """Evaluation on held-out tasks during training."""
 
@@ -262,6 +274,7 @@ class TrainerConfig(ServiceConfig):
     routing_replay: RoutingReplayConfig = field(default_factory=RoutingReplayConfig)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    token_values: TokenValuesSettings = field(default_factory=TokenValuesSettings)
 
     def validate(self) -> None:
         """Raises `InvalidArgument` that names setting and value of an invalid combination."""

@@ -67,6 +67,15 @@ _CHECKPOINT_COPY_FAILING = gauge(
     "forge_trainer_checkpoint_copy_failing",
     "1 when the newest checkpoint could not be copied to checkpoint.copy_to.",
 )
+TOKEN_VALUE_BYTES = gauge(
+    "forge_trainer_token_value_bytes", "Size of the stored values of single tokens."
+)
+TOKEN_VALUES_LOST = counter(
+    "forge_trainer_token_values_lost_total",
+    "Steps whose token values were not stored; cause: disk (a write failed), busy (earlier writes "
+    "had not ended).",
+    ["cause"],
+)
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Duration of a step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from forge.core.errors import ResourceExhausted
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.interceptor import current_claims
@@ -16,6 +17,7 @@ from forge.runtime.weights import ERROR_KEY, WeightHold
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack, StartCanary
+from services.trainer.actors.token_values import ReadValues
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
 from services.trainer.checkpoint_follower import CheckpointSource
 from services.trainer.published.quality import Qualities
@@ -31,9 +33,16 @@ SCOPES = {
     "RollBackWeights": "operator",
     "StartWeightCanary": "operator",
     "PromoteWeights": "operator",
+    # Of contents of trajectories, which an administrator alone reads.
+    "FetchTokenValues": "admin",
 }
 AUDITED = frozenset({"SaveCheckpoint", "RollBackWeights", "StartWeightCanary", "PromoteWeights"})
 """Changes by people: calls in the audit log."""
+
+MOST_READS = 4
+"""Calls of FetchTokenValues in work: the store has room for the values of further steps."""
+READ_S = 30.0
+"""Longest wait for the store."""
 
 Workers = Callable[[], Awaitable[Sequence[Instance]]]
 
@@ -48,6 +57,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         source: CheckpointSource,
         *,
         steering: ActorRef,
+        values: ActorRef,
         versions: PublishedVersions,
         workers: Workers,
     ) -> None:
@@ -56,6 +66,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self._source = source
         self._training = training
         self._steering = steering
+        self._values = values
+        self._reads = 0
         self._versions = versions
         self._workers = workers
 
@@ -136,6 +148,23 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """Ends the hold."""
         change = Promote(subject=_subject(request))
         return pb.PromoteWeightsResponse(hold=await self._steer(change, context))
+
+    async def FetchTokenValues(
+        self, request: pb.FetchTokenValuesRequest, context: Any
+    ) -> AsyncIterator[pb.FetchTokenValuesResponse]:
+        """Sends the stored values of a trajectory's tokens."""
+        if self._reads >= MOST_READS:
+            raise ResourceExhausted(
+                f"{self._reads} calls of FetchTokenValues are in work", retry_after_s=1.0
+            )
+        self._reads += 1
+        try:
+            timeout_s = min(context.time_remaining() or READ_S, READ_S)
+            read = ReadValues(trajectory_id=request.trajectory_id)
+            for response in await self._values.ask(read, timeout_s=timeout_s):
+                yield response
+        finally:
+            self._reads -= 1
 
     async def _steer(
         self, change: RollBack | StartCanary | Promote, context: Any

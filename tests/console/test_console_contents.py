@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote
@@ -10,6 +11,7 @@ from urllib.parse import quote
 import pytest
 from playwright.async_api import Browser, expect
 
+from forge.client.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2, trainer_pb2
@@ -73,6 +75,7 @@ async def test_long_trajectory_scrolls(browser: Browser) -> None:
     turn.sampled.weight_versions = int32_bytes([3] * LONG)
     async with served() as console, watched(browser, address(console)) as one:
         console.pool.put("t:0:0", turn)
+        console.values.stored["t:0:0"] = {0: values_of(*[0.5] * LONG, clipped=LONG - 1)}
         page = one.page
         await one.go("#/trajectories/t:0:0/0")
         await one.until(
@@ -86,6 +89,10 @@ async def test_long_trajectory_scrolls(browser: Browser) -> None:
         await page.evaluate("document.querySelector('.tokens').scrollTop = 0")
         await page.wait_for_selector(".t[data-at='0']")
         assert await page.locator(".t").count() < 5000
+        await page.select_option("section select", "ratio")
+        await page.click("button:has-text('Next clipped')")
+        await page.wait_for_selector(f".t.at.clipped[data-at='{LONG + 999}']")
+        await expect(page.locator(".scale")).to_contain_text("200.0 k of 200.0 k")
         # A hundred jumps: each one draws its lines.
         slowest_ms = await page.evaluate(
             """async () => {
@@ -103,6 +110,76 @@ async def test_long_trajectory_scrolls(browser: Browser) -> None:
         )
         print(f"slowest of 100 jumps: {slowest_ms:.0f} ms")
         assert one.errors == []
+
+
+def values_of(*log_ratios: float, clipped: int) -> TurnValues:
+    """Values of a turn of step 4; token `clipped` alone is clipped, and the last one masked."""
+    count = len(log_ratios)
+    flags = bytearray(count)
+    flags[clipped] |= CLIPPED
+    flags[-1] |= MASKED
+    return TurnValues(
+        step=4,
+        weight_version=9,
+        logprobs=array("f", [-1.5] * count),
+        log_ratios=array("f", log_ratios),
+        entropies=array("f", [5.0, *[0.25] * (count - 1)]),
+        advantages=array("f", [-2.0] * count),
+        flags=flags,
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_tokens_have_the_trainers_values(browser: Browser, dark: bool) -> None:
+    """Colors, legend and marks of each mode without a finding of axe-core; by the keyboard alone,
+    token by token; a turn without values says so and has no color."""
+    async with served() as console, watched(browser, address(console), dark=dark) as one:
+        page = one.page
+        console.pool.put(
+            "t:0:0",
+            make_turn(index=0, prompt=(1, 2), sampled=(3, 4)),
+            make_turn(index=1, prefix=4, prompt=(5,), sampled=(6, 7, 8)),
+        )
+        console.values.stored["t:0:0"] = {1: values_of(2.0, -2.0, 0.0, clipped=0)}
+        await one.go("#/trajectories/t:0:0/1")
+        await page.wait_for_selector(".t.own.clipped")
+        legend, info = page.locator(".scale"), page.locator(".token-info")
+        colored = "[...document.querySelectorAll('.t')].map(t => t.style.backgroundColor !== '')"
+        for mode, words in (
+            ("ratio", "Values of 3 of 5 sampled tokens are stored."),
+            ("entropy", "entropy 0 to 3 nats"),
+            ("advantage", "The trainer's, where it is stored"),
+            ("version", "weights"),
+            ("logprob", "the less likely"),
+        ):
+            await page.select_option("section select", mode)
+            await expect(legend).to_contain_text(words, timeout=LIMIT_MS)
+            assert await one.problems() == []
+            if mode in ("ratio", "entropy"):
+                assert await page.evaluate(colored) == [*[False] * 5, True, True, True]
+        await page.locator(".tokens").focus()
+        for _ in range(6):
+            await page.keyboard.press("ArrowRight")
+        await expect(info).to_contain_text("step 4 with weights v9", timeout=LIMIT_MS)
+        await expect(info).to_contain_text("ratio 7.389 (clipped), entropy 5 nats")
+        await expect(info).to_have_attribute("aria-live", "polite")
+        await expect(page.locator(".t.at")).to_have_attribute("data-at", "5")
+        await page.keyboard.press("ArrowLeft")
+        await page.keyboard.press("ArrowLeft")
+        await expect(info).to_contain_text("turn 0", timeout=LIMIT_MS)
+        await expect(info).to_contain_text("ratio and entropy not stored for this turn")
+        await page.click("button:has-text('Next clipped')")
+        await expect(page.locator(".t.at")).to_have_attribute("data-at", "5")
+        await page.locator(".t.masked").hover()
+        await expect(info).to_contain_text("ratio 1 (masked)", timeout=LIMIT_MS)
+        await page.select_option("section select", "ratio")
+        await page.locator("button.step").first.click()
+        await expect(legend).to_contain_text(
+            "The trainer stores no values of these turns.", timeout=LIMIT_MS
+        )
+        assert await page.evaluate(colored) == [False] * 4
+        assert await page.locator("button:has-text('Next clipped')").is_hidden()
+        assert await one.problems() == [] and one.errors == []
 
 
 async def test_login_leads_to_the_page(browser: Browser) -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from forge.client.token_values import TokenValuesReader, TurnValues
 from forge.client.weights import WeightSteering, earlier_version
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.named_tensor import NamedTensor
@@ -44,8 +45,9 @@ async def stack(
         await services.close()
 
 
-async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
-    """Steps are committed, reported, published, checkpointed; then weights are still served."""
+async def test_run_trains_every_batch_and_finishes(stack: Stack, coordinator: Coordinator) -> None:
+    """Steps are committed, reported, published, checkpointed; then weights and the values of single
+    tokens are still served, the latter after a restart, too."""
     stack.trainer.start(max_steps=3, checkpoint__every_steps=2)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     last = await stack.client.until_step(3)
@@ -68,6 +70,7 @@ async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
         "run-clock.json",
         "step-00000002",
         "step-00000003",
+        "token-values",
     ]
     # The last step's weights are version 4, the kept model read back from its files version 5.
     manifest = await stack.client.until_version(5)
@@ -76,7 +79,26 @@ async def test_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     assert content_digest(entries) == manifest["digest"]
     with pytest.raises(NotFound, match="held: \\[4, 5\\]"):
         await stack.client.fetch(manifest["source"], 1)
+    reader = TokenValuesReader(coordinator, stack.cluster.channels)
+    before = await values_of_all(stack, reader)
+    assert sorted(one.step for one in before.values()) == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    with pytest.raises(NotFound, match="no token values of task-9:0:0"):
+        await reader.read("task-9:0:0")
     await a_damaged_checkpoint_is_passed_over(stack)
+    # Step 3 was trained again, from the same weights.
+    assert await values_of_all(stack, reader) == before
+
+
+async def values_of_all(stack: Stack, reader: TokenValuesReader) -> dict[str, TurnValues]:
+    """The values of the one turn of every trajectory."""
+    found = {}
+    for task_id in await stack.trained():
+        for rollout in (0, 1):
+            (turn,) = (await reader.read(f"{task_id}:{rollout}:0")).items()
+            found[f"{task_id}:{rollout}:0"] = turn[1]
+            assert turn[0] == 0 and len(turn[1].flags) == len(turn[1].entropies) == 2
+            assert min(turn[1].entropies) > 0
+    return found
 
 
 async def fetched_entries(stack: Stack, source: str, version: int) -> list[TensorEntry]:

@@ -27,6 +27,12 @@ def test_worlds_are_exact(found: dict[str, float], precision: str) -> None:
     assert not {case: error for case, error in cases.items() if not error <= LIMITS[precision]}
 
 
+def test_token_values_of_all_ranks_are_on_rank_0(found: dict[str, float]) -> None:
+    """On every mesh, to the precision of their type."""
+    cases = {case: error for case, error in found.items() if case.endswith("fp16 token values")}
+    assert len(cases) >= 3 and max(cases.values()) <= 1e-3
+
+
 def test_parameters_of_a_rank_fall_with_the_number_of_shards(found: dict[str, float]) -> None:
     """To within the padding of tensors that do not divide."""
     held = {case.split()[0]: size for case, size in found.items() if case.endswith(" held")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from statistics import fmean
@@ -28,6 +28,7 @@ from forge.rl.learner.tree_tokens import Reference, TreeTokens
 from forge.rl.learner.types import StepResult, Update
 from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy_stats
+from forge.rl.losses.token_values import token_values
 from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.replay import ReplayStats
@@ -95,11 +96,14 @@ class Learner:
             samples, mini_batches=self.config.mini_batches, token_budget=token_budget
         )
 
-    def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
+    def step(
+        self, plan: BatchPlan, *, weight_version: int, keep: Collection[int] = ()
+    ) -> StepResult:
         """Update on a batch, unless the loss or gradient of its first update is not finite.
 
         If all advantages are zero, an update is by momentum alone; a batch without a trained token
-        is skipped. `weight_version` is that of the weights before the step.
+        is skipped. `weight_version` is that of the weights before the step; `keep` has the numbers
+        of the samples whose token values are returned.
         """
         began, before = time.perf_counter(), self.steps
         first, *rest = plan.updates
@@ -124,6 +128,7 @@ class Learner:
             stats=policy_stats(stats, weight_version=weight_version),
             domains=domain_stats(stats, weight_version=weight_version),
             engines=engine_stats(stats, weight_version=weight_version),
+            token_values=token_values(stats, keep),
             critic=critic_stats(credits_of_all(frozen, self.policy.world)),
             balance_loss=fmean([part.balance_loss for part in parts]),
             mtp=parts[0].mtp,

@@ -126,8 +126,10 @@ def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> Toke
         teacher_gaps=share.teacher_gaps,
         gradient_size=_gradient_size(tokens.logprobs),
         lengths=tree.lengths_S,
+        advantages=tokens.advantages.detach(),
         domains=tree.domains_S,
         engines=tree.engines_S,
+        numbers=tree.numbers_S,
     )
 
 

@@ -9,6 +9,7 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.critic import CriticStats
 from forge.rl.learner.share import Frozen, Share
 from forge.rl.losses.stats import DomainStats, EngineStats, PolicyStats, TokenStats
+from forge.rl.losses.token_values import TokenValues
 from forge.rl.model.replay import ReplayStats
 from forge.rl.mtp.training import MtpStats
 
@@ -53,6 +54,8 @@ class StepResult:
     imbalance: float = 0.0
     """Time that data groups wait for each other, as a share of the time that they compute; by the
     work of their trees."""
+    token_values: TokenValues = TokenValues()  # noqa: RUF009
+    """Of the samples that the caller named, in the first pass; on rank 0."""
 
 
 @dataclass(slots=True, kw_only=True)

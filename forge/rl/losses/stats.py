@@ -35,8 +35,12 @@ class TokenStats:
     """[S] tokens of each sample; tokens of a sample are contiguous."""
     domains: tuple[str, ...]
     """[S]"""
+    advantages: Tensor
+    """Of the loss, before a KL penalty and a teacher's part."""
     engines: tuple[str, ...] = ()
     """[S], of the engines that sampled; empty: unknown."""
+    numbers: tuple[int, ...] = ()
+    """[S], `Sample.number`; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

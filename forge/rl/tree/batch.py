@@ -40,6 +40,8 @@ class TreeBatch:
     """Return-to-go of the token's turn; None without a critic."""
     domains_S: tuple[str, ...]
     engines_S: tuple[str, ...]
+    numbers_S: tuple[int, ...]
+    """`Sample.number` of each sample."""
     sample_tokens: int
     """Tokens of all samples without merging."""
     lasts_S: Tensor
@@ -108,6 +110,7 @@ def idle_tree(channels: int) -> TreeBatch:
         returns_T=None,
         domains_S=(),
         engines_S=(),
+        numbers_S=(),
         sample_tokens=0,
         lasts_S=none,
         trajectories_S=none,
@@ -182,6 +185,7 @@ def build_tree_batch(
         returns_T=_returns(chosen),
         domains_S=tuple(one.domain for one in chosen),
         engines_S=tuple(one.engine for one in chosen),
+        numbers_S=tuple(one.number for one in chosen),
         sample_tokens=sum(one.tokens for one in chosen),
         lasts_S=torch.tensor(plan.lasts, dtype=torch.long),
         token_budget=token_budget,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,21 +32,12 @@ def token_rows(
     """Columns of `count` tokens of a turn's sequence, from `first` on. Prompt tokens have neither
     log-prob nor version, and turn -1. Raises `NotFound` for an unknown turn, `InvalidArgument` for
     another count or if the turns form no tree."""
-    if not 0 <= turn_index < len(one.turns):
-        raise NotFound(f"{one.trajectory_id} has no turn {turn_index}")
-    if not 1 <= count <= MOST_TOKENS:
-        raise InvalidArgument(f"count = {count} must be 1 to {MOST_TOKENS}")
-    TrajectoryTree(one.turns)
     ids: list[int] = []
     logprobs: list[float | None] = []
     versions: list[int] = []
     turns: list[int] = []
-    at = 0
-    for piece in _pieces(one.turns, turn_index):
-        low, high = max(first - at, 0), min(first + count - at, piece.tokens)
-        at += piece.tokens
-        if low >= high:
-            continue
+    pieces = _checked(one, turn_index, count)
+    for piece, low, high in _within(pieces, first, count):
         part = slice(low * TOKEN_BYTES, high * TOKEN_BYTES)
         sampled = piece.turn.sampled
         if piece.sampled:
@@ -61,13 +52,41 @@ def token_rows(
             turns += [-1] * (high - low)
     return {
         "first": first,
-        "total": at,
+        "total": sum(piece.tokens for piece in pieces),
         "ids": ids,
         "texts": [texts.of(each) for each in ids] if texts.known else None,
         "logprobs": logprobs,
         "versions": versions,
         "turns": turns,
     }
+
+
+def spans_of(
+    one: pb.Trajectory, turn_index: int, *, first: int, count: int
+) -> Iterator[tuple[int, int, int]]:
+    """The parts of `token_rows`: turn (-1 for prompt tokens), and the range among the turn's
+    sampled, or prompt, tokens. Raises like `token_rows`."""
+    for piece, low, high in _within(_checked(one, turn_index, count), first, count):
+        yield piece.turn.turn_index if piece.sampled else -1, low, high
+
+
+def _checked(one: pb.Trajectory, turn_index: int, count: int) -> list[_Piece]:
+    if not 0 <= turn_index < len(one.turns):
+        raise NotFound(f"{one.trajectory_id} has no turn {turn_index}")
+    if not 1 <= count <= MOST_TOKENS:
+        raise InvalidArgument(f"count = {count} must be 1 to {MOST_TOKENS}")
+    TrajectoryTree(one.turns)
+    return _pieces(one.turns, turn_index)
+
+
+def _within(pieces: Iterable[_Piece], first: int, count: int) -> Iterator[tuple[_Piece, int, int]]:
+    """The pieces in a range of the sequence, each with its own range."""
+    at = 0
+    for piece in pieces:
+        low, high = max(first - at, 0), min(first + count - at, piece.tokens)
+        at += piece.tokens
+        if low < high:
+            yield piece, low, high
 
 
 def _pieces(turns: Sequence[pb.Turn], index: int) -> list[_Piece]:

@@ -61,6 +61,7 @@ TRAINING = Right("TrainerService", "viewer")
 QUEUE = Right("SchedulerService", "viewer")
 SUMMARIES = Right("PoolService", "operator")
 CONTENT = Right("PoolService", "admin")
+VALUES = Right("TrainerService", "admin")
 WEIGHTS = Right("TrainerService", "operator")
 QUEUE_CHANGES = Right("SchedulerService", "operator")
 """Also the list of groups, whose trajectories have rewards."""

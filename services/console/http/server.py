@@ -25,6 +25,7 @@ from services.console.data.queue_view import QueueView
 from services.console.data.tasks_view import TasksView
 from services.console.data.token_rows import MOST_TOKENS, token_rows
 from services.console.data.token_texts import TokenTexts
+from services.console.data.token_values import TokenValuesCache, value_rows
 from services.console.data.trajectory_cache import TrajectoryCache
 from services.console.data.trajectory_list import TrajectoryList, filter_of, whole_number
 from services.console.data.trajectory_page import trajectory_row
@@ -36,6 +37,7 @@ from services.console.http.access import (
     QUEUE_CHANGES,
     SUMMARIES,
     TRAINING,
+    VALUES,
     Access,
     Right,
 )
@@ -75,6 +77,7 @@ class Sources:
     tasks: TasksView
     cache: TrajectoryCache
     texts: TokenTexts
+    values: TokenValuesCache
     compared: ComparedRuns
     actions: Actions
 
@@ -132,10 +135,9 @@ class HttpServer:
         add("/api/data_set", self._data(QUEUE_CHANGES, self._data_set))
         add("/api/groups/{task:[a-zA-Z0-9._-]{1,200}}", self._data(SUMMARIES, self._group))
         add(f"/api/trajectories/{_TRAJECTORY}", self._data(CONTENT, self._trajectory))
-        add(
-            f"/api/trajectories/{_TRAJECTORY}/turns/{{turn:[0-9]{{1,9}}}}/tokens",
-            self._data(CONTENT, self._tokens),
-        )
+        turn = f"/api/trajectories/{_TRAJECTORY}/turns/{{turn:[0-9]{{1,9}}}}"
+        add(f"{turn}/tokens", self._data(CONTENT, self._tokens))
+        add(f"{turn}/values", self._data(VALUES, self._values))
         return app
 
     def _data(self, right: Right, read: Read) -> Handler:
@@ -189,11 +191,18 @@ class HttpServer:
 
     async def _tokens(self, request: web.Request) -> Any:
         one = await self._sources.cache.get(request.match_info["trajectory"])
-        first = whole_number(request.query, "first", 0)
-        count = whole_number(request.query, "count", MOST_TOKENS)
+        read = partial(token_rows, **_range(request))
         turn = int(request.match_info["turn"])
-        read = partial(token_rows, first=first, count=count)
         return await asyncio.to_thread(read, one, turn, self._sources.texts)
+
+    async def _values(self, request: web.Request) -> Any:
+        # Lengths of turns are the pool's.
+        self._access.claims(request, CONTENT)
+        trajectory_id = request.match_info["trajectory"]
+        one = await self._sources.cache.get(trajectory_id)
+        values, note = await self._sources.values.get(trajectory_id)
+        read = partial(value_rows, **_range(request))
+        return await asyncio.to_thread(read, one, int(request.match_info["turn"]), values, note)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         names = [name for name in request.query.get("topics", "").split(",") if name]
@@ -289,6 +298,14 @@ class HttpServer:
             response = _failed(500, "internal error; the console's log has it")
         REQUESTS.labels(str(response.status)).inc()
         return response
+
+
+def _range(request: web.Request) -> dict[str, int]:
+    """The asked tokens of a sequence. Raises `InvalidArgument`."""
+    return {
+        "first": whole_number(request.query, "first", 0),
+        "count": whole_number(request.query, "count", MOST_TOKENS),
+    }
 
 
 def static_files() -> dict[str, tuple[bytes, str]]:

@@ -29,6 +29,7 @@ from services.trainer import metrics
 from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
 from services.trainer.actors.learner import Restore
 from services.trainer.actors.publications import Publications
+from services.trainer.actors.token_values import KeptTokenValues
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
@@ -77,6 +78,7 @@ class Training(Actor):
         evaluator: Evaluator | None = None,
         clock: RunClock | None = None,
         qualities: Qualities | None = None,
+        values: KeptTokenValues | None = None,
     ) -> None:
         """`make_publisher` takes the highest weight version that may be in use."""
         self._config = config
@@ -91,6 +93,7 @@ class Training(Actor):
         self._evaluator = evaluator
         self._clock = clock or RunClock()
         self._qualities = qualities or Qualities()
+        self._values = values or KeptTokenValues()
         self._consistent = False
         """Learner and scheduler agree on the step; otherwise the next operation is resume."""
         self._kept_step = -1
@@ -146,6 +149,7 @@ class Training(Actor):
         checkpoint: Checkpoint | None = await self._ask(Restore())
         floor = await self._lineage.begin(checkpoint, self._source.trained_groups)
         self._record.rewind(checkpoint.history if checkpoint else [])
+        self._values.rewound(self._record.step)
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
         self._checkpoint = checkpoint.path if checkpoint else None
         await self._source.rewind(self._record.step, fence=self._lineage.fence)
@@ -168,12 +172,14 @@ class Training(Actor):
         if step != self._config.max_steps:
             self._source.prepare()
         self._consistent = False
-        result: StepResult = await self._ask(
-            Take(plan=batch.plan, weight_version=self._record.weight_version)
-        )
+        version = self._record.weight_version
+        keep = self._values.chosen(batch.samples, step=step)
+        take = Take(plan=batch.plan, weight_version=version, keep=keep)
+        result: StepResult = await self._ask(take)
         if result.skipped:
             await self._give_up(batch, result, step)
         elif await self._committed(batch, step):
+            self._values.keep(result.token_values, batch.samples, step=step, version=version)
             report_step(
                 batch.traceparents,
                 step=step,

@@ -11,6 +11,11 @@ from bisect import bisect_left
 from forge.v1 import common_pb2 as pb
 
 
+def policy_turns(trajectory: pb.Trajectory) -> list[int]:
+    """The indices of the policy's turns, by their place in its part of the trajectory."""
+    return [turn.turn_index for turn in trajectory.turns if not turn.HasField("other_model")]
+
+
 def policy_part(trajectory: pb.Trajectory) -> tuple[pb.Trajectory, int]:
     """Returns the trajectory of the policy's turns, and the number of omitted turns."""
     own = [turn for turn in trajectory.turns if not turn.HasField("other_model")]

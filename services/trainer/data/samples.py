@@ -30,6 +30,7 @@ from forge.core.token_columns import float32_bytes, int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
+from services.trainer.data.chosen_turns import TurnPlace
 from services.trainer.data.credit_rules import CreditRules
 from services.trainer.data.engines import engine_of, engine_of_all
 from services.trainer.data.grammar_correction import (
@@ -38,7 +39,7 @@ from services.trainer.data.grammar_correction import (
     logprobs_without_mask,
     weighted_advantages,
 )
-from services.trainer.data.other_models import policy_part
+from services.trainer.data.other_models import policy_part, policy_turns
 from services.trainer.data.reward_components import reward_components
 from services.trainer.data.routes import routes_of
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
@@ -65,6 +66,8 @@ class BatchSamples:
     """The samples of a batch, and their statistics."""
 
     samples: tuple[Sample, ...]
+    turns: tuple[TurnPlace, ...] = ()
+    """The turn of each sample, by `Sample.number`; its trained tokens are all sampled ones."""
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
     outcomes_by_engine: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -112,6 +115,8 @@ class _Rollout:
     """In the batch, as `group`."""
     group: int
     trajectory: pb.Trajectory
+    turn_indices: Sequence[int]
+    """In the pool, of each turn of `trajectory`."""
     tree: TokenTree
     returns: list[float]
     """Return-to-go of each turn, from outcome and process."""
@@ -192,6 +197,7 @@ def build_samples(
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
+        turns=tuple(turns.places),
         outcomes=outcomes,
         outcomes_by_engine=outcomes_by_engine,
         outcomes_by_version=by_version,
@@ -244,6 +250,7 @@ def _rollout(
     """None for an inconsistent trajectory, which must not stop the batch."""
     completion_s = completion_of(trajectory, tokens_per_s=rules.tokens_per_s)
     speed = reported_speed(trajectory)
+    turn_indices = policy_turns(trajectory)
     trajectory, other_turns = policy_part(trajectory)
     try:
         tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
@@ -261,6 +268,7 @@ def _rollout(
         number=number,
         group=group,
         trajectory=trajectory,
+        turn_indices=turn_indices,
         tree=tree,
         returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
         completion_s=completion_s,
@@ -278,6 +286,8 @@ class _TurnCounts:
     left_out: Counter[tuple[str, LeftOut]] = field(default_factory=Counter)
     trained: set[str] = field(default_factory=set)
     """Domains with a trained turn."""
+    places: list[TurnPlace] = field(default_factory=list)
+    """Of the trained turns."""
 
     def count_turn(
         self, domain: str, record: pb.Turn, reason: LeftOut | None, *, start: int, length: int
@@ -300,6 +310,12 @@ class _TurnCounts:
         else:
             self.left_out[domain, reason] += 1
         return reason is None
+
+    def number(self, rollout: _Rollout, index: int) -> int:
+        """The number of the sample of a trained turn."""
+        place = TurnPlace(rollout.trajectory.trajectory_id, rollout.turn_indices[index])
+        self.places.append(place)
+        return len(self.places) - 1
 
     def barren_domains(self) -> tuple[str, ...]:
         """Domains whose turns were all left out."""
@@ -349,6 +365,7 @@ def _turn_samples(
                 engine=engine_of(record),
                 trajectory=rollout.number,
                 group=rollout.group,
+                number=counts.number(rollout, index),
                 routes=routes[index],
             )
         )

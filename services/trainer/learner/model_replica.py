@@ -86,6 +86,8 @@ class Take:
     plan: BatchPlan
     """If it has no trees, the rank plans them itself."""
     weight_version: int
+    keep: tuple[int, ...] = ()
+    """Numbers of the samples whose token values are in the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +287,7 @@ class ModelReplica:
         assert plan.route_shape == self.route_shape, "the plan has the experts to replay"
         if not plan.trees:  # with the same budget all ranks plan the same trees
             plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
-        return self._learner.step(plan, weight_version=order.weight_version)
+        return self._learner.step(plan, weight_version=order.weight_version, keep=order.keep)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the published tensors in host memory, one at a time. If the world shards them,

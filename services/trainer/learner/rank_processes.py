@@ -117,7 +117,7 @@ class Ranks:
     def send(self, order: Order) -> None:
         """Send an order to all other ranks. Raises `RankFailed`."""
         if isinstance(order, Take):  # each rank plans the trees: they are much larger than the ids
-            order = replace(order, plan=replace(order.plan, trees=(), mini_batches=()))
+            order = replace(order, plan=replace(order.plan, trees=(), mini_batches=()), keep=())
         self._broadcast(order)
 
     def send_parts(self, orders: Sequence[Order]) -> None:

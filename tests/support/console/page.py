@@ -15,8 +15,9 @@ import aiohttp
 
 from forge.client.operator import Operator
 from forge.client.pool import Page, PoolReader
+from forge.client.token_values import TurnValues
 from forge.client.weights import WeightSteering
-from forge.core.errors import NotFound, Unavailable
+from forge.core.errors import ForgeError, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
@@ -30,6 +31,7 @@ from services.console.data.queue_view import QueueView
 from services.console.data.steps import Steps
 from services.console.data.tasks_view import TasksView
 from services.console.data.token_texts import TokenTexts
+from services.console.data.token_values import TokenValuesCache
 from services.console.data.topics import News, Poll, Topic
 from services.console.data.trajectory_cache import TrajectoryCache
 from services.console.data.trajectory_list import TrajectoryList
@@ -216,6 +218,24 @@ class FakePool:
             yield "0", page
 
 
+class FakeValues:
+    """Token values of the trainer, by trajectory."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, dict[int, TurnValues]] = {}
+        self.refusal: ForgeError | None = None
+        """The error of the next reads."""
+        self.reads = 0
+
+    async def read(self, trajectory_id: str) -> dict[int, TurnValues]:
+        self.reads += 1
+        if self.refusal is not None:
+            raise self.refusal
+        if trajectory_id not in self.stored:
+            raise NotFound(f"no token values of {trajectory_id} are stored")
+        return self.stored[trajectory_id]
+
+
 class Console:
     """One console and a client of it."""
 
@@ -224,6 +244,7 @@ class Console:
         self.operator = FakeOperator()
         self.pool = FakePool()
         self.steering = FakeSteering()
+        self.values = FakeValues()
         self.instances: list[Instance] = []
         self.security = Security(KEYRING, insecure=True)
         news = News()
@@ -254,6 +275,7 @@ class Console:
                 tasks=tasks,
                 cache=TrajectoryCache(self.pool.find, most_bytes=1 << 20),
                 texts=TokenTexts(),
+                values=TokenValuesCache(self.values.read),
                 compared=ComparedRuns(config.compare, most=config.max_steps),
                 actions=Actions(
                     cast(Operator, self.operator),

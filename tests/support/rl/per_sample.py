@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.learner import Learner
+from forge.rl.losses.token_values import CLIPPED, TokenValues
 from tests.support.rl.models import Gradient, gradients
 
 
@@ -86,3 +88,25 @@ def merged_gradient(learner: Learner, plan: BatchPlan) -> Gradient:
     """The learner's own, over merged trees."""
     loss, _ = learner.accumulate(plan)
     return Gradient(loss=loss, of=gradients(learner.policy.model))
+
+
+def values_error(model: Any, samples: Sequence[Sample], found: TokenValues, *, cap: float) -> float:
+    """The largest difference between token values and those of the model's own forward, relative
+    to the latter above 1; infinity if CISPO's flags differ. `model` has the weights before the
+    step, and `samples` are numbered in their order."""
+    errors = [0.0]
+    parts = found.columns.float().split(list(found.lengths), dim=1)
+    for number, values in zip(found.numbers, parts, strict=True):
+        with torch.no_grad():
+            own = columns_of(model, [samples[number]])
+        gaps_T = own.logprobs - own.behavior
+        expected = torch.stack([own.logprobs, gaps_T, own.entropy, own.advantages])
+        errors.append(float(((values[:4] - expected).abs() / expected.abs().clamp(min=1)).max()))
+        if not torch.equal(values[4], (gaps_T.float().exp() > cap).float() * CLIPPED):
+            return math.inf
+    return max(errors)
+
+
+def numbered(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with their place as number."""
+    return [replace(one, number=place) for place, one in enumerate(samples)]

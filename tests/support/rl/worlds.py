@@ -46,9 +46,11 @@ from tests.support.rl.models import (
     tiny_model,
     wide_norms,
 )
+from tests.support.rl.per_sample import numbered, values_error
 from tests.support.rl.routed import routers_by_hand, with_routes
 
 BALANCE = 0.1
+CISPO = ObjectiveConfig(ratio_cap=CAP)
 MESHES = {
     1: ["1x1x1"],
     2: ["1x2x1", "2x1x1", "1x1x2"],
@@ -124,7 +126,7 @@ def policy_of(case: Case, world: World | None) -> TreePolicy:
 def gradient_error(case: Case, world: World) -> float:
     """On rank 0; elsewhere 0."""
     policy = policy_of(case, world)
-    config = LearnerConfig(token_budget=case.budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    config = LearnerConfig(token_budget=case.budget, objective=CISPO)
     learner = Learner(policy, config)
     batch = samples()
     by_hand: AbstractContextManager[None] = nullcontext()
@@ -280,6 +282,19 @@ def refusal_error(world: World) -> float:
     return float(world.shape.sharded)
 
 
+def token_values_error(world: World) -> float:
+    """Of the token values of every third sample, against the model's own forward; on rank 0."""
+    policy = policy_of(CASES["untied"], world)
+    learner = Learner(policy, LearnerConfig(token_budget=40, objective=CISPO))
+    batch = numbered(samples())
+    keep = range(0, len(batch), 3)
+    result = learner.step(learner.plan(batch), weight_version=5, keep=keep)
+    if world.rank:
+        return 0.0
+    assert sorted(result.token_values.numbers) == [*keep]
+    return values_error(model_of(CASES["untied"]), batch, result.token_values, cap=CAP)
+
+
 def held(world: World) -> int:
     """Elements of the parameters that this rank holds."""
     policy = policy_of(CASES["untied"], world)
@@ -300,6 +315,7 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             if lean and name not in LEAN:
                 continue
             found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
+        found[f"{mesh} fp16 token values"] = token_values_error(world)
         if not lean and world.tree is None:  # ranks of a tree cannot compute it
             # Its norms compute in fp32 whatever the type of the model.
             found[f"{mesh} fp32 by sequence"] = by_sequence_error(world)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from forge.cli.token_value_rows import ValuedRows
 from forge.cli.trajectory_view import TrajectoryView
+from forge.client.token_values import CLIPPED, MASKED, TurnValues
 from forge.client.trajectory_tree import TrajectoryTree
 from forge.v1 import common_pb2 as pb
 from tests.support.pool.records import make_reward, make_turn
@@ -97,3 +100,29 @@ def test_answers_of_other_models_are_named() -> None:
     assert line in shown
     assert 'request {"a": 1}' in shown and 'response {"b": 2}' in shown
     assert "2 branches · 2 turns · 2 sampled tokens" in shown
+
+
+def test_turns_have_a_summary_of_their_token_values() -> None:
+    """Where the trainer stores any; as JSON all of them. Without the option neither is said."""
+    values = TurnValues(
+        step=12,
+        weight_version=7,
+        logprobs=array("f", [-1.0, -2.0]),
+        log_ratios=array("f", [0.0, 65504.0]),
+        entropies=array("f", [0.5, 1.0]),
+        advantages=array("f", [0.25, 0.25]),
+        flags=bytearray([0, CLIPPED + MASKED]),
+    )
+    one = trajectory(make_turn(index=0), make_turn(index=1, prefix=ANSWERED))
+    console = Console(width=200, no_color=True)
+    with console.capture() as shown:
+        console.print(TrajectoryView(one, {1: values}).draw())
+    first, second = [line for line in shown.get().splitlines() if "turn " in line]
+    assert first.endswith("no token values")
+    assert second.endswith(
+        "step 12: ratio 1 to e^6.55e+04, entropy 0.75, advantage 0.25, 1 clipped, 1 masked"
+    )
+    assert "token values" not in drawn(one)
+    (row,) = ValuedRows({1: values}).json_row(one)["token_values"]
+    assert (row["turn_index"], row["step"], row["log_ratios"]) == (1, 12, [0.0, 65504.0])
+    assert (row["clipped"], row["masked"]) == ([False, True], [False, True])

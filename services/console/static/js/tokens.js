@@ -3,17 +3,12 @@
 import { fill, h, text } from "./dom.js";
 import { count, number } from "./format.js";
 import { get } from "./live.js";
+import { coverage, describe, legend, MODES, NO_VALUES, tint } from "./token_colors.js";
 
 const PART = 20000;
 const LINE = 22;
 const SPARE = 12;
 const LINES_SHOWN = 20;
-const MODES = [
-  ["logprob", "log-prob"],
-  ["advantage", "advantage"],
-  ["version", "weight version"],
-  ["none", "no color"],
-];
 
 // Marks for whitespace, so that every token can be seen.
 function shown(token) {
@@ -29,18 +24,30 @@ export class TokenView {
     this.reset();
     this.info = h("p", { class: "small muted token-info", "aria-live": "off" }, "");
     this.lines = h("div", { class: "lines" });
-    this.scroll = h("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": "Tokens" }, this.lines);
+    this.scroll = h("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": "Tokens: the keys left and right move from token to token" }, this.lines);
     this.total = h("span", { class: "muted small" });
-    this.scale = h("span", { class: "scale small muted" });
+    this.scale = h("ul", { class: "legend scale" });
     const select = h("select", { "aria-label": "Color of tokens" }, MODES.map(([value, label]) => h("option", { value }, label)));
     select.addEventListener("change", () => {
       this.mode = select.value;
       this.draw(true);
     });
     this.jump = h("button", { type: "button", onclick: () => this.toAnswer() }, "To the answer");
-    fill(place, h("div", { class: "head" }, h("h2", {}, "Tokens"), this.total, h("span", { class: "grow" }), this.jump, select), this.scale, this.scroll, this.info);
+    this.next = h("button", { type: "button", onclick: () => this.toClipped() }, "Next clipped");
+    fill(place, h("div", { class: "head" }, h("h2", {}, "Tokens"), this.total, h("span", { class: "grow" }), this.next, this.jump, select), this.scale, this.scroll, this.info);
+    this.scroll.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!step || event.altKey || event.ctrlKey || event.metaKey || !this.ids.length) return;
+      event.preventDefault();
+      const from = this.at < 0 ? this.starts[Math.max(0, Math.ceil(this.scroll.scrollTop / LINE))] - 1 : this.at;
+      this.select(Math.max(0, Math.min(this.ids.length - 1, from + step)));
+    });
     this.scroll.addEventListener("scroll", () => this.draw(false), { passive: true });
-    this.scroll.addEventListener("mousemove", (event) => this.point(event.target));
+    this.scroll.addEventListener("mousemove", (event) => {
+      if (event.target.dataset?.at === undefined) return;
+      this.info.setAttribute("aria-live", "off");
+      text(this.info, this.about(Number(event.target.dataset.at)));
+    });
     this.watcher = new ResizeObserver(() => this.layout());
     this.watcher.observe(this.scroll);
   }
@@ -51,6 +58,8 @@ export class TokenView {
     this.logprobs = [];
     this.versions = [];
     this.turns = [];
+    this.values = NO_VALUES();
+    this.at = -1;
     this.starts = [0];
     this.columns = 0;
     this.drawn = "";
@@ -60,14 +69,16 @@ export class TokenView {
   async show(id, turn) {
     this.stop.abort();
     const stop = (this.stop = new AbortController());
+    const path = `/api/trajectories/${encodeURIComponent(id)}/turns/${turn}`;
     this.reset();
     this.turn = turn;
+    this.next.hidden = true;
     fill(this.lines);
     text(this.info, "");
     this.scroll.scrollTop = 0;
     try {
       for (let first = 0; first === 0 || first < this.all; first += PART) {
-        const part = await get(`/api/trajectories/${encodeURIComponent(id)}/turns/${turn}/tokens?first=${first}&count=${PART}`, stop.signal);
+        const part = await get(`${path}/tokens?first=${first}&count=${PART}`, stop.signal);
         if (stop.signal.aborted) return;
         this.all = part.total;
         for (let index = 0; index < part.ids.length; index += 1) {
@@ -84,7 +95,30 @@ export class TokenView {
       this.toAnswer();
     } catch (error) {
       if (!stop.signal.aborted) fill(this.lines, h("p", { class: "note" }, error.message));
+      return;
     }
+    await this.readValues(path, stop.signal);
+  }
+
+  // After the tokens, which do not wait for the trainer.
+  async readValues(path, signal) {
+    const { values } = this;
+    try {
+      for (let first = 0; first < this.all; first += PART) {
+        const part = await get(`${path}/values?first=${first}&count=${PART}`, signal);
+        if (signal.aborted) return;
+        values.note = part.note;
+        Object.assign(values.steps, part.turns);
+        for (const [name, column] of Object.entries(values.columns)) for (const one of part[name]) column.push(one);
+        if (part.note) break;
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      values.note = error.message;
+    }
+    values.coverage = coverage(this);
+    this.next.hidden = !values.columns.clipped.includes(true);
+    this.draw(true);
   }
 
   // Break into lines by characters: every line has one height.
@@ -122,26 +156,36 @@ export class TokenView {
   toAnswer() {
     const first = this.turns.indexOf(this.turn);
     if (first < 0) return;
-    let line = 0;
-    while (line + 1 < this.starts.length && this.starts[line + 1] <= first) line += 1;
-    this.scroll.scrollTop = Math.max(0, (line - 3) * LINE);
+    this.scroll.scrollTop = Math.max(0, (this.lineOf(first) - 3) * LINE);
     this.draw(false);
   }
 
-  tint(index) {
-    if (this.turns[index] < 0 || this.mode === "none") return null;
-    if (this.mode === "logprob") {
-      // 0: certain; -5 and below: unlikely.
-      const share = Math.min(1, -this.logprobs[index] / 5);
-      return ["--bad", 0.04 + 0.6 * share];
+  // A token for the keyboard: visible, marked and described.
+  select(index) {
+    this.at = index;
+    const line = this.lineOf(index);
+    const top = line * LINE;
+    if (top < this.scroll.scrollTop || top + LINE > this.scroll.scrollTop + this.scroll.clientHeight) this.scroll.scrollTop = Math.max(0, (line - 3) * LINE);
+    this.draw(true);
+    this.info.setAttribute("aria-live", "polite");
+    text(this.info, this.about(index));
+  }
+
+  toClipped() {
+    const { clipped } = this.values.columns;
+    const after = clipped.indexOf(true, this.at + 1);
+    this.select(after < 0 ? clipped.indexOf(true) : after);
+  }
+
+  lineOf(index) {
+    let low = 0;
+    let high = this.starts.length - 1;
+    while (low < high) {
+      const middle = Math.ceil((low + high) / 2);
+      if (this.starts[middle] <= index) low = middle;
+      else high = middle - 1;
     }
-    if (this.mode === "version") {
-      const [low, high] = this.bounds;
-      return ["--c0", high > low ? 0.1 + (0.5 * (this.versions[index] - low)) / (high - low) : 0.25];
-    }
-    const advantage = this.advantageOf(this.turns[index]);
-    if (advantage === null || !advantage) return null;
-    return [advantage > 0 ? "--good" : "--bad", Math.min(0.6, 0.12 + 0.5 * Math.abs(advantage))];
+    return low;
   }
 
   draw(anew) {
@@ -156,24 +200,24 @@ export class TokenView {
       row.style.top = `${line * LINE}px`;
       const end = line + 1 < this.starts.length ? this.starts[line + 1] : this.texts.length;
       for (let index = this.starts[line]; index < end; index += 1) {
-        const token = h("span", { class: this.turns[index] < 0 ? "t" : this.turns[index] === this.turn ? "t own" : "t sampled", "data-at": index }, this.texts[index]);
-        const tint = this.tint(index);
-        if (tint) token.style.backgroundColor = `color-mix(in srgb, var(${tint[0]}) ${Math.round(tint[1] * 100)}%, transparent)`;
+        const marks = [this.turns[index] < 0 ? "t" : this.turns[index] === this.turn ? "t own" : "t sampled"];
+        if (this.mode !== "none" && this.values.columns.clipped[index]) marks.push("clipped");
+        if (this.mode !== "none" && this.values.columns.masked[index]) marks.push("masked");
+        if (index === this.at) marks.push("at");
+        const token = h("span", { class: marks.join(" "), "data-at": index }, this.texts[index]);
+        const shade = tint(this, index);
+        if (shade) token.style.backgroundColor = `color-mix(in srgb, var(${shade[0]}) ${Math.round(shade[1] * 100)}%, transparent)`;
         row.append(token);
         if (this.gap) row.append(" ");
       }
       lines.push(row);
     }
     fill(this.lines, lines);
-    text(this.scale, { logprob: "Sampled tokens: the redder, the less likely (log-prob 0 to −5). Prompt tokens have none.", advantage: "Green: above the group's mean, red: below; default weights.", version: this.bounds && this.bounds[1] > this.bounds[0] ? `The bluer, the newer: weights v${this.bounds[0]} to v${this.bounds[1]}.` : "All sampled tokens are of one weight version.", none: "" }[this.mode]);
+    if (anew) legend(this.scale, this);
   }
 
-  point(target) {
-    const at = target.dataset?.at;
-    if (at === undefined) return;
-    const index = Number(at);
-    const own = this.turns[index] < 0 ? "prompt" : `turn ${this.turns[index]}, log-prob ${number(this.logprobs[index], 3)} (p ${number(Math.exp(this.logprobs[index]), 3)}), weights v${this.versions[index]}, advantage ${number(this.advantageOf(this.turns[index]), 3)}`;
-    text(this.info, `Token ${index}: id ${this.ids[index]}, ${own}`);
+  about(index) {
+    return `Token ${index}: id ${this.ids[index]}, ${this.turns[index] < 0 ? "prompt" : describe(this, index)}`;
   }
 
   end() {

@@ -251,6 +251,7 @@ async def test_position_without_a_group_is_not_found() -> None:
         ("/api/search?text=a", "admin"),
         ("/api/trajectories/t:0:0", "admin"),
         ("/api/trajectories/t:0:0/turns/0/tokens", "admin"),
+        ("/api/trajectories/t:0:0/turns/0/values", "admin"),
     ],
 )
 async def test_trajectories_need_the_scope_of_their_rpc(path: str, reader: str) -> None:

@@ -246,7 +246,7 @@ def summed(of: TrainedTokens) -> Tensor:
 def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:
     nothing = torch.zeros(len(versions))
     names = ("entropy", "reference_kl", "teacher_gaps", "clipped", "masked", "gradient_size")
-    columns: dict[str, Any] = dict.fromkeys(names, nothing) | {
+    columns: dict[str, Any] = dict.fromkeys((*names, "advantages"), nothing) | {
         "lengths": torch.tensor([len(versions)]),
         "domains": ("",),
     }

@@ -70,7 +70,7 @@ def test_turns_of_other_models_change_no_sample() -> None:
     assert len(plain.samples) == 6
     assert len({bytes(one.advantages) for one in plain.samples}) > 2
     assert dict(mixed.left_out) == {("code", "other_model"): 8}
-    unlike = ("left_out",)
+    unlike = ("left_out", "turns")
     for name in BatchSamples.__dataclass_fields__.keys() - {*unlike}:
         assert getattr(mixed, name) == getattr(plain, name), name
 
@@ -97,3 +97,14 @@ def test_trajectory_without_a_turn_of_the_policy_has_no_sample() -> None:
     """And stops no batch; its domain has nothing to train."""
     found = batch([other(0)], credited=-1)
     assert found.samples == ()
+
+
+def test_samples_name_the_turns_of_the_pool() -> None:
+    """Their indices before the other model's turns were left out."""
+    found = batch([other(0), own(1), other(2), own(3, parent=1, prefix=3)], credited=1)
+    assert [found.turns[one.number] for one in found.samples] == [
+        ("t:0:0", 1),
+        ("t:0:0", 3),
+        ("t:1:0", 1),
+        ("t:1:0", 3),
+    ]

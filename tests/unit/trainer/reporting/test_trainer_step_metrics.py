@@ -87,6 +87,7 @@ def stats() -> list[TokenStats]:
             reference_kl=torch.zeros(5),
             teacher_gaps=torch.tensor([0.5, 0.0, 0.5, 0.25, 0.0]),
             gradient_size=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]),
+            advantages=torch.zeros(5),
             lengths=torch.tensor(LENGTHS),
             domains=DOMAINS,
             engines=ENGINES,
