@@ -127,6 +127,14 @@ class TokenValuesSettings:
     """Size of the store in checkpoint.dir; beyond it the oldest steps are removed. A token takes 10
     bytes."""
 
+    def check(self) -> None:
+        """Raises `InvalidArgument` if the store has no room for one step."""
+        if self.tokens_per_step * 10 > self.max_mib * 0.9 * (1 << 20):  # turns are named, too
+            raise InvalidArgument(
+                f"token_values.tokens_per_step = {self.tokens_per_step} is not allowed with "
+                f"token_values.max_mib = {self.max_mib:g}: a token takes 10 bytes"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
@@ -290,6 +298,7 @@ class TrainerConfig(ServiceConfig):
                 f"evaluation.{name} = {getattr(self.evaluation, name)} is not allowed without "
                 "evaluation.tasks, the file of tasks to evaluate on"
             )
+        self.token_values.check()
         self.overlong.check()
         self.objective.check(self.correction)
         self._check_advantages()

@@ -149,7 +149,7 @@ async def test_tokens_have_the_trainers_values(browser: Browser, dark: bool) -> 
             ("ratio", "Values of 3 of 5 sampled tokens are stored."),
             ("entropy", "entropy 0 to 3 nats"),
             ("advantage", "The trainer's, where it is stored"),
-            ("version", "weights"),
+            ("version", "of one weight version"),
             ("logprob", "the less likely"),
         ):
             await page.select_option("section select", mode)
