@@ -191,7 +191,8 @@ class HttpServer:
 
     async def _tokens(self, request: web.Request) -> Any:
         one = await self._sources.cache.get(request.match_info["trajectory"])
-        read = partial(token_rows, **_range(request))
+        first, count = _range(request)
+        read = partial(token_rows, first=first, count=count)
         turn = int(request.match_info["turn"])
         return await asyncio.to_thread(read, one, turn, self._sources.texts)
 
@@ -201,7 +202,8 @@ class HttpServer:
         trajectory_id = request.match_info["trajectory"]
         one = await self._sources.cache.get(trajectory_id)
         values, note = await self._sources.values.get(trajectory_id)
-        read = partial(value_rows, **_range(request))
+        first, count = _range(request)
+        read = partial(value_rows, first=first, count=count)
         return await asyncio.to_thread(read, one, int(request.match_info["turn"]), values, note)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -300,12 +302,10 @@ class HttpServer:
         return response
 
 
-def _range(request: web.Request) -> dict[str, int]:
-    """The asked tokens of a sequence. Raises `InvalidArgument`."""
-    return {
-        "first": whole_number(request.query, "first", 0),
-        "count": whole_number(request.query, "count", MOST_TOKENS),
-    }
+def _range(request: web.Request) -> tuple[int, int]:
+    """First token and number of tokens of a request. Raises `InvalidArgument`."""
+    query = request.query
+    return whole_number(query, "first", 0), whole_number(query, "count", MOST_TOKENS)
 
 
 def static_files() -> dict[str, tuple[bytes, str]]:

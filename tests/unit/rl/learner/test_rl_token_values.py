@@ -20,25 +20,26 @@ CISPO = ObjectiveConfig(ratio_cap=CAP)
 
 
 @pytest.mark.parametrize(
-    ("kind", "budget", "family", "config"),
+    ("kind", "budget", "family", "epochs", "mini_batches"),
     [
-        ("forked", 1 << 30, "qwen3", {}),
-        ("compacted", 5, "qwen3", {}),  # passes that relay keys and values
-        ("temperatures", 1 << 30, "qwen3", {"epochs": 2}),
-        ("duplicate", 1 << 30, "mamba", {}),  # separate samples
-        ("roots", 40, "qwen3", {"mini_batches": 3}),
+        ("forked", 1 << 30, "qwen3", 1, 1),
+        ("compacted", 5, "qwen3", 1, 1),  # passes that relay keys and values
+        ("temperatures", 1 << 30, "qwen3", 2, 1),
+        ("duplicate", 1 << 30, "mamba", 1, 1),  # separate samples
+        ("roots", 40, "qwen3", 1, 3),
     ],
 )
 def test_token_values_equal_the_models_own_forward(
-    kind: str, budget: int, family: str, config: dict[str, int]
+    kind: str, budget: int, family: str, epochs: int, mini_batches: int
 ) -> None:
     """Log-prob, ratio, entropy, advantage and clipping of each token, in each sample that shares
-    it: whole trees, relayed passes, separate samples, later mini-batches at their own weights."""
+    it: whole trees, relayed passes, separate samples, several passes and mini-batches."""
     model = tiny_model(family, torch.float32)
     batch = numbered(forest(kind))
-    learner = Learner(
-        TreePolicy(model), LearnerConfig(token_budget=budget, objective=CISPO, **config)
+    config = LearnerConfig(
+        token_budget=budget, objective=CISPO, epochs=epochs, mini_batches=mini_batches
     )
+    learner = Learner(TreePolicy(model), config)
     before = tiny_model(family, torch.float32)
     plan = learner.plan(batch)
     # The weights of later mini-batches are other ones: their first is enough.
