@@ -129,7 +129,7 @@ class Engine:
         read = await self.served.prefill(prompt, hold_s=3600)
 
         async def fetch(from_token: int) -> KvSpan:
-            span = await self.served.fetch_kv(prompt.request_id, from_token=from_token)
+            span = await self.served.local_kv(prompt.request_id, from_token=from_token)
             self.served.release(prompt.request_id)
             return span
 

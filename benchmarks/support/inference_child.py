@@ -69,7 +69,7 @@ async def engine(options: argparse.Namespace) -> Started:
         answer = [*read.first.ids]
 
         async def fetch(from_token: int) -> KvSpan:
-            span = await served.fetch_kv(prompt.request_id, from_token=from_token)
+            span = await served.local_kv(prompt.request_id, from_token=from_token)
             served.release(prompt.request_id)
             return span
 

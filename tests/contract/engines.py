@@ -266,7 +266,9 @@ class Pair:
         answer.cached_tokens = prefilled.cached_tokens
 
         async def fetch_kv(from_token: int) -> Any:
-            span = await self.prefill.fetch_kv(prompt.request_id, from_token=from_token)
+            local = getattr(self.prefill, "local_kv", None) if self.is_one else None
+            fetch = local or self.prefill.fetch_kv
+            span = await fetch(prompt.request_id, from_token=from_token)
             self.prefill.release(prompt.request_id)
             answer.fetched_tokens = span.tokens
             if on_fetch is not None:

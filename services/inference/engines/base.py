@@ -168,6 +168,8 @@ class KvSpan:
     process: empty from another worker."""
     first: Tokens | None = None
     """The token that prefill sampled, with the end of the prompt."""
+    kept: object = None
+    """From `local_kv` alone: the held prompt itself, in place of `data` and `last_state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,8 +353,8 @@ class EarlyDecodeEngine(DecodeEngine, Protocol):
 class BothEngine(PrefillEngine, DecodeEngine, Protocol):
     """Contract of the role both: reads prompts and samples, with one prefix cache.
 
-    `decode` gets `fetch_kv` of this engine for a prompt that it has read itself, and that of a
-    prefill worker for others.
+    `decode` gets `fetch_kv` of this engine for a prompt that it has read itself, or `local_kv` if
+    the engine has it, and that of a prefill worker for others.
     """
 
 

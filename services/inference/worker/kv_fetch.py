@@ -92,7 +92,8 @@ class KvFetch:
         local = self._fetcher.local
         if local is not None and not self._request.early:
             with suppress(NotFound):
-                held = await local.fetch_kv(self._request.request_id, from_token=from_token)
+                fetch = getattr(local, "local_kv", local.fetch_kv)
+                held: KvSpan = await fetch(self._request.request_id, from_token=from_token)
                 local.release(self._request.request_id)
                 return held
         address = self._request.prefill_address

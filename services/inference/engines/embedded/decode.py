@@ -24,7 +24,14 @@ from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, KvSpan, Piece, Prompt
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
+from services.inference.engines.embedded.messages import (
+    Abort,
+    Deliver,
+    HeldPrompt,
+    Join,
+    Reserve,
+    Swap,
+)
 from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -144,9 +151,9 @@ class DecodeActor(ThreadActor):
                     f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0
                 )
             assert match.tokens + span.tokens == prompt.tokens
-            fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
-            fetched = fetched.to(self._policy.device)
-            self._require_room_to_wait(fetched.nbytes)
+            fetched = self._keys_and_values(span)
+            # A part of a held prompt keeps all of it.
+            self._require_room_to_wait(fetched.untyped_storage().nbytes())
         except BaseException:
             self._unreserve(prompt.request_id)
             raise
@@ -180,6 +187,12 @@ class DecodeActor(ThreadActor):
             )
         )
 
+    def _keys_and_values(self, span: KvSpan) -> torch.Tensor:
+        if isinstance(span.kept, HeldPrompt):
+            return span.kept.kv[:, :, :, span.from_token :]
+        fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
+        return fetched.to(self._policy.device)
+
     def _rows(self, span: KvSpan) -> torch.Tensor:
         """The experts of a hand-off; those from another worker are not known."""
         shape = self._policy.kv_shape
@@ -192,6 +205,8 @@ class DecodeActor(ThreadActor):
         """The hidden state that came with a hand-off; None without a fitting one, which only
         delays drafts by a step."""
         policy = self._policy
+        if isinstance(span.kept, HeldPrompt):
+            return span.kept.state if policy.drafts is not None else None
         fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
         if policy.drafts is None or not span.last_state or not fitting:
             return None
@@ -204,7 +219,11 @@ class DecodeActor(ThreadActor):
         most_bytes = int(self._running.capacity_bytes * WAITING_SHARE)
 
         def is_full() -> bool:
-            waiting = [one.arrived.fetched.nbytes for one in self._waiting if one.arrived]
+            waiting = [
+                one.arrived.fetched.untyped_storage().nbytes()
+                for one in self._waiting
+                if one.arrived
+            ]
             return bool(waiting) and sum(waiting) + arriving_bytes > most_bytes
 
         if is_full():

@@ -101,7 +101,7 @@ class DevicePass:
             (7 * place % vocabulary, place, start, place, place + 1, 0)
             for place in range(_CHECK_TOKENS)
         ]
-        inputs_6N = torch.tensor(rows).T.to(self._policy.device)
+        inputs_6N = _columns(rows).to(self._policy.device)
         expected_NV = self._forward(inputs_6N, plain=False).logits_NV
         graph.inputs_6N.copy_(inputs_6N)
         graph.graph.replay()
@@ -118,7 +118,7 @@ class DevicePass:
     def _compute(self, rows: Sequence[Sequence[int]], *, plain: bool) -> _Output:
         """Compute these rows, with a graph if there is one."""
         size = next((size for size in _SIZES if size >= len(rows)), None)
-        inputs_6N = torch.tensor(rows).T
+        inputs_6N = _columns(rows)
         graph = self._graph(size, plain=plain) if size is not None else None
         if graph is None:
             return self._forward(inputs_6N.to(self._policy.device), plain=plain)
@@ -215,6 +215,11 @@ def _rows(
         for index, token in enumerate((sequence.sampled[-1], *draft.ids)):
             rows.append((token, place + index, start, seed, position + index, heat))
     return rows
+
+
+def _columns(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """One consecutive column for each number of the rows: kernels read them by address."""
+    return torch.tensor(rows).T.contiguous()
 
 
 def _signed(seed: int) -> int:

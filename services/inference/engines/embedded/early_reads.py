@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forge.core.errors import NotFound
-from services.inference.engines.embedded.prefill import HeldPrompt, PartRead
+from services.inference.engines.embedded.messages import HeldPrompt
+from services.inference.engines.embedded.prefill import PartRead
 
 _ARRIVAL_S = 10.0
 """Longest time that a fetch waits for its prefill."""

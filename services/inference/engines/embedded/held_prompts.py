@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from forge.core.errors import ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.base import Prompt
-from services.inference.engines.embedded.prefill import HeldPrompt
+from services.inference.engines.embedded.messages import HeldPrompt
 
 
 @dataclass(frozen=True, slots=True)

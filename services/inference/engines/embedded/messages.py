@@ -1,16 +1,33 @@
-"""Messages of the actors of the embedded engine: of both, then of the one that decodes."""
+"""Messages of the actors of the embedded engine: of both, then of the one that decodes; and the
+prompt that goes from one to the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from forge.core.errors import ForgeError
-from services.inference.engines.base import KvSpan, Piece, Probe, Prompt, Tokens
+from services.inference.engines.base import KvSpan, Piece, Prefilled, Probe, Prompt, Tokens
 from services.inference.engines.embedded.model import StagedWeights
 from services.inference.engines.grammar_masks import Matcher
 
 Deliver = Callable[[Piece | ForgeError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPrompt:
+    """A prompt with all its keys and values; immutable."""
+
+    prefilled: Prefilled
+    kv: torch.Tensor
+    """[layers, 2, heads, tokens, head_size]."""
+    routes: torch.Tensor
+    """[tokens, route_bytes]."""
+    version: int
+    state: torch.Tensor | None = None
+    """The last token's hidden state; None without draft heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.messages import Abort, Swap
+from services.inference.engines.embedded.messages import Abort, HeldPrompt, Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill_pass import PrefillPass
 from services.inference.engines.embedded.prefill_schedule import (
@@ -33,20 +33,6 @@ from services.inference.engines.embedded.probe import adopt
 from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.grammar_masks import Matcher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPrompt:
-    """A prompt with all its keys and values; immutable."""
-
-    prefilled: Prefilled
-    kv: torch.Tensor
-    """[layers, 2, heads, tokens, head_size]."""
-    routes: torch.Tensor
-    """[tokens, route_bytes]."""
-    version: int
-    state: torch.Tensor | None = None
-    """The last token's hidden state; None without draft heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

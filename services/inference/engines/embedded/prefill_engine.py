@@ -19,10 +19,9 @@ from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Pro
 from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.embedded.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.held_prompts import HeldPrompts
-from services.inference.engines.embedded.messages import Abort
+from services.inference.engines.embedded.messages import Abort, HeldPrompt
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import (
-    HeldPrompt,
     PartRead,
     PrefillActor,
     Read,
@@ -142,6 +141,13 @@ class EmbeddedPrefill(RoleEngine):
             raise NotFound(f"no keys and values are held for request {request_id}")
         return await self._span(held, from_token, held.kv.shape[3], last=True)
 
+    async def local_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """As `fetch_kv`, for the role decode of this engine: copies nothing."""
+        held = self._held.get(request_id)
+        if held is None:
+            raise NotFound(f"no keys and values are held for request {request_id}")
+        return self._described(held, from_token, held.kv.shape[3], whole=held, kept=held)
+
     async def early_kv(
         self, request_id: str, *, from_token: int
     ) -> AsyncGenerator[KvSpan | None, None]:
@@ -180,10 +186,24 @@ class EmbeddedPrefill(RoleEngine):
         else:
             data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
         whole = read if last and isinstance(read, HeldPrompt) else None
-        state = None if whole is None else whole.state
+        return self._described(read, start, end, whole=whole, data=data)
+
+    def _described(
+        self,
+        read: PartRead | HeldPrompt,
+        start: int,
+        end: int,
+        *,
+        whole: HeldPrompt | None,
+        data: bytes = b"",
+        kept: HeldPrompt | None = None,
+    ) -> KvSpan:
+        """`whole`: the prompt that ends with this span."""
+        kv = read.kv[:, :, :, start:end]
+        state = whole.state if whole is not None and kept is None else None
         return KvSpan(
             from_token=start,
-            tokens=kv.shape[3],
+            tokens=end - start,
             version=read.version,
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
@@ -192,6 +212,7 @@ class EmbeddedPrefill(RoleEngine):
             fingerprint=self._policy.kv_shape.fingerprint,
             first=None if whole is None else whole.prefilled.first,
             routes=b"" if whole is None else whole.routes[start:end].numpy().tobytes(),
+            kept=kept,
         )
 
     def release(self, request_id: str) -> None:

@@ -143,6 +143,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the queries of `heads`, [N, Q, D]: the token n sees the tokens from `starts_N`
     to its own, `places_N` further. `programs`: as many as use the whole device."""
+    assert starts_N.is_contiguous()
+    assert places_N.is_contiguous()
     q_NQD = heads.q_NQD if heads.q_NQD.stride(2) == 1 else heads.q_NQD.contiguous()
     count, queries, size = q_NQD.shape
     kv_heads = len(k_HTD)

@@ -69,11 +69,12 @@ class KvShape:
             )
         wanted = (self.layers, 2, self.heads, span.tokens, self.head_size)
         size = span.tokens * self.token_bytes
-        found = (span.dtype, tuple(span.shape), len(span.data))
+        has = len(span.data) if span.kept is None else size
+        found = (span.dtype, tuple(span.shape), has)
         if found != (NAMES[self.dtype], wanted, size):
             REFUSED_HAND_OFFS.labels("shape").inc()
             raise RefusedHandOff(
-                f"the hand-off is {span.dtype} {list(span.shape)} in {len(span.data)} bytes; this "
+                f"the hand-off is {span.dtype} {list(span.shape)} in {has} bytes; this "
                 f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes"
             )
 
