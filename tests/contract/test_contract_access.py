@@ -120,6 +120,7 @@ MATRIX = {
     "TrainerService/RollBackWeights": OPERATOR,
     "TrainerService/StartWeightCanary": OPERATOR,
     "TrainerService/PromoteWeights": OPERATOR,
+    "TrainerService/FetchTokenValues": ADMIN,
     "TrainerService/FetchCheckpoint": SERVICE,
     "DrainService/SetDraining": OPERATOR,
     "ClockService/GetClock": ALL,
