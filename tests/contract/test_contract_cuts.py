@@ -147,13 +147,13 @@ def greedy_with(ids: list[int], change: Reweighting, tokens: int) -> list[int]:
     model, answer = reference("qwen3"), list[int]()
     for _ in range(tokens):
         logits = model(torch.tensor([ids + answer])).logits[0, -1]
+        for token, bias in change.bias:
+            logits[token] += bias
         for token in set(ids + answer):
             by = change.repetition
             logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
         for token in set(answer):
             logits[token] -= change.presence + change.frequency * answer.count(token)
-        for token, bias in change.bias:
-            logits[token] += bias
         answer.append(int(logits.argmax()))
     return answer
 
@@ -165,12 +165,14 @@ def greedy_with(ids: list[int], change: Reweighting, tokens: int) -> list[int]:
         Reweighting(frequency=0.7),
         Reweighting(repetition=1.4),
         Reweighting(bias=((7, 30.0),), frequency=2.0),
+        Reweighting(bias=((7, 12.0), (9, 12.0)), repetition=1.5),
     ],
-    ids=["presence", "frequency", "repetition", "bias and frequency"],
+    ids=["presence", "frequency", "repetition", "bias and frequency", "bias and repetition"],
 )
 async def test_penalties_and_biases_have_their_definition(pair: Pair, change: Reweighting) -> None:
-    """Presence and frequency count the answer, repetition the prompt, too; also where the request
-    has moved to another worker, whose prompt has the beginning of the answer."""
+    """Biases come first, then repetition, then presence and frequency. These two count the answer,
+    repetition the prompt, too; also where the request has moved to another worker, whose prompt has
+    the beginning of the answer."""
     ids = prompt_ids(20)
     expected = greedy_with(ids, change, 16)
     whole = await pair.sample(ids, replace(GREEDY, reweighting=change))

@@ -141,16 +141,17 @@ def _reweight(
         known = torch.tensor([*int32_array(prompt.ids), *answer], device=logits_V.device)
         answered = known[prompt.tokens - change.answered_tokens :]
         counts_V = torch.bincount(answered, minlength=len(logits_V))
+        # Repetition depends on the sign of a logit, so the order counts: vLLM's.
+        logits_V = logits_V.clone()
+        for token, bias in change.bias:
+            logits_V[token] += bias
         if change.repetition != 1:
             seen = torch.unique(known)
             seen_S = logits_V[seen]
-            scaled_S = torch.where(
+            logits_V[seen] = torch.where(
                 seen_S > 0, seen_S / change.repetition, seen_S * change.repetition
             )
-            logits_V = logits_V.index_copy(0, seen, scaled_S)
         logits_V = logits_V - change.presence * (counts_V > 0) - change.frequency * counts_V
-        for token, bias in change.bias:
-            logits_V[token] += bias
         logits_RV[row] = logits_V
     return plain
 
