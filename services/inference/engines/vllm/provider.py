@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ from services.inference.engines.provider import EngineOptions
 if TYPE_CHECKING:
     from services.inference.engines.vllm.engine import VllmEngine
     from services.inference.engines.vllm.roles import VllmDecode, VllmPrefill
+
+
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 async def start_aggregated(actors: ActorSystem, options: EngineOptions) -> VllmEngine:
@@ -39,7 +43,8 @@ async def start_decode(actors: ActorSystem, options: EngineOptions) -> VllmDecod
 
 
 def check(model_path: str, *, context_tokens: int) -> None:
-    """Raises ConfigError without vLLM, and for a model that it does not have."""
+    """Raises ConfigError without vLLM, for the second model runner, and for a model that vLLM does
+    not have."""
     _require_vllm()
     from services.inference.engines.vllm.arguments import check_model
 
@@ -51,4 +56,11 @@ def _require_vllm() -> None:
         raise ConfigError(
             "engine = 'vllm': this Python has no vllm; run the worker in the environment that "
             "`make engine-vllm` installs (.venv-vllm/bin/python -m services.inference)"
+        )
+    # The second one has another sampler and takes other logits processors.
+    runner = os.environ.get(_RUNNER, "0")
+    if runner != "0":
+        raise ConfigError(
+            f"{_RUNNER} = {runner!r}: the engine vllm samples with vLLM's first model runner; "
+            "unset the variable"
         )
