@@ -1,6 +1,6 @@
 """vLLM under contract. It starts once for all tests of a model: a start takes longer than a test.
 
-`max_running` and `pass_tokens` are those of `_SHARED` for every test.
+Of the options a test chooses `dtype` alone; all others are those of `_SHARED`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _running: dict[str, tuple[VllmEngine, ActorSystem]] = {}
 async def start(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The engine on this model, as if it had no weights."""
     save_tokenizer(model_path)
-    key = (model_path / "config.json").read_text()
+    dtype = str(options.get("dtype", _SHARED["dtype"]))
+    key = dtype + (model_path / "config.json").read_text()
     if key not in _running:
         await stop()
-        _running[key] = await _start(model_path)
+        _running[key] = await _start(model_path, dtype)
     vllm, _ = _running[key]
     vllm.version = 0
     engine = Aggregated(vllm)
@@ -60,7 +61,7 @@ async def stop() -> None:
     _running.clear()
 
 
-async def _start(model_path: Path) -> tuple[VllmEngine, ActorSystem]:
+async def _start(model_path: Path, dtype: str) -> tuple[VllmEngine, ActorSystem]:
     system = ActorSystem("contract-vllm")
-    chosen = EngineOptions(model_path=str(model_path), **_SHARED)
+    chosen = EngineOptions(model_path=str(model_path), **(_SHARED | {"dtype": dtype}))
     return await VllmEngine.start(system, chosen), system

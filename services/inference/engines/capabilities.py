@@ -50,6 +50,9 @@ class Capabilities:
     routed_experts: bool = False
     """Records the experts of each token, for the model that it runs. Requests that ask for them are
     served without it, too: their tokens then have none."""
+    drafts: bool = False
+    """Drafts with the draft heads among the weights, which changes no distribution. Without it they
+    are left out."""
     cache_events: bool = False
     """Reports its prefix cache, see `CacheReports`."""
 

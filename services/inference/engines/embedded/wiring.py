@@ -40,6 +40,7 @@ CAPABILITIES = Capabilities(
     resumes=frozenset({"grammar", "penalties"}),
     top_logprobs=20,
     routed_experts=True,
+    drafts=True,
     cache_events=True,
 )
 _MAX_WAITING = 1024

@@ -23,7 +23,10 @@ from services.inference.engines.vllm.hand_off import require_nixl, transfer_conf
 WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
+_WEIGHTLESS_DRAFTS = ("ngram", "suffix", "custom_class")
 _CPU_BLOCK_TOKENS = 32
+_DELTA_NET = "linear_key_head_dim"
+"""In the config of a model with gated delta nets, for example Qwen 3 Next."""
 _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -121,6 +124,23 @@ def drafts(options: EngineOptions) -> bool:
     return options.extra.get("speculative_config") is not None
 
 
+def _check_drafts(options: EngineOptions) -> None:
+    """Raises ConfigError for drafts by weights: a publication has none for vLLM's drafters."""
+    chosen = options.extra.get("speculative_config")
+    method = chosen.get("method", "a draft model") if isinstance(chosen, dict) else chosen
+    if drafts(options) and method not in _WEIGHTLESS_DRAFTS:
+        raise ConfigError(
+            f"engine_options.speculative_config drafts by {method}: its weights come with no "
+            f"publication; the engine vllm drafts by {', '.join(_WEIGHTLESS_DRAFTS)}"
+        )
+
+
+def caches_prefixes(options: EngineOptions) -> bool:
+    """Whether vLLM has a prefix cache. For recurrent layers it needs prompts in several passes."""
+    config = AutoConfig.from_pretrained(options.model_path).get_text_config()
+    return options.device != "cpu" or not hasattr(config, _DELTA_NET)
+
+
 def meta_model(model_path: str) -> Any:
     """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
     import torch
@@ -130,11 +150,17 @@ def meta_model(model_path: str) -> Any:
 
 
 def _dtype(options: EngineOptions) -> str:
-    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits."""
-    if options.dtype != "auto":
-        return options.dtype
+    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits. Raises
+    ConfigError for a type that the model cannot have on this device."""
     config = AutoConfig.from_pretrained(options.model_path).get_text_config()
-    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    chosen = own if options.dtype == "auto" else options.dtype
+    # vLLM accepts it and ends at its first request.
+    if chosen != "bfloat16" and not caches_prefixes(options):
+        raise ConfigError(
+            f"dtype = {chosen!r}: vLLM's linear attention on CPUs computes in bfloat16 alone"
+        )
+    return chosen
 
 
 def engine_arguments(
@@ -150,6 +176,7 @@ def engine_arguments(
 
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
+    _check_drafts(options)
     if role != "both":
         _check_hand_offs(options)
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
@@ -167,7 +194,7 @@ def engine_arguments(
         "kv_transfer_config": None if role == "both" else _transfer(options, role),
         "skip_tokenizer_init": not has_tokenizer,
         "generation_config": "vllm",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": caches_prefixes(options),
         "logprobs_mode": "processed_logprobs",
         # One more has the log-prob in the model's own distribution.
         "max_logprobs": MOST_TOP_LOGPROBS + 1,

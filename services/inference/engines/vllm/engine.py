@@ -73,6 +73,7 @@ def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:
         able = replace(CAPABILITIES, shares=False, resumes=frozenset(), roles=frozenset({"both"}))
     else:
         able = CAPABILITIES
+    able = replace(able, cache_events=arguments.caches_prefixes(options))
     if role == "both":
         return able
     return replace(able, hand_offs=frozenset({f"vllm_{arguments.settings_of(options).hand_off}"}))

@@ -22,13 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
 from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.tensor_bytes import from_bytes
+from services.inference.engines.vllm import reload
 from services.inference.engines.vllm.answer_logits import install
 from services.inference.engines.vllm.kv_format import Layout, layout_of
 
@@ -83,42 +80,22 @@ class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Nothing to do: each update names its memory."""
 
     def start_weight_update(self) -> None:
-        """Prepare the layers: they are filled beside the served ones and post-processed whole."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
+        """Prepare the model; see `reload`."""
+        reload.begin(self.model)
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
         """Load one bucket. Raises ValueError for a wrong checksum."""
         with open(update_info.path, "rb") as file:  # noqa: PTH123 (a descriptor of another process)
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         data = memoryview(mapped)
-        self.model.load_weights([_tensor(data, entry) for entry in update_info.tensors])
+        reload.load(self.model, [_tensor(data, entry) for entry in update_info.tensors])
 
     def finish_weight_update(self) -> None:
         """Post-process what is loaded and serve it."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            _renew_tied_head(self.model)
+        reload.finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to release."""
-
-
-def _renew_tied_head(model: torch.nn.Module) -> None:
-    """Give the head what the embedding has. A checkpoint has a tied weight once, so the reload
-    leaves the head as it was, with a packed copy of older weights."""
-    embeddings = [one for one in model.modules() if isinstance(one, VocabParallelEmbedding)]
-    tables = [one for one in embeddings if not isinstance(one, ParallelLMHead)]
-    for head in embeddings:
-        if not isinstance(head, ParallelLMHead):
-            continue
-        table = next(one for one in tables if one.weight.shape == head.weight.shape)
-        if head.weight.data_ptr() != table.weight.data_ptr():
-            head.weight.data.copy_(table.weight)
-        head.quant_method.process_weights_after_loading(head)
 
 
 def _tensor(

@@ -1,0 +1,116 @@
+"""Models with experts, sinks or recurrent layers on vLLM: weights come by the stream, and their
+log-probs are those of the model. The embedded engine refuses two of them.
+
+Runs in the environment of `make engine-vllm` alone: `make test-engines`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3NextConfig
+
+from forge.core.errors import ConfigError
+from services.inference.engines.base import ModelLimits
+from services.inference.engines.provider import EngineOptions
+from tests.contract import engines
+from tests.contract.engines import CONTEXT_TOKENS, SAMPLED, VOCABULARY, prompt_ids, published
+
+pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": engines.HEAD_SIZE,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+DTYPES = {"qwen3_next": "bfloat16"}
+"""Where it is not float32."""
+CONFIGS = {
+    "qwen3_moe": engines.ROUTED,
+    # Sinks, windows, YaRN, biases, stacked experts.
+    "gpt_oss": GptOssConfig(**_SHAPE, num_local_experts=4, sliding_window=16),
+    # Recurrent layers beside full attention, experts, a shared one.
+    "qwen3_next": Qwen3NextConfig(
+        **_SHAPE,
+        num_experts=4,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+}
+
+
+def random_model(family: str, *, seed: int) -> PreTrainedModel:
+    """As transformers runs it in float32, without a parameter that is zero."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        # Zero in a new model: one that is not loaded would not be noticed.
+        if "bias" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+async def test_each_version_has_the_log_probs_of_its_model(family: str, tmp_path: Path) -> None:
+    """For the first weights and for those that replace them, short prompts and long ones, and the
+    same prompt again."""
+    CONFIGS[family].save_pretrained(tmp_path)
+    dtype = DTYPES.get(family, "float32")
+    async with engines.ENGINES["vllm"](tmp_path, dtype=dtype) as pair:
+        for version in (1, 2):
+            model = random_model(family, seed=version)
+            await pair.load(published(model), version=version)
+            errors = []
+            for tokens in (3, 40, 150, 150):
+                ids = prompt_ids(tokens, seed=tokens)
+                answer = await pair.sample(ids, replace(SAMPLED, max_tokens=32, seed=tokens))
+                logits = model(torch.tensor([ids + answer.ids])).logits[0, tokens - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+                assert set(answer.versions) == {version}
+                errors += (torch.tensor(answer.logprobs) - expected).abs().tolist()
+            if dtype == "float32":
+                assert max(errors) < 1e-4
+            else:
+                assert median(errors) < 0.1
+
+
+async def test_linear_attention_in_float32_is_refused(tmp_path: Path) -> None:
+    """At the start: vLLM's process would end at the first request."""
+    CONFIGS["qwen3_next"].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="linear attention on CPUs computes in bfloat16"):
+        async with engines.ENGINES["vllm"](tmp_path):
+            pass
+
+
+async def test_drafts_by_weights_are_refused(tmp_path: Path) -> None:
+    """A publication has no weights for vLLM's own drafters: they would draft by random ones."""
+    arguments: Any = import_module("services.inference.engines.vllm.arguments")
+    engines.CONFIGS["llama"].save_pretrained(tmp_path)
+    limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)
+    for chosen in ({"method": "medusa"}, {"model": "draft"}, {"method": "mtp"}):
+        options = EngineOptions(
+            model_path=str(tmp_path), request_timeout_s=1.0, extra={"speculative_config": chosen}
+        )
+        with pytest.raises(ConfigError, match="its weights come with no publication"):
+            arguments.engine_arguments(options, limits, role="both", events=None)
