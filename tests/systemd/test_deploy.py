@@ -7,12 +7,13 @@ the same hosts, one after the other.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.systemd.bare_host import missing
-from tests.support.systemd.installed import Installed
+from tests.support.systemd.installed import SOFTWARE, Installed
 from tests.support.systemd.two_hosts import BROKEN, NEXT, RELEASE, TwoHosts
 from tests.support.systemd.work import until
 
@@ -36,6 +37,12 @@ pool-replica = ["s0"]
 scheduler = 1
 trainer = 1
 agents = 1
+feed = ["lessons"]
+[hosts.forge-2.env.feed-lessons]
+FORGE_FEED = "--epochs 1 --group-size 2"
+
+[backup]
+at = "*:*:0/20"
 
 [settings.scheduler.queue]
 concurrency = 16
@@ -45,6 +52,7 @@ GROUPS = 8
 """Of one submission."""
 OUT = ("--out", "/root/rendered")
 RENDER = ("render", "--inventory", "/root/cluster.toml", *OUT)
+BACKUPS = "/var/backups/forge"
 JOURNAL = "root/rendered/upgrade.json"
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "possible here")
@@ -78,19 +86,41 @@ def until_well(two: TwoHosts) -> None:
 
 
 def test_two_bare_hosts_become_a_cluster(two: TwoHosts) -> None:
-    """One inventory, two commands; the cluster trains, and each host is as rendered."""
+    """One inventory, two commands; the cluster trains the tasks of its feed, and each host is as
+    rendered."""
     (two.first.root / "root/cluster.toml").write_text(INVENTORY)
+    two.write_tasks("forge-2", "/var/lib/forge/feed/lessons.jsonl", 0, GROUPS)
     two.deploy(*RENDER)
     two.deploy("apply", *OUT)
     until_well(two)
-    assert problems(two) == []
-    two.submit(0, GROUPS)
     until(lambda: two.trained() == GROUPS)
+    # The feed has ended with its only epoch, which is no difference.
+    assert two.hosts["forge-2"].show("forge-feed@lessons", "ActiveState") == "inactive"
+    assert problems(two) == []
     doctor = two.first.run("bash", "-lc", "forge doctor --settings /etc/forge", check=False)
     found = [line for line in doctor.splitlines() if line.startswith("BAD")]
     # Those are of the machine that runs the test, and of its load.
     machine = ("memory", "sandbox", "no end within", "fsync")
     assert [line for line in found if not any(word in line for word in machine)] == []
+
+
+def test_timer_makes_backups_that_restore(two: TwoHosts) -> None:
+    """A full one, then increments; a restored increment has every trained step."""
+    step = two.status()["trainer"]["step"]
+    follows = rf"^(\S+): shard s0, .*newest step {step}, follows s0-"
+
+    def newest() -> re.Match[str] | None:
+        shown = two.first.run("bash", "-lc", f"forge pool watermark {BACKUPS}", check=False)
+        return re.search(follows, shown, re.M)
+
+    until(lambda: newest() is not None)
+    found = newest()
+    assert found is not None and step > 0
+    restore = ("runuser", "-u", "forge-pool", "--", f"{SOFTWARE}/.venv/bin/forge", "pool")
+    shown = two.first.run(*restore, "restore", found[1], f"{BACKUPS}/restored")
+    assert "is restored and whole" in shown and f"its newest step is {step};" in shown
+    assert "is whole" in two.first.run(*restore, "check", f"{BACKUPS}/restored")
+    assert two.first.show("forge-pool-backup@pool-replica-s0", "Result") == "success"
 
 
 def test_check_finds_what_was_changed_and_apply_mends_it(two: TwoHosts) -> None:
@@ -100,8 +130,10 @@ def test_check_finds_what_was_changed_and_apply_mends_it(two: TwoHosts) -> None:
     host.run("chmod", "0644", "/etc/forge/agents-token")
     host.run("systemctl", "stop", "forge-agents@1")
     host.run("systemctl", "disable", "forge-scheduler@1")
+    two.first.run("systemctl", "stop", "forge-pool-backup@pool-replica-s0.timer")
     found = "\n".join(problems(two))
     for text in (
+        "forge-1: forge-pool-backup@pool-replica-s0.timer is inactive",
         "forge-2: file /etc/forge/scheduler.toml differs: line ",
         "is 'batch_groups = 5', not 'batch_groups = 4'",
         "/etc/forge/agents-token has mode 0644, not 0600",
@@ -113,7 +145,7 @@ def test_check_finds_what_was_changed_and_apply_mends_it(two: TwoHosts) -> None:
     with pytest.raises(AssertionError, match="BAD"):
         host.run("bash", "-lc", "forge deploy check")
     shown = two.deploy("check", *OUT, check=False).splitlines()
-    assert shown[1].split()[0] == "forge-1" and shown[1].rstrip().endswith("as rendered")
+    assert shown[1].split()[0] == "forge-1" and shown[1].rstrip().endswith("1 difference")
     assert shown[2].split()[0] == "forge-2" and shown[2].rstrip().endswith("5 differences")
     two.deploy("apply", *OUT)
     until_well(two)

@@ -155,6 +155,7 @@ def test_backups_are_restored(three: ThreeHosts, work: Work, book: Book) -> None
     work.submit()
     work.all_trained()
     assert "is whole" in page.run("Pool")
+    assert "shard s0" in page.run("From a timer")
     step = three.status()["trainer"]["step"]
     page.run("Restore a shard", *range(4))
     until(lambda: "trajectories" in page.run("Restore a shard", 4, check=False))

@@ -146,7 +146,10 @@ class Cluster:
             self.pause(_PAUSE_S)
 
     def _fault(self, step: Step, release: str) -> str:
-        """Return why an instance is not healthy yet; "" for a healthy one."""
+        """Return why an instance is not healthy yet; "" for a healthy one, and for one that is not
+        in discovery."""
+        if not step.instance_id:
+            return ""
         try:
             services = self.status()["services"]
         except StepFailed as error:
@@ -155,7 +158,9 @@ class Cluster:
 
     def _state(self, host: str, unit: str) -> str:
         ended: Ended = self.transports[host].run(["systemctl", "is-active", unit])
-        return ended.output.strip() or ended.reason
+        state = ended.output.strip() or ended.reason
+        # A feed ends after its last epoch.
+        return "active" if state == "inactive" and unit.startswith("forge-feed@") else state
 
     def _journal(self, host: str, unit: str) -> str:
         words = ["journalctl", "--unit", unit, "--lines=1", "--output=cat", "--no-pager"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from forge.cli.deploy.changes import Change, Changes
+from forge.cli.deploy.kinds import ETCD, has_data
 from forge.cli.deploy.rendered import FileEntry, Manifest, UnitEntry
 from forge.cli.finding import Finding
 
@@ -39,6 +40,8 @@ class FoundUnit:
     """0: it does not run."""
     result: str = ""
     """`exit-code`, `timeout`, ...; `success` for a stop."""
+    has_ended: bool = False
+    """Whether its process ended by itself, with success: a feed after its last epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class HostState:
     """Units of Forge that run or are enabled, and that the manifest does not name."""
     listeners: Mapping[int, Listener]
     has_model: bool
+    absent_data: tuple[str, ...]
+    """Files of the manifest's data that the host lacks."""
     starts_at_boot: bool
     """Whether forge.target is enabled."""
     owner: str = "root:root"
@@ -109,7 +114,7 @@ def stale_since(unit: UnitEntry, state: HostState) -> str:
         return ""
     present = state.contents()
     paths = {*unit.inputs, *state.changes.inputs.get(unit.name, ())}
-    if unit.instance_id:
+    if unit.kind != ETCD and not unit.is_timer:
         paths.add(LINK)
     differing = (
         path
@@ -138,6 +143,9 @@ def _host(manifest: Manifest, state: HostState) -> Iterator[Finding]:
             f"model directory {manifest.model} is missing or has no config.json",
             "Copy the starting weights to it: docs/deploy.md has the command.",
         )
+    for path in state.absent_data:
+        remedy = f"Bring it, then: chown root:forge-feed {path} && chmod 0640 {path}"
+        yield _bad(f"{path} is missing", remedy)
 
 
 def _release(manifest: Manifest, state: HostState) -> Iterator[Finding]:
@@ -164,7 +172,7 @@ def _files(manifest: Manifest, state: HostState) -> Iterator[Finding]:
     for entry in manifest.files:
         found = state.files.get(entry.path)
         if found is None:
-            kind = "unit" if entry.path.endswith((".service", ".target")) else "file"
+            kind = "unit" if entry.path.endswith((".service", ".target", ".timer")) else "file"
             yield _bad(f"{kind} {entry.path} is missing", f"{INSTALL}.")
         else:
             yield from _file(entry, found, state.owner)
@@ -190,20 +198,24 @@ def _units(manifest: Manifest, state: HostState) -> Iterator[Finding]:
         found = state.units[unit.name]
         if not found.enabled:
             yield _bad(f"{unit.name} is not enabled", f"systemctl enable {unit.name}")
-        if found.active != "active":
+        if found.active != "active" and not found.has_ended:
             result = f" ({found.result})" if found.result not in ("", "success") else ""
             yield _bad(
                 f"{unit.name} is {found.active}{result}",
                 f"systemctl restart {unit.name}; its reason: journalctl -u {unit.name} -n 20",
             )
-        elif changed := stale_since(unit, state):
+        if changed := stale_since(unit, state):
             remedy = f"systemctl restart {unit.name}, or forge deploy apply for one after another."
             yield _bad(f"{unit.name} runs since before the change of {changed}", remedy)
+        if unit.is_timer and (started := state.units[unit.service]).active == "failed":
+            remedy = f"journalctl -u {unit.service} -n 20; then: systemctl start {unit.service}"
+            yield _bad(f"the last run of {unit.service} failed ({started.result})", remedy)
     if not state.starts_at_boot:
         remedy = "systemctl enable forge.target"
         yield _bad("forge.target is not enabled: a reboot starts no unit", remedy)
     for name in state.other_units:
-        first = "Move its groups first: forge pool retire. Then: " * name.startswith("forge-pool")
+        is_pool = has_data(name) and name.startswith("forge-pool")
+        first = "Move its groups first: forge pool retire. Then: " * is_pool
         yield _bad(f"{name} is not in the inventory", f"{first}systemctl disable --now {name}")
 
 

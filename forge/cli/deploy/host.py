@@ -26,10 +26,12 @@ CHANGES = DEPLOYED.with_name("deploy.changes")
 """The changes of the files that units read."""
 LINK = Path(comparison.LINK)
 _WANTS = Path("/etc/systemd/system/forge.target.wants")
-_OWN_UNITS = ("forge-feed@",)
+_OWN_UNITS = ("forge-feed@", "forge-pool-backup@")
 """Units that operators add beside the inventory."""
 _UNIT_OF_GROUP = re.compile(r"/(forge-[^/]+\.service)|/([^/]+\.service)")
 _VERSION = re.compile(r"forge_rl-(.+)\.dist-info")
+_EXITED = "1"
+"""CLD_EXITED, as systemd shows the end of a process that was not killed."""
 _LIMIT_S = 60.0
 
 
@@ -83,7 +85,7 @@ def read_host(directory: HostDirectory, manifest: Manifest, *, root: Path = Path
         if (one := _file(root, entry.path, directory, secret=entry.mode == SECRET)) is not None
     }
     model = root / manifest.model.lstrip("/")
-    names = [unit.name for unit in manifest.units]
+    names = [one for unit in manifest.units for one in dict.fromkeys((unit.name, unit.service))]
     return HostState(
         name=socket.gethostname().partition(".")[0],
         release=release,
@@ -95,6 +97,7 @@ def read_host(directory: HostDirectory, manifest: Manifest, *, root: Path = Path
         other_units=_other_units(names),
         listeners=_listeners(),
         has_model=not manifest.model or (model / "config.json").is_file(),
+        absent_data=tuple(one for one in manifest.data if not (root / one[1:]).is_file()),
         starts_at_boot=systemctl("is-enabled", "forge.target", check=False).strip() == "enabled",
         changes=read_changes(root / CHANGES.relative_to("/")),
     )
@@ -158,7 +161,9 @@ def read_units(names: Sequence[str]) -> dict[str, FoundUnit]:
     """Return units by name, as systemd has them; also those that it does not know."""
     if not names:
         return {}
-    keys = "Id,ActiveState,UnitFileState,ExecMainStartTimestampMonotonic,Result"
+    times = ("ExecMainStartTimestampMonotonic", "ActiveEnterTimestampMonotonic")
+    ends = ("ExecMainCode", "ExecMainStatus")
+    keys = ",".join(("Id", "ActiveState", "UnitFileState", "Result", *times, *ends))
     # The state of a template is that of no instance: the link of the target is.
     enabled = {path.name for path in _WANTS.glob("*")}
     shown = systemctl("show", f"--property={keys}", "--", *names)
@@ -167,12 +172,14 @@ def read_units(names: Sequence[str]) -> dict[str, FoundUnit]:
     for block in shown.strip().split("\n\n"):
         row = dict(line.partition("=")[::2] for line in block.splitlines())
         active = row.get("ActiveState", "inactive")
-        started_us = int(row.get("ExecMainStartTimestampMonotonic") or 0)
+        # A timer has no process.
+        started_us = next((int(row[one]) for one in times if row.get(one)), 0)
         units[row.get("Id", "")] = FoundUnit(
             active=active,
             enabled=row.get("Id", "") in enabled,
             started_unix_s=boot_unix_s + started_us / 1e6 if active == "active" else 0.0,
             result=row.get("Result", ""),
+            has_ended=active == "inactive" and [row.get(one) for one in ends] == [_EXITED, "0"],
         )
     absent = FoundUnit(active="inactive", enabled=False)
     return {name: units.get(name, absent) for name in names}

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from forge.cli.deploy.inventory import Host, Inventory, bracketed, env_name
-from forge.cli.deploy.kinds import ETCD, KINDS, SERVICES, Instance
+from forge.cli.deploy.inventory import Host, Inventory, bracketed
+from forge.cli.deploy.kinds import BACKUP, ETCD, KINDS, SERVICES, Instance, env_name
 from forge.cli.deploy.rendered import (
+    PLAIN,
     SECRET,
     HostFile,
     Manifest,
@@ -28,8 +29,9 @@ UNITS = "/etc/systemd/system"
 SETTINGS = "/etc/forge"
 ADMIN_PASSWORDS = f"{SETTINGS}/etcd-users"
 """Directory of `forge etcd apply` on the admin's host."""
-TOKEN = f"{SETTINGS}/agents-token"
 KEY = f"{SETTINGS}/key"
+FEEDS = "/var/lib/forge/feed"
+"""Directory of the tasks that feeds submit."""
 _HEAD = "# Rendered by `forge deploy render`: a change here is lost. Edit the inventory instead.\n"
 _DROP_INS = ("systemd", "systemd-tls")
 _CPU = {"device": "cpu", "dtype": "float32"}
@@ -50,8 +52,8 @@ class HostSecrets:
 
     cert: bytes
     key: bytes
-    token: str = ""
-    """Of its runners."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """By file below /etc/forge: of its runners and feeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def rendered_host(
         units=tuple(_units(inventory, host, assets, paths)),
         runner_hosts=tuple(inventory.runner_hosts) if host == inventory.admin else (),
         tokens=secrets.tokens if host == inventory.admin else (),
+        data=tuple(f"{FEEDS}/{one.name}.jsonl" for one in host.instances if one.kind == "feed"),
     )
     return RenderedHost(manifest=manifest, files=files)
 
@@ -101,8 +104,9 @@ def _users(assets: Assets) -> tuple[str, ...]:
 
 
 def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[HostFile]:
-    templates = {KINDS[one.kind].unit for one in host.instances}
-    names = {f"{template}@.service" for template in templates} | {"forge-.service", "forge.target"}
+    kinds = {one.kind: KINDS[one.kind] for one in host.instances}.values()
+    names = {f"{kind.unit}@.service" for kind in kinds} | {"forge-.service", "forge.target"}
+    names |= {f"{kind.unit}@.timer" for kind in kinds if kind.is_timer}
     names |= {"forge-etcd.service"} if host.etcd else set()
     for path, content in assets.items():
         folder, _, name = path.partition("/")
@@ -110,7 +114,7 @@ def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[Ho
             yield HostFile(path=f"{UNITS}/{name}", content=content)
         elif folder in ("sysusers.d", "tmpfiles.d"):
             yield HostFile(path=f"/etc/{path}", content=content)
-    if inventory.checkpoints and "forge-trainer" in templates:
+    if inventory.checkpoints and "forge-trainer@.service" in names:
         directory = inventory.checkpoints
         yield _text(
             f"{UNITS}/forge-trainer@.service.d/20-shared.conf",
@@ -119,6 +123,12 @@ def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[Ho
         )
         owner = "0700 forge-trainer forge-trainer -"
         yield _text("/etc/tmpfiles.d/forge-checkpoints.conf", f"z {directory} {owner}\n")
+    if inventory.backup and f"{KINDS[BACKUP].unit}@.timer" in names:
+        yield _text(
+            f"{UNITS}/{KINDS[BACKUP].unit}@.timer.d/20-schedule.conf",
+            # An empty value removes the one of the unit.
+            f"[Timer]\nOnCalendar=\nOnCalendar={inventory.backup.at}\n",
+        )
 
 
 def _settings_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[HostFile]:
@@ -131,11 +141,18 @@ def _settings_files(inventory: Inventory, host: Host, assets: Assets) -> Iterato
         lines = "".join(f"{name}={_quoted(value)}\n" for name, value in variables.items())
         if lines:
             # A variable may be the key of a judge.
-            yield _text(_env_path(one), lines, mode=SECRET)
+            yield _text(f"{SETTINGS}/{one.env_file}", lines, mode=SECRET)
     if host.etcd:
         yield _text(f"{SETTINGS}/etcd.env", _etcd_env(inventory, host))
     if host.has_key:
         yield _text("/etc/profile.d/forge.sh", _profile(inventory))
+    kinds = {one.kind for one in host.instances}
+    if inventory.backup and BACKUP in kinds:
+        options = f"--full-every {inventory.backup.full_every} --keep {inventory.backup.keep}"
+        yield _text(f"{SETTINGS}/pool-backup.env", f'FORGE_BACKUP="{options}"\n')
+    if "feed" in kinds:
+        address = f"FORGE_ETCD={inventory.etcd}\nFORGE_CLUSTER={inventory.cluster}\n"
+        yield _text(f"{SETTINGS}/feed.env", address)
 
 
 def _services(host: Host) -> list[str]:
@@ -187,10 +204,6 @@ def _http_port(inventory: Inventory, host: Host, one: Instance, assets: Assets) 
     return port + one.number - 1 if port else 0
 
 
-def _env_path(one: Instance) -> str:
-    return f"{SETTINGS}/{one.unit.removeprefix('forge-').removesuffix('.service')}.env"
-
-
 def _quoted(value: str) -> str:
     """A value as systemd and shells read it from an environment file."""
     if value and not set(value) & set(" \t'\"\\$#;`"):
@@ -237,21 +250,18 @@ def _secret_files(inventory: Inventory, host: Host, secrets: Secrets) -> Iterato
     if host.has_key:
         yield HostFile(path=KEY, content=secrets.key, mode=SECRET)
         yield _password("forge-operator", secrets.passwords["operator"])
-    if host.runs_agents:
-        yield _text(TOKEN, own.token + "\n", mode=SECRET)
-    for unit in sorted({KINDS[one.kind].unit for one in host.instances}):
-        yield _password(unit, secrets.passwords[_etcd_service(unit, host)])
+    for name, token in own.tokens.items():
+        yield HostFile(path=f"{SETTINGS}/{name}", content=f"{token}\n".encode(), mode=SECRET)
+    passwords = {KINDS[one.kind].unit: KINDS[one.kind].password for one in host.instances}
+    for unit, service in sorted(passwords.items()):
+        if service:
+            owner = f"runner@{host.name}" if service == "agents" else service
+            yield _password(unit, secrets.passwords[owner])
     if host == inventory.admin:
         yield _password("forge-admin", secrets.passwords["admin"])
         for service, password in secrets.passwords.items():
             name = service if service == "root" else f"forge-{service}"
             yield _password(name, password, directory=ADMIN_PASSWORDS)
-
-
-def _etcd_service(unit: str, host: Host) -> str:
-    """The service whose user in etcd a unit has."""
-    service = next(kind.service for kind in KINDS.values() if kind.unit == unit)
-    return f"runner@{host.name}" if service == "agents" else service
 
 
 def _password(name: str, password: str, *, directory: str = f"{SETTINGS}/etcd") -> HostFile:
@@ -269,25 +279,36 @@ def _units(
         inputs = tuple(sorted([*shared, *own]))
         yield UnitEntry(name="forge-etcd.service", kind=ETCD, inputs=inputs, ports=ports)
     for one in host.instances:
-        kind = KINDS[one.kind]
-        credential = KEY if kind.has_key else TOKEN
-        password = f"{SETTINGS}/etcd/{kind.unit}"
-        read = (f"{SETTINGS}/{kind.service}.toml", _env_path(one), credential, password)
-        own = [path for path in read if path in paths]
-        own += _below(paths, f"{kind.unit}@.service")
-        ports = dict(zip(("grpc", "metrics"), one.ports, strict=False))
-        if kind.http_port and (port := _http_port(inventory, host, one, assets)):
-            ports["http"] = port
-        for purpose, variable in _PORT_VARIABLES.items():
-            if (chosen := host.env.get(env_name(one), {}).get(variable, "")).isdigit():
-                ports[purpose] = int(chosen)
         yield UnitEntry(
             name=one.unit,
             kind=one.kind,
             instance_id=one.instance_id(host.name),
-            inputs=tuple(sorted([*shared, *own])),
-            ports={purpose: port for purpose, port in ports.items() if port},
+            inputs=tuple(sorted(_inputs(one, paths, shared))),
+            ports=_ports(inventory, host, one, assets),
         )
+
+
+def _inputs(one: Instance, paths: list[str], shared: list[str]) -> list[str]:
+    """The files that a unit reads at its start."""
+    kind = KINDS[one.kind]
+    if kind.is_timer:
+        return _below(paths, f"{kind.unit}@.timer")
+    service, etcd = f"{SETTINGS}/{kind.service}.toml", f"{SETTINGS}/etcd/{kind.unit}"
+    of_all = f"{SETTINGS}/{kind.unit.removeprefix('forge-')}.env"
+    credential = f"{SETTINGS}/{kind.credential}"
+    read = (service, of_all, f"{SETTINGS}/{one.env_file}", credential, etcd)
+    own = [path for path in read if path in paths]
+    return [*shared, *own, *_below(paths, f"{kind.unit}@.service")]
+
+
+def _ports(inventory: Inventory, host: Host, one: Instance, assets: Assets) -> dict[str, int]:
+    ports = dict(zip(("grpc", "metrics"), one.ports, strict=False))
+    if KINDS[one.kind].http_port and (port := _http_port(inventory, host, one, assets)):
+        ports["http"] = port
+    for purpose, variable in _PORT_VARIABLES.items():
+        if (chosen := host.env.get(env_name(one), {}).get(variable, "")).isdigit():
+            ports[purpose] = int(chosen)
+    return {purpose: port for purpose, port in ports.items() if port}
 
 
 def _below(paths: list[str], unit: str) -> list[str]:
@@ -296,9 +317,8 @@ def _below(paths: list[str], unit: str) -> list[str]:
     return [path for path in paths if path == start or path.startswith(f"{start}.d/")]
 
 
-def _text(path: str, text: str, *, mode: int = 0o644) -> HostFile:
-    head = _HEAD if path != TOKEN else ""
-    return HostFile(path=path, content=(head + text).encode(), mode=mode)
+def _text(path: str, text: str, *, mode: int = PLAIN) -> HostFile:
+    return HostFile(path=path, content=(_HEAD + text).encode(), mode=mode)
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:

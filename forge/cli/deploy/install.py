@@ -25,6 +25,7 @@ from forge.cli.deploy.host import (
     read_host,
     systemctl,
 )
+from forge.cli.deploy.kinds import has_data
 from forge.cli.deploy.rendered import MANIFEST, FileEntry, Manifest
 from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument, Unavailable
 
@@ -81,9 +82,10 @@ def install(source: Path) -> Installed:
     adopt(source)
     after = _noted(manifest)
     running = [unit for unit in manifest.units if after.units[unit.name].active == "active"]
+    ended = [unit for unit in manifest.units if after.units[unit.name].has_ended]
     return Installed(
         changed=changed,
-        start=[unit.name for unit in manifest.units if unit not in running],
+        start=[unit.name for unit in manifest.units if unit not in (*running, *ended)],
         restart=[unit.name for unit in running if stale_since(unit, after)],
         kept=kept,
     )
@@ -183,7 +185,7 @@ def left_files(old: Manifest | None, manifest: Manifest) -> list[str]:
     left = set(left_units(old, manifest))
     kept = {one.path for one in manifest.files}
     for unit in old.units:
-        if unit.name in left and _has_data(unit.name):
+        if unit.name in left and has_data(unit.name):
             kept |= {*unit.inputs}
     return [one.path for one in old.files if one.path not in kept]
 
@@ -194,18 +196,13 @@ def left_units(old: Manifest | None, manifest: Manifest) -> list[str]:
     return [unit.name for unit in old.units if unit.name not in names] if old else []
 
 
-def _has_data(unit: str) -> bool:
-    """Whether a stop of this unit takes data out of the cluster, or a vote out of etcd."""
-    return unit.startswith(("forge-pool", "forge-etcd"))
-
-
 def _stop_left(old: Manifest | None, manifest: Manifest) -> list[str]:
     """Stop what left the inventory; return what must be moved first."""
     left = left_units(old, manifest)
-    stopped = [unit for unit in left if not _has_data(unit)]
+    stopped = [unit for unit in left if not has_data(unit)]
     if stopped:
         systemctl("disable", "--quiet", "--now", *stopped)
-    return [unit for unit in left if _has_data(unit)]
+    return [unit for unit in left if has_data(unit)]
 
 
 def _tmpfiles(manifest: Manifest) -> Sequence[str]:

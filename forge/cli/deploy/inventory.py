@@ -6,20 +6,23 @@ import difflib
 import ipaddress
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forge.cli.deploy.contradictions import contradictions
 from forge.cli.deploy.kinds import (
+    BACKUP,
     ETCD,
     KINDS,
     MOST_INSTANCES,
     SERVICES,
     Instance,
+    backup_of,
+    env_name,
     instances_of,
 )
 from forge.core.errors import ConfigError, raise_all
-from forge.runtime.security.tls import is_loopback
 
 Table = Mapping[str, Any]
 LOCAL = "local"
@@ -29,9 +32,11 @@ _KEYS = (
     "model",
     "checkpoints",
     "certificate_days",
+    "backup",
     "hosts",
     "settings",
 )
+_BACKUP_KEYS = ("at", "full_every", "keep")
 _HOST_KEYS = ("address", "login", "names", "gpus", "services", "settings", "env")
 _RENDERED = frozenset(
     {
@@ -42,6 +47,8 @@ _RENDERED = frozenset(
 """Settings that follow from the rest of the inventory."""
 _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
+_CALENDAR = re.compile(r"[A-Za-z0-9*,.:/~ -]+")
+_DURATION = re.compile(r"[0-9]+(\.[0-9]+)?[smhd]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_DAYS = 3650
 
@@ -81,7 +88,24 @@ class Host:
     @property
     def runs_agents(self) -> bool:
         """Whether it has runners."""
-        return any(one.kind == "agents" for one in self.instances)
+        return "agents-token" in self.credentials
+
+    @property
+    def credentials(self) -> set[str]:
+        """Files below /etc/forge that its units read: the cluster's key, and tokens."""
+        return {KINDS[one.kind].credential for one in self.instances} - {""}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backup:
+    """Timers that back up each shard, a replicated one on the first of its hosts."""
+
+    at: str
+    """When, as systemd's OnCalendar."""
+    full_every: str
+    """Age of a full backup that is followed by another; increments are between them."""
+    keep: int
+    """Full backups, with their increments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +119,8 @@ class Inventory:
     certificate_days: int
     hosts: tuple[Host, ...]
     settings: Table
+    backup: Backup | None = None
+    """None: no shard has a timer."""
 
     @property
     def etcd(self) -> str:
@@ -123,7 +149,9 @@ class Inventory:
             present |= {"prefill", "decode"}
         if "pool-replica" in present:
             present.add("pool")
-        return [kind for kind in KINDS if kind not in present | {"both", "pool-replica", "console"}]
+        present |= {"both", "pool-replica"}
+        needed = (name for name, kind in KINDS.items() if not kind.is_optional)
+        return [name for name in needed if name not in present]
 
 
 def bracketed(address: str) -> str:
@@ -143,7 +171,7 @@ def read_inventory(text: str, *, source: str, release: str) -> Inventory:
     reader = _Reader(source)
     inventory = _inventory(reader, table, release)
     if not reader.errors:
-        for line in _contradictions(inventory):
+        for line in contradictions(inventory):
             reader.fail(line)
     raise_all(reader.errors)
     return inventory
@@ -210,15 +238,45 @@ def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
         reader.fail("no host is named; add [hosts.NAME] with its address")
     settings = reader.table("", table, "settings")
     _check_settings(reader, "settings.", settings)
+    backup = _backup(reader, table)
+    found = tuple(_host(reader, name, one) for name, one in hosts.items())
     return Inventory(
         cluster=reader.text("", table, "cluster", "default", _NAME),
         release=release,
         model=reader.text("", table, "model", "/var/lib/forge/models/policy"),
         checkpoints=reader.text("", table, "checkpoints", ""),
         certificate_days=reader.number("", table, "certificate_days", 365, (1, _MOST_DAYS)),
-        hosts=tuple(_host(reader, name, one) for name, one in hosts.items()),
+        hosts=_with_backups(found) if backup else found,
         settings=settings,
+        backup=backup,
     )
+
+
+def _backup(reader: _Reader, table: Table) -> Backup | None:
+    if "backup" not in table:
+        return None
+    own = reader.table("", table, "backup")
+    reader.known("backup.", own, _BACKUP_KEYS)
+    at = reader.text("backup.", own, "at", "hourly")
+    if not _CALENDAR.fullmatch(at):
+        reader.wrong("backup.at", at, 'a time of systemd, like "hourly" or "*-*-* 04:00"')
+    full_every = reader.text("backup.", own, "full_every", "7d")
+    if not _DURATION.fullmatch(full_every):
+        reader.wrong("backup.full_every", full_every, "a time like 12h or 7d")
+    keep = reader.number("backup.", own, "keep", 4, (1, 1000))
+    return Backup(at=at, full_every=full_every, keep=keep)
+
+
+def _with_backups(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Return hosts with a timer for each shard, a replicated one on the first of its hosts."""
+    replicas: set[str] = set()
+    found = []
+    for host in hosts:
+        shards = [one for one in host.instances if KINDS[one.kind].service == "pool"]
+        own = [one for one in shards if one.kind == "pool" or one.name not in replicas]
+        replicas |= {one.name for one in own if one.kind == "pool-replica"}
+        found.append(replace(host, instances=(*host.instances, *map(backup_of, own))))
+    return tuple(found)
 
 
 def _host(reader: _Reader, name: str, table: Any) -> Host:
@@ -250,25 +308,28 @@ def _host(reader: _Reader, name: str, table: Any) -> Host:
 
 
 def _instances(reader: _Reader, prefix: str, table: Table) -> Iterator[Instance]:
-    reader.known(prefix, table, (*KINDS, ETCD))
-    for kind in KINDS:
-        if kind == "pool-replica":
-            for shard in reader.texts(prefix, table, kind):
+    counted = [kind for kind in KINDS if kind != BACKUP]
+    reader.known(prefix, table, (*counted, ETCD))
+    for kind in counted:
+        if KINDS[kind].is_named:
+            for name in _distinct(reader, prefix, table, kind):
                 # A number is a shard of one host: its instance would have the same id.
-                if _NAME.fullmatch(shard) and shard[0].isalpha():
-                    yield Instance(kind=kind, name=shard)
+                if _NAME.fullmatch(name) and name[0].isalpha():
+                    yield Instance(kind=kind, name=name)
                 else:
                     allowed = "names that begin with a letter, of letters, digits and -_."
-                    reader.wrong(prefix + kind, shard, allowed)
+                    reader.wrong(prefix + kind, name, allowed)
         else:
             count = reader.number(prefix, table, kind, 0, (0, MOST_INSTANCES))
             yield from instances_of(kind, count)
 
 
-def env_name(instance: Instance) -> str:
-    """Return the name of an instance in `env`: `gateway-1`, `decode-2`, `pool-replica-s0`."""
-    prefix = f"{instance.kind}-"
-    return prefix + instance.name.removeprefix(prefix)
+def _distinct(reader: _Reader, prefix: str, table: Table, kind: str) -> tuple[str, ...]:
+    names = reader.texts(prefix, table, kind)
+    if len({*names}) < len(names):
+        reader.wrong(prefix + kind, list(names), "each name once")
+        return ()
+    return names
 
 
 def _env(
@@ -312,58 +373,3 @@ def _is_address(address: str) -> bool:
     except ValueError:
         labels = address.split(".")
         return all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
-
-
-def _contradictions(inventory: Inventory) -> Iterator[str]:
-    members = len(inventory.members)
-    if members == 0:
-        yield "no host has services.etcd = 1; give it to one host, or to three"
-    elif members % 2 == 0:
-        yield f"{members} hosts have services.etcd = 1; an even number survives no more losses " + (
-            f"than {members - 1}: name {members - 1} or {members + 1}"
-        )
-    yield from _twice("address", {host.name: host.address for host in inventory.hosts})
-    yield from _replicas(inventory)
-    for host in inventory.hosts:
-        if len(inventory.hosts) > 1 and is_loopback(host.address):
-            yield (
-                f"hosts.{host.name}.address = {host.address!r} is not allowed: other hosts do not "
-                "reach it; name one of the network"
-            )
-        if not host.units:
-            yield f"hosts.{host.name}.services is empty; name a service, or remove the host"
-        users = [one for one in host.instances if KINDS[one.kind].uses_gpu]
-        automatic = [
-            one for one in users if "CUDA_VISIBLE_DEVICES" not in host.env.get(env_name(one), {})
-        ]
-        if host.gpus and len(automatic) > host.gpus:
-            yield (
-                f"hosts.{host.name}.gpus = {host.gpus} is not allowed: {len(automatic)} workers "
-                "and trainers take one each; raise it, run fewer, or set CUDA_VISIBLE_DEVICES of "
-                f"some in [hosts.{host.name}.env.INSTANCE]"
-            )
-
-
-def _twice(key: str, values: Mapping[str, str]) -> Iterator[str]:
-    owners: dict[str, str] = {}
-    for name, value in values.items():
-        if value in owners:
-            yield (
-                f"hosts.{name}.{key} = {value!r} is not allowed: it is that of "
-                f"hosts.{owners[value]}; give each host its own"
-            )
-        owners.setdefault(value, name)
-
-
-def _replicas(inventory: Inventory) -> Iterator[str]:
-    hosts: dict[str, list[str]] = {}
-    for host in inventory.hosts:
-        for one in host.instances:
-            if one.kind == "pool-replica":
-                hosts.setdefault(one.name, []).append(host.name)
-    for shard, names in hosts.items():
-        if len(set(names)) != 2 or len(names) != 2:
-            yield (
-                f"pool-replica {shard!r} is on {', '.join(names)}; a replicated shard is on two "
-                "hosts, once each"
-            )

@@ -14,9 +14,11 @@ class Kind:
     """One kind of process."""
 
     unit: str
-    """Name of the template unit, without `@.service`."""
-    service: str
-    """Name of the settings file and of the password in etcd."""
+    """Name of the template unit, without `@` and ending."""
+    service: str = ""
+    """Name of the settings file; empty: it has none."""
+    etcd_user: str = ""
+    """Name of its password in etcd; default: `service`."""
     ports: tuple[int, int] | None = None
     """Ports of gRPC and /metrics, without the instance's digit; None: free ones."""
     http_port: int = 0
@@ -25,15 +27,32 @@ class Kind:
     """FORGE_ROLE, of inference."""
     uses_gpu: bool = False
     reads_model: bool = False
-    has_key: bool = True
-    """Whether its unit reads the cluster's key."""
+    credential: str = "key"
+    """File below /etc/forge that its unit reads: the cluster's key, or a token; empty: none."""
     drains: bool = False
     """Whether it takes calls of DrainService."""
+    is_named: bool = False
+    """Whether an inventory names its instances, instead of their number."""
+    is_timer: bool = False
+    """Whether its unit is a timer, which starts the process."""
+    is_optional: bool = False
+    """Whether a cluster trains without it."""
+    in_discovery: bool = True
+
+    @property
+    def has_key(self) -> bool:
+        """Whether its unit reads the cluster's key."""
+        return self.credential == "key"
+
+    @property
+    def password(self) -> str:
+        """The name of its password in etcd; empty: it does not use etcd."""
+        return self.etcd_user or self.service
 
 
 KINDS: Mapping[str, Kind] = {
     "pool": Kind(unit="forge-pool", service="pool", ports=(721, 921)),
-    "pool-replica": Kind(unit="forge-pool-replica", service="pool"),
+    "pool-replica": Kind(unit="forge-pool-replica", service="pool", is_named=True),
     "scheduler": Kind(unit="forge-scheduler", service="scheduler", ports=(722, 922)),
     **{
         role: Kind(
@@ -58,20 +77,39 @@ KINDS: Mapping[str, Kind] = {
         reads_model=True,
     ),
     # Without the key it verifies no call, so it drains at its stop alone.
-    "agents": Kind(unit="forge-agents", service="agents", ports=(726, 926), has_key=False),
+    "agents": Kind(
+        unit="forge-agents", service="agents", ports=(726, 926), credential="agents-token"
+    ),
+    "feed": Kind(
+        unit="forge-feed",
+        etcd_user="operator",
+        credential="feed-token",
+        is_named=True,
+        is_optional=True,
+        in_discovery=False,
+    ),
     "console": Kind(
         unit="forge-console",
         service="console",
         ports=(727, 927),
         http_port=7800,
         reads_model=True,
+        is_optional=True,
+    ),
+    "pool-backup": Kind(
+        unit="forge-pool-backup",
+        credential="",
+        is_named=True,
+        is_timer=True,
+        is_optional=True,
+        in_discovery=False,
     ),
 }
 """By name in an inventory, in the order of a roll: what serves others comes first."""
 
-ETCD = "etcd"
-"""The name of an etcd member in an inventory; it has no instances."""
-SERVICES = tuple(dict.fromkeys(kind.service for kind in KINDS.values()))
+ETCD, BACKUP = "etcd", "pool-backup"
+"""Not counted in an inventory: etcd has one member a host; `backup` gives each shard a timer."""
+SERVICES = tuple(dict.fromkeys(kind.service for kind in KINDS.values() if kind.service))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -85,13 +123,19 @@ class Instance:
     @property
     def unit(self) -> str:
         """The name of its unit."""
-        return f"{KINDS[self.kind].unit}@{self.name}.service"
+        kind = KINDS[self.kind]
+        return f"{kind.unit}@{self.name}.{'timer' if kind.is_timer else 'service'}"
+
+    @property
+    def env_file(self) -> str:
+        """The name of the file with its variables."""
+        return f"{KINDS[self.kind].unit.removeprefix('forge-')}@{self.name}.env"
 
     @property
     def number(self) -> int:
-        """Its number among those of its kind on the host; 1 for a replica."""
+        """Its number among those of its kind on the host; 1 for a named one."""
         digits = self.name.rpartition("-")[2]
-        return int(digits) if digits.isdigit() and self.kind != "pool-replica" else 1
+        return int(digits) if digits.isdigit() and not KINDS[self.kind].is_named else 1
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -100,11 +144,29 @@ class Instance:
         return tuple(port * 10 + self.number for port in ports)
 
     def instance_id(self, host: str) -> str:
-        """Its id in discovery, as its unit sets it."""
-        return f"{KINDS[self.kind].unit.split('-')[1]}-{host}-{self.name}"
+        """Its id in discovery, as its unit sets it; empty for a process that is not there."""
+        kind = KINDS[self.kind]
+        return f"{kind.unit.split('-')[1]}-{host}-{self.name}" * kind.in_discovery
+
+
+def has_data(unit: str) -> bool:
+    """Return whether a stop of a unit takes data out of the cluster, or a vote out of etcd."""
+    return unit.startswith(("forge-pool@", "forge-pool-replica@", "forge-etcd."))
 
 
 def instances_of(kind: str, count: int) -> list[Instance]:
     """Return numbered instances of a kind."""
     prefix = f"{kind}-" if KINDS[kind].role else ""
     return [Instance(kind=kind, name=f"{prefix}{number}") for number in range(1, count + 1)]
+
+
+def env_name(instance: Instance) -> str:
+    """Return the name of an instance in `env`: `gateway-1`, `decode-2`, `pool-replica-s0`."""
+    prefix = f"{instance.kind}-"
+    return prefix + instance.name.removeprefix(prefix)
+
+
+def backup_of(shard: Instance) -> Instance:
+    """Return the timer that backs a shard up; its instance is the shard's directory."""
+    directory = f"{KINDS[shard.kind].unit.removeprefix('forge-')}-{shard.name}"
+    return Instance(kind=BACKUP, name=directory)

@@ -43,11 +43,21 @@ class UnitEntry:
     kind: str
     """Of the inventory; `etcd` for a member."""
     instance_id: str = ""
-    """Id in discovery; empty for etcd."""
+    """Id in discovery; empty for a unit that is not there."""
     inputs: tuple[str, ...] = ()
     """Files that it reads at its start: after a change of one it needs a restart."""
     ports: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Fixed ports by purpose: grpc, metrics, http, client, peer."""
+
+    @property
+    def service(self) -> str:
+        """The unit with the process: of a timer, the service that it starts."""
+        return self.name.replace(".timer", ".service")
+
+    @property
+    def is_timer(self) -> bool:
+        """Whether it only starts a service, at times."""
+        return self.name != self.service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +97,8 @@ class Manifest:
     """Of the admin's host: hosts whose runners have a user in etcd."""
     tokens: tuple[TokenEntry, ...] = ()
     """Of the admin's host: issued tokens, to be recorded in etcd."""
+    data: tuple[str, ...] = ()
+    """Files that its units read, and that an operator brings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

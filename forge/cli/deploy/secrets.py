@@ -34,6 +34,36 @@ _DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenKind:
+    """The tokens of one file below /etc/forge."""
+
+    role: str
+    users: str
+    """For people."""
+    prefix: str = ""
+    """Of the subject, before the host."""
+    life_s: float | None = None
+    """None: that of the role."""
+    audience: frozenset[str] | None = None
+    renew_s: float = _DAY_S
+    """It is replaced once so much of its life is left."""
+
+
+TOKENS = {
+    "agents-token": _TokenKind(role="runner", users="runners"),
+    # Nothing renews it: a render of each month replaces it in time.
+    "feed-token": _TokenKind(
+        role="operator",
+        users="feeds",
+        prefix="feed@",
+        life_s=90 * _DAY_S,
+        audience=frozenset({"SchedulerService", "PoolService"}),
+        renew_s=45 * _DAY_S,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredToken:
     token: str
     entry: TokenEntry
@@ -68,13 +98,15 @@ class SecretStore:
         hosts, tokens = {}, []
         for host in inventory.hosts:
             folder = self._certificate(authority, host, days=inventory.certificate_days)
-            stored = self._token(keyring, host) if host.runs_agents else None
-            if stored is not None:
-                tokens.append(stored.entry)
+            stored = {
+                name: self._token(keyring, host, TOKENS[name])
+                for name in sorted(host.credentials & TOKENS.keys())
+            }
+            tokens += [one.entry for one in stored.values()]
             hosts[host.name] = HostSecrets(
                 cert=(folder / HOST_CERT).read_bytes(),
                 key=(folder / HOST_KEY).read_bytes(),
-                token=stored.token if stored else "",
+                tokens={name: one.token for name, one in stored.items()},
             )
         return Secrets(
             key=(self.folder / "key").read_bytes(),
@@ -121,13 +153,16 @@ class SecretStore:
             )
         return folder
 
-    def _token(self, keyring: Keyring, host: Host) -> _StoredToken:
-        file = self.folder / "tokens" / host.name
-        stored = _stored_token(file, keyring)
+    def _token(self, keyring: Keyring, host: Host, kind: _TokenKind) -> _StoredToken:
+        subject = f"{kind.prefix}{host.name}"
+        file = self.folder / "tokens" / subject
+        stored = _stored_token(file, keyring, renew_s=kind.renew_s)
         if stored is not None and "tokens" not in self.rotate:
             return stored
-        claims = issued_tokens.claims_for("runner", host.name)
-        renewable_s = issued_tokens.ROLES["runner"].renewable_s
+        claims = issued_tokens.claims_for(
+            kind.role, subject, life_s=kind.life_s, audience=kind.audience
+        )
+        renewable_s = issued_tokens.ROLES[kind.role].renewable_s
         entry = TokenEntry(
             token_id=claims.token_id,
             subject=claims.subject,
@@ -135,11 +170,11 @@ class SecretStore:
             audience=tuple(sorted(claims.audience)),
             issued_unix_s=claims.issued_unix_s,
             expires_unix_s=claims.expires_unix_s,
-            renewable_until_unix_s=claims.issued_unix_s + renewable_s,
+            renewable_until_unix_s=claims.issued_unix_s + renewable_s if renewable_s else 0.0,
         )
         stored = _StoredToken(token=keyring.sign(claims), entry=entry)
         replace_private_file(file, msgspec.json.encode(stored).decode() + "\n")
-        self.changes.append(f"new token of the runners on {host.name}")
+        self.changes.append(f"new token of the {kind.users} on {host.name}")
         return stored
 
 
@@ -174,7 +209,7 @@ def _signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:
     return True
 
 
-def _stored_token(file: Path, keyring: Keyring) -> _StoredToken | None:
+def _stored_token(file: Path, keyring: Keyring, *, renew_s: float) -> _StoredToken | None:
     """Return a token that a new host can use; None if a new one is needed. Running runners renew
     theirs by themselves."""
     try:
@@ -184,7 +219,8 @@ def _stored_token(file: Path, keyring: Keyring) -> _StoredToken | None:
     entry = stored.entry
     now_s = datetime.now(UTC).timestamp()
     renewable_s = entry.renewable_until_unix_s - now_s
-    if entry.expires_unix_s - now_s < _DAY_S or renewable_s < RENEW.total_seconds():
+    ends = bool(entry.renewable_until_unix_s) and renewable_s < RENEW.total_seconds()
+    if entry.expires_unix_s - now_s < renew_s or ends:
         return None
     try:
         # A token of a replaced key is refused.

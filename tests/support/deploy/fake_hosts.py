@@ -120,7 +120,7 @@ class FakeHosts:
                 # The first host leads.
                 kind = {"pool-replica": "pool", "agents": "runner"}.get(unit.kind, unit.kind)
                 leads = unit.kind not in first
-                if kind == "etcd" or (unit.kind == "pool-replica" and not leads):
+                if not unit.instance_id or (unit.kind == "pool-replica" and not leads):
                     continue
                 first.add(unit.kind)
                 services.append(

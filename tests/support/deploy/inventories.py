@@ -32,8 +32,14 @@ pool-replica = ["s0"]
 scheduler = 1
 trainer = 1
 agents = 1
+feed = ["math"]
+[hosts.beta.env.feed-math]
+FORGE_FEED = "--domain math"
 [hosts.beta.settings.agents]
 concurrency = 7
+
+[backup]
+at = "*:0/30"
 
 [settings.scheduler.queue]
 concurrency = 16

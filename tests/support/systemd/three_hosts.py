@@ -58,9 +58,9 @@ class ThreeHosts:
         shutil.rmtree(lost.root)
 
     def close(self) -> None:
-        """Stop all hosts, and remove their disks."""
+        """End all hosts, and remove their disks."""
         for host in self.hosts.values():
-            host.stop()
+            host.kill()
         self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

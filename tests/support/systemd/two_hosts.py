@@ -97,9 +97,14 @@ class TwoHosts:
     def submit(self, first: int, beyond: int) -> None:
         """Submit the tasks of these seeds."""
         file = f"/root/tasks-{first}.jsonl"
+        self.write_tasks("forge-1", file, first, beyond)
+        self.first.run("bash", "-elc", f"forge queue submit {file}")
+
+    def write_tasks(self, host: str, file: str, first: int, beyond: int) -> None:
+        """Write the tasks of these seeds to a file of a host."""
         python = f"{SOFTWARE}/{RELEASE}/bin/python"
-        write = f"{python} /root/tasks.py {first} {beyond} > {file} && forge queue submit {file}"
-        self.first.run("bash", "-elc", write)
+        write = f"mkdir -p $(dirname {file}) && {python} /root/tasks.py {first} {beyond} > {file}"
+        self.hosts[host].run("bash", "-ec", write)
 
     def close(self) -> None:
         """End both hosts, and remove their disks."""

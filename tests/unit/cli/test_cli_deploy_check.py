@@ -32,6 +32,8 @@ from tests.support.deploy.inventories import RELEASE, TWO_HOSTS, rendered
 
 POOL = "forge-pool@1.service"
 SETTINGS = "/etc/forge/pool.toml"
+BACKUP, BACKUP_RUN = "forge-pool-backup@pool-1.timer", "forge-pool-backup@pool-1.service"
+TASKS = "/var/lib/forge/feed/math.jsonl"
 Plant = Callable[[HostState], HostState]
 
 
@@ -56,13 +58,15 @@ def sound(manifest: Manifest) -> HostState:
             for one in manifest.files
         },
         users=frozenset(manifest.users),
-        units={
+        units={BACKUP_RUN: FoundUnit(active="inactive", enabled=False)}
+        | {
             one.name: FoundUnit(active="active", enabled=True, started_unix_s=2.0)
             for one in manifest.units
         },
         other_units=(),
         listeners={7211: Listener(process="python", pid=5, unit=POOL)},
         has_model=True,
+        absent_data=(),
         starts_at_boot=True,
     )
 
@@ -105,6 +109,26 @@ def test_sound_host_has_no_difference(manifest: Manifest) -> None:
             "systemd-sysusers",
         ),
         (lambda state: replace(state, has_model=False), "model directory", "Copy the starting"),
+        (
+            lambda state: replace(state, absent_data=(TASKS,)),
+            f"{TASKS} is missing",
+            f"chown root:forge-feed {TASKS}",
+        ),
+        (
+            with_unit(BACKUP, active="inactive", started_unix_s=0.0),
+            f"{BACKUP} is inactive",
+            f"systemctl restart {BACKUP}",
+        ),
+        (
+            with_unit(BACKUP_RUN, active="failed", result="exit-code"),
+            f"the last run of {BACKUP_RUN} failed (exit-code)",
+            f"systemctl start {BACKUP_RUN}",
+        ),
+        (
+            lambda state: replace(state, other_units=("forge-gateway@7.service",)),
+            "forge-gateway@7.service is not in the inventory",
+            "systemctl disable --now forge-gateway@7.service",
+        ),
         (lambda state: replace(state, release=""), "leads to no installation", "install"),
         (
             lambda state: replace(state, release="0.0.9"),
@@ -181,7 +205,9 @@ def test_unit_is_stale_for_its_own_inputs_alone(manifest: Manifest) -> None:
     assert stale_since(units[POOL], other) == ""
     assert stale_since(units["forge-trainer@1.service"], other) == "/etc/forge/trainer.toml"
     swapped = replace(state, linked_unix_s=3.0)
-    assert {stale_since(one, swapped) for one in manifest.units} == {"/opt/forge/.venv"}
+    stale = {one.name for one in manifest.units if stale_since(one, swapped) == LINK}
+    # A timer starts its service with the release of that moment.
+    assert stale == {one.name for one in manifest.units} - {BACKUP}
 
 
 def changed(state: HostState, path: str, digest: str, unix_s: float) -> HostState:

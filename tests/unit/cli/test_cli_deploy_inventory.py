@@ -41,7 +41,10 @@ def test_inventory_counts_become_units() -> None:
         "forge-gateway@1.service",
         "forge-gateway@2.service",
         "forge-console@1.service",
+        "forge-pool-backup@pool-replica-s0.timer",
     ]
+    # A replicated shard has its timer on its first host.
+    assert beta.units[-2:] == ["forge-feed@math.service", "forge-pool-backup@pool-1.timer"]
     assert beta.login == "root@10.0.0.2"
     assert read(TWO_HOSTS).missing() == []
 
@@ -59,7 +62,7 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
         + tables.replace("or `both = 1`", "")
     )
     assert set(everything) == {
-        *("cluster", "model", "checkpoints", "certificate_days", "hosts", "settings")
+        *("cluster", "model", "checkpoints", "certificate_days", "backup", "hosts", "settings")
     }
     keys_of_host = {"address", "login", "names", "gpus", "services", "env", "settings"}
     assert set(everything["hosts"]["forge-1"]) == keys_of_host
@@ -117,6 +120,27 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
             HOST + SERVICES + "decode = 1\n[hosts.alpha.env.decode-1]\nA = 1",
             "hosts.alpha.env.decode-1.A = 1 is not allowed: a text of one line",
         ),
+        ("backup = true\n" + HOST + SERVICES, "backup = True is not allowed: a table [backup]"),
+        ("[backup]\non = 1\n" + HOST + SERVICES, "no key backup.on; did you mean"),
+        (
+            "[backup]\nat = 'hourly; reboot'\n" + HOST + SERVICES,
+            "backup.at = 'hourly; reboot' is not allowed: a time of systemd, like",
+        ),
+        (
+            "[backup]\nfull_every = 'weekly'\n" + HOST + SERVICES,
+            "backup.full_every = 'weekly' is not allowed: a time like 12h or 7d",
+        ),
+        (
+            "[backup]\nkeep = 0\n" + HOST + SERVICES,
+            "backup.keep = 0 is not allowed: a whole number from 1 to 1000",
+        ),
+        (HOST + SERVICES + "feed = 1", "hosts.alpha.services.feed = 1 is not allowed: a list"),
+        (HOST + SERVICES + "feed = ['../a']", "'../a' is not allowed: names that begin with"),
+        (
+            HOST + SERVICES + "feed = ['a', 'a']",
+            "hosts.alpha.services.feed = ['a', 'a'] is not allowed: each name once",
+        ),
+        (HOST + SERVICES + "pool-backup = ['s0']", "no key hosts.alpha.services.pool-backup"),
         (HOST + SERVICES + "[settings.engine]\na = 1", "no key settings.engine; did you mean"),
         (
             HOST + SERVICES + "[settings.pool]\netcd = 'x'",

@@ -54,7 +54,8 @@ def test_rendered_host_has_the_units_of_its_services_alone(out: Path) -> None:
     """With the drop-ins of every unit, and those of TLS."""
     units = file(out, "beta", "/etc/systemd/system")
     assert sorted(path.name for path in units.iterdir() if path.is_file()) == [
-        *("forge-agents@.service", "forge-pool-replica@.service", "forge-pool@.service"),
+        *("forge-agents@.service", "forge-feed@.service", "forge-pool-backup@.service"),
+        *("forge-pool-backup@.timer", "forge-pool-replica@.service", "forge-pool@.service"),
         *("forge-scheduler@.service", "forge-trainer@.service", "forge.target"),
     ]
     assert (units / "forge-.service.d/20-tls.conf").exists()
@@ -100,7 +101,7 @@ def test_rendered_secrets_are_private(out: Path) -> None:
 def test_rendered_host_has_the_secrets_of_its_services_alone(out: Path) -> None:
     """etcd's root password is on one host; each runner's host has a user of its own."""
     assert sorted(path.name for path in file(out, "beta", "/etc/forge/etcd").iterdir()) == [
-        *("forge-agents", "forge-operator", "forge-pool", "forge-pool-replica"),
+        *("forge-agents", "forge-feed", "forge-operator", "forge-pool", "forge-pool-replica"),
         *("forge-scheduler", "forge-trainer"),
     ]
     assert not file(out, "beta", "/etc/forge/etcd-users").exists()
@@ -144,9 +145,46 @@ def test_rendered_token_is_of_a_runner_and_recorded_by_the_admin(out: Path) -> N
     claims = keyring.verify(token, now_s=datetime.now(UTC).timestamp())
     assert claims.scopes == {"runner"} and claims.audience == {"SchedulerService"}
     hosts = rendered_hosts(out)
-    (entry,) = hosts["alpha"].tokens
+    (entry, feed) = hosts["alpha"].tokens
     assert entry.token_id == claims.token_id and hosts["beta"].tokens == ()
     assert token not in (out / "hosts/alpha/manifest.json").read_text()
+    assert feed.scopes == ("operator",) and feed.subject == "feed@beta"
+
+
+def test_rendered_timer_has_the_schedule_of_the_inventory(out: Path) -> None:
+    """And its runs the options; the service itself has no credential to wait for."""
+    timer = file(out, "alpha", "/etc/systemd/system/forge-pool-backup@.timer.d/20-schedule.conf")
+    assert timer.read_text().endswith("[Timer]\nOnCalendar=\nOnCalendar=*:0/30\n")
+    options = variables(out, "alpha", "/etc/forge/pool-backup.env")
+    assert options == {"FORGE_BACKUP": "--full-every 7d --keep 4"}
+    (unit,) = (one for one in rendered_hosts(out)["alpha"].units if one.is_timer)
+    assert unit.name == "forge-pool-backup@pool-replica-s0.timer" and not unit.instance_id
+    assert [Path(one).name for one in unit.inputs] == [
+        *("forge-pool-backup@.timer", "20-schedule.conf")
+    ]
+    service = file(out, "alpha", "/etc/systemd/system/forge-pool-backup@.service.d")
+    assert "\nLoadCredential=\n" in (service / "30-no-credentials.conf").read_text()
+
+
+def test_rendered_feed_has_an_operators_token_and_the_address(out: Path) -> None:
+    """The token is for scheduler and pools alone, and lasts until after the next monthly render."""
+    token = file(out, "beta", "/etc/forge/feed-token").read_text().strip()
+    now_s = datetime.now(UTC).timestamp()
+    claims = Keyring.from_file(out / "secrets/key").verify(token, now_s=now_s)
+    assert claims.scopes == {"operator"}
+    assert claims.audience == {"PoolService", "SchedulerService"}
+    assert claims.expires_unix_s > now_s + 80 * 86_400
+    assert variables(out, "beta", "/etc/forge/feed.env") == {
+        "FORGE_ETCD": "https://10.0.0.1:2379",
+        "FORGE_CLUSTER": "default",
+    }
+    assert variables(out, "beta", "/etc/forge/feed@math.env") == {"FORGE_FEED": "--domain math"}
+    beta = rendered_hosts(out)["beta"]
+    assert beta.data == ("/var/lib/forge/feed/math.jsonl",)
+    (unit,) = (one for one in beta.units if one.kind == "feed")
+    assert {"/etc/forge/feed-token", "/etc/forge/feed.env", "/etc/forge/feed@math.env"} < {
+        *unit.inputs
+    }
 
 
 def test_manifest_names_every_file_and_what_units_read(out: Path) -> None:
@@ -222,7 +260,8 @@ def test_rotation_replaces_what_it_names(tmp_path: Path) -> None:
     report = rendered(TWO_HOSTS, out, rotate="certificates")
     assert report.secrets == ["new certificate of alpha", "new certificate of beta"]
     report = rendered(TWO_HOSTS, out, rotate="tokens")
-    assert report.secrets == ["new token of the runners on beta"]
+    feeds = "new token of the feeds on beta"
+    assert report.secrets == ["new token of the runners on beta", feeds]
     assert "/etc/forge/agents-token" in report.changed["beta"]
     ended = CliRunner().invoke(
         app, ["deploy", "render", "--inventory", "x", "--out", str(out), "--rotate", "keys"]
@@ -241,7 +280,8 @@ def test_token_is_renewed_before_its_end_and_for_a_new_key(tmp_path: Path) -> No
     assert rendered(TWO_HOSTS, out).secrets == ["new token of the runners on beta"]
     (out / "secrets/key").unlink()
     report = rendered(TWO_HOSTS, out)
-    assert report.secrets == ["new key of the cluster", "new token of the runners on beta"]
+    tokens = [f"new token of the {one} on beta" for one in ("runners", "feeds")]
+    assert report.secrets == ["new key of the cluster", *tokens]
 
 
 def test_rotated_ca_reaches_hosts_before_their_certificates(tmp_path: Path) -> None:

@@ -90,7 +90,10 @@ def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifes
         ("alpha", "forge-gateway@1.service"),
         ("alpha", "forge-gateway@2.service"),
         ("beta", "forge-agents@1.service"),
+        ("beta", "forge-feed@math.service"),
         ("alpha", "forge-console@1.service"),
+        ("alpha", "forge-pool-backup@pool-replica-s0.timer"),
+        ("beta", "forge-pool-backup@pool-1.timer"),
     ]
     assert [one.kind for one in steps if one.action == "drain"] == [
         *("prefill", "decode", "decode")
