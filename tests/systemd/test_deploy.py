@@ -18,6 +18,8 @@ from tests.support.systemd.two_hosts import BROKEN, NEXT, RELEASE, TwoHosts
 from tests.support.systemd.work import until
 
 INVENTORY = """
+checkpoints = "/mnt/checkpoints"
+
 [hosts.forge-1]
 address = "10.0.0.1"
 login = "local"
@@ -192,3 +194,20 @@ def test_failing_upgrade_rolls_back(two: TwoHosts) -> None:
     assert versions(two) == {release}
     assert problems(two) == []
     until(lambda: two.trained() == before + GROUPS)
+
+
+def test_trainer_of_two_ranks_continues_that_of_one_process(two: TwoHosts) -> None:
+    """A changed inventory gives its host two ranks: they meet, and start from its checkpoint."""
+    before, (release,) = two.trained(), versions(two)
+    step = two.status()["trainer"]["step"]
+    text = INVENTORY.replace("trainer = 1", "trainer-rank = 2")
+    (two.first.root / "root/cluster.toml").write_text(text)
+    two.deploy(*RENDER, release=release)
+    two.deploy("apply", *OUT, release=release)
+    until_well(two)
+    journal = two.hosts["forge-2"].journal("--unit=forge-trainer-rank@0")
+    assert '"event": "ranks_started"' in journal
+    assert two.status()["trainer"]["step"] >= step > 0
+    two.submit(400, 400 + GROUPS)
+    until(lambda: two.trained() == before + GROUPS)
+    assert problems(two) == []

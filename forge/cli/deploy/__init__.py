@@ -4,6 +4,7 @@ Pure, without files or processes:
 
     kinds        what a host can run: units, ports, order
     inventory    the inventory's content and its errors
+    contradictions   errors of an inventory as a whole
     rendered     the files and units of a host, and their manifest
     host_files   what the inventory makes of each host
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
-from forge.cli.deploy.kinds import ETCD
 from forge.cli.deploy.plan import restart_steps, roll_order
 from forge.core.errors import FailedPrecondition, raise_all
 
@@ -100,8 +99,8 @@ def _restart(
     if not any(one["restart"] for one in needs.values()):
         return
     leaders = cluster.leaders()
-    for host, unit in roll_order(cluster.manifests, leaders):
-        if unit.kind != ETCD and unit.name in needs[host]["restart"]:
-            for step in restart_steps(host, unit):
+    for together in roll_order(cluster.manifests, leaders):
+        if any(one.unit.name in needs[one.host]["restart"] for one in together):
+            for step in restart_steps(together):
                 report(str(step))
-                cluster.perform(step, release=cluster.manifests[host].release)
+                cluster.perform(step, release=cluster.manifests[step.host].release)

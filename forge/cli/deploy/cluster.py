@@ -66,8 +66,8 @@ class Cluster:
                 self.run(step.host, *words, limit_s=_INSTALL_S)
             case "drain":
                 self._drain(step)
-            case "restart":
-                self.run(step.host, "systemctl", "restart", step.unit, limit_s=_RESTART_S)
+            case "stop" | "restart":
+                self.run(step.host, "systemctl", step.action, step.unit, limit_s=_RESTART_S)
             case "check":
                 self.wait_healthy(step, release=release)
             case "roles":

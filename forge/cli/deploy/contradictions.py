@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from forge.cli.deploy.kinds import KINDS, env_name
+from forge.cli.deploy.kinds import KINDS, RANKS, Instance, env_name
 from forge.runtime.security.tls import is_loopback
 
 if TYPE_CHECKING:
-    from forge.cli.deploy.inventory import Inventory
+    from forge.cli.deploy.inventory import Host, Inventory
 
 
 def contradictions(inventory: Inventory) -> Iterator[str]:
@@ -23,6 +23,7 @@ def contradictions(inventory: Inventory) -> Iterator[str]:
         )
     yield from _twice("address", {host.name: host.address for host in inventory.hosts})
     yield from _replicas(inventory)
+    yield from _ranks(inventory)
     for host in inventory.hosts:
         if len(inventory.hosts) > 1 and is_loopback(host.address):
             yield (
@@ -31,15 +32,57 @@ def contradictions(inventory: Inventory) -> Iterator[str]:
             )
         if not host.units:
             yield f"hosts.{host.name}.services is empty; name a service, or remove the host"
-        users = [one for one in host.instances if KINDS[one.kind].uses_gpu]
-        automatic = [
-            one for one in users if "CUDA_VISIBLE_DEVICES" not in host.env.get(env_name(one), {})
-        ]
-        if host.gpus and len(automatic) > host.gpus:
+        taken = sum(gpus_taken(host, one) for one in host.instances)
+        if host.gpus and taken > host.gpus:
             yield (
-                f"hosts.{host.name}.gpus = {host.gpus} is not allowed: {len(automatic)} workers "
-                "and trainers take one each; raise it, run fewer, or set CUDA_VISIBLE_DEVICES of "
-                f"some in [hosts.{host.name}.env.INSTANCE]"
+                f"hosts.{host.name}.gpus = {host.gpus} is not allowed: {taken} workers, "
+                "trainers and ranks take one each; raise it, run fewer, or set "
+                f"CUDA_VISIBLE_DEVICES of some in [hosts.{host.name}.env.INSTANCE]"
+            )
+
+
+def gpus_taken(host: Host, one: Instance) -> int:
+    """Return the number of GPUs that an instance takes of those of its host, by itself."""
+    own = host.env.get(env_name(one), {})
+    if not KINDS[one.kind].uses_gpu or "CUDA_VISIBLE_DEVICES" in own:
+        return 0
+    return host.ranks if one.kind == RANKS else 1
+
+
+def _ranks(inventory: Inventory) -> Iterator[str]:
+    """The ranks of a trainer are alike on all of its hosts."""
+    hosts = inventory.rank_hosts
+    if not hosts:
+        return
+    first, *others = hosts
+    for host in inventory.hosts:
+        if any(one.kind == "trainer" for one in host.instances):
+            yield (
+                f"hosts.{host.name}.services.trainer is not allowed beside hosts.{first.name}."
+                "services.trainer-rank: the ranks are the trainer"
+            )
+    for host in others:
+        if host.ranks != first.ranks:
+            yield (
+                f"hosts.{host.name}.services.trainer-rank = {host.ranks} is not allowed: "
+                f"hosts.{first.name} has {first.ranks}, and each host has the same number"
+            )
+        if bool(host.gpus) != bool(first.gpus):
+            yield (
+                f"hosts.{host.name}.gpus = {host.gpus} is not allowed: all ranks of the trainer "
+                f"have GPUs, or none has, and hosts.{first.name}.gpus = {first.gpus}"
+            )
+    if others and not inventory.checkpoints:
+        yield (
+            "checkpoints = '' is not allowed with trainer-rank on several hosts: name a directory "
+            "that all of them mount"
+        )
+    tables = {"": inventory.settings, **{f"hosts.{one.name}.": one.settings for one in hosts}}
+    for prefix, table in tables.items():
+        if "ranks" in table.get("trainer", {}):
+            yield (
+                f"{prefix}settings.trainer.ranks is not allowed with trainer-rank: it follows from "
+                "the hosts; remove it"
             )
 
 

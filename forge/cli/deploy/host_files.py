@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.cli.deploy.contradictions import gpus_taken
 from forge.cli.deploy.inventory import Host, Inventory, bracketed
 from forge.cli.deploy.kinds import BACKUP, ETCD, KINDS, SERVICES, Instance, env_name
 from forge.cli.deploy.rendered import (
@@ -106,6 +107,7 @@ def _users(assets: Assets) -> tuple[str, ...]:
 def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[HostFile]:
     kinds = {one.kind: KINDS[one.kind] for one in host.instances}.values()
     names = {f"{kind.unit}@.service" for kind in kinds} | {"forge-.service", "forge.target"}
+    names |= {one.unit for one in host.instances}
     names |= {f"{kind.unit}@.timer" for kind in kinds if kind.is_timer}
     names |= {"forge-etcd.service"} if host.etcd else set()
     for path, content in assets.items():
@@ -114,10 +116,11 @@ def _unit_files(inventory: Inventory, host: Host, assets: Assets) -> Iterator[Ho
             yield HostFile(path=f"{UNITS}/{name}", content=content)
         elif folder in ("sysusers.d", "tmpfiles.d"):
             yield HostFile(path=f"/etc/{path}", content=content)
-    if inventory.checkpoints and "forge-trainer@.service" in names:
+    trainers = [kind.unit for kind in kinds if kind.service == "trainer"]
+    if inventory.checkpoints and trainers:
         directory = inventory.checkpoints
         yield _text(
-            f"{UNITS}/forge-trainer@.service.d/20-shared.conf",
+            f"{UNITS}/{trainers[0]}@.service.d/20-shared.conf",
             f"[Unit]\nRequiresMountsFor={directory}\n[Service]\n"
             f"Environment=FORGE_CHECKPOINT__DIR={directory}\nReadWritePaths={directory}\n",
         )
@@ -153,6 +156,8 @@ def _settings_files(inventory: Inventory, host: Host, assets: Assets) -> Iterato
     if "feed" in kinds:
         address = f"FORGE_ETCD={inventory.etcd}\nFORGE_CLUSTER={inventory.cluster}\n"
         yield _text(f"{SETTINGS}/feed.env", address)
+    if host.ranks:
+        yield _text(f"{SETTINGS}/trainer-rank.env", _rank_env(inventory))
 
 
 def _services(host: Host) -> list[str]:
@@ -169,6 +174,14 @@ def _settings(inventory: Inventory, host: Host, service: str, assets: Assets) ->
         table |= _GPU
     if "model_path" in table:
         table["model_path"] = inventory.model
+    ranks = sum(one.ranks for one in inventory.rank_hosts)
+    if service == "trainer" and ranks:
+        # torchrun gives each its device.
+        table |= {
+            "ranks": ranks,
+            "mesh": {"dp_shard": ranks},
+            "device": "cuda" if host.gpus else "cpu",
+        }
     table = _merged(table, inventory.settings.get(service, {}))
     table = _merged(table, host.settings.get(service, {}))
     table |= {"cluster": inventory.cluster, "etcd": inventory.etcd, "host": host.address}
@@ -190,8 +203,8 @@ def _variables(
 ) -> dict[str, str]:
     kind, own = KINDS[one.kind], host.env.get(env_name(one), {})
     variables = {"FORGE_ROLE": kind.role} if kind.role else {}
-    if kind.uses_gpu and host.gpus and "CUDA_VISIBLE_DEVICES" not in own:
-        variables["CUDA_VISIBLE_DEVICES"] = str(next(gpus))
+    if host.gpus and (taken := gpus_taken(host, one)):
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(next(gpus)) for _ in range(taken))
     if kind.http_port and one.number > 1:
         variables["FORGE_HTTP__PORT"] = str(_http_port(inventory, host, one, assets))
     return {**variables, **own}
@@ -225,6 +238,16 @@ def _etcd_env(inventory: Inventory, host: Host) -> str:
             "ETCD_INITIAL_ADVERTISE_PEER_URLS": peer[host.name],
             "ETCD_INITIAL_CLUSTER": ",".join(f"{name}={url}" for name, url in peer.items()),
         }.items()
+    )
+
+
+def _rank_env(inventory: Inventory) -> str:
+    """Variables of torchrun, equal on all hosts of the trainer."""
+    first = inventory.rank_hosts[0]
+    directory = inventory.checkpoints or "/var/lib/forge/trainer-rank-0"
+    return (
+        f"PET_NNODES={len(inventory.rank_hosts)}\nPET_NPROC_PER_NODE={first.ranks}\n"
+        f"PET_MASTER_ADDR={first.address}\nFORGE_CHECKPOINT__DIR={directory}\n"
     )
 
 
@@ -298,11 +321,11 @@ def _inputs(one: Instance, paths: list[str], shared: list[str]) -> list[str]:
     credential = f"{SETTINGS}/{kind.credential}"
     read = (service, of_all, f"{SETTINGS}/{one.env_file}", credential, etcd)
     own = [path for path in read if path in paths]
-    return [*shared, *own, *_below(paths, f"{kind.unit}@.service")]
+    return [*shared, *own, *_below(paths, f"{kind.unit}@.service"), *_below(paths, one.unit)]
 
 
 def _ports(inventory: Inventory, host: Host, one: Instance, assets: Assets) -> dict[str, int]:
-    ports = dict(zip(("grpc", "metrics"), one.ports, strict=False))
+    ports = one.ports
     if KINDS[one.kind].http_port and (port := _http_port(inventory, host, one, assets)):
         ports["http"] = port
     for purpose, variable in _PORT_VARIABLES.items():

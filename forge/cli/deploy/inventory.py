@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 import tomllib
@@ -16,15 +15,16 @@ from forge.cli.deploy.kinds import (
     ETCD,
     KINDS,
     MOST_INSTANCES,
+    RANKS,
     SERVICES,
     Instance,
     backup_of,
     env_name,
     instances_of,
 )
+from forge.cli.deploy.table_reader import Table, TableReader
 from forge.core.errors import ConfigError, raise_all
 
-Table = Mapping[str, Any]
 LOCAL = "local"
 """`login` of the computer on which the commands run."""
 _KEYS = (
@@ -51,6 +51,8 @@ _CALENDAR = re.compile(r"[A-Za-z0-9*,.:/~ -]+")
 _DURATION = re.compile(r"[0-9]+(\.[0-9]+)?[smhd]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_DAYS = 3650
+MOST_RANKS = 64
+"""On one host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class Host:
     names: tuple[str, ...] = ()
     """Further names in its certificate."""
     gpus: int = 0
+    ranks: int = 0
+    """Of the trainer that several processes are."""
     etcd: bool = False
     instances: tuple[Instance, ...] = ()
     """In the order of a roll."""
@@ -138,6 +142,11 @@ class Inventory:
         return self.members[0]
 
     @property
+    def rank_hosts(self) -> list[Host]:
+        """The hosts with ranks of the trainer; the first has rank 0."""
+        return [host for host in self.hosts if host.ranks]
+
+    @property
     def runner_hosts(self) -> list[str]:
         """The hosts with runners."""
         return [host.name for host in self.hosts if host.runs_agents]
@@ -145,6 +154,8 @@ class Inventory:
     def missing(self) -> list[str]:
         """Kinds of services that a training cluster needs and no host runs."""
         present = {one.kind for host in self.hosts for one in host.instances}
+        if RANKS in present:
+            present.add("trainer")
         if "both" in present:
             present |= {"prefill", "decode"}
         if "pool-replica" in present:
@@ -168,7 +179,7 @@ def read_inventory(text: str, *, source: str, release: str) -> Inventory:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is no TOML: {error}") from None
-    reader = _Reader(source)
+    reader = TableReader(source)
     inventory = _inventory(reader, table, release)
     if not reader.errors:
         for line in contradictions(inventory):
@@ -177,61 +188,7 @@ def read_inventory(text: str, *, source: str, release: str) -> Inventory:
     return inventory
 
 
-class _Reader:
-    """Reads values of tables, and collects the errors."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self.errors: list[ConfigError] = []
-
-    def fail(self, text: str) -> None:
-        self.errors.append(ConfigError(f"{self._source}: {text}"))
-
-    def wrong(self, key: str, value: Any, allowed: str) -> None:
-        self.fail(f"{key} = {value!r} is not allowed: {allowed}")
-
-    def known(self, prefix: str, table: Table, keys: Collection[str]) -> None:
-        for key in table:
-            if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1) or list(keys)
-                meant = " or ".join(near)
-                self.fail(f"there is no key {prefix}{key}; did you mean {meant}?")
-
-    def table(self, prefix: str, table: Table, key: str) -> Table:
-        value = table.get(key, {})
-        if not isinstance(value, dict):
-            self.wrong(prefix + key, value, f"a table [{prefix}{key}]")
-            return {}
-        return value
-
-    def text(
-        self, prefix: str, table: Table, key: str, default: str, form: re.Pattern[str] | None = None
-    ) -> str:
-        value = table.get(key, default)
-        if not isinstance(value, str) or (form is not None and not form.fullmatch(value)):
-            self.wrong(prefix + key, value, "a text" if form is None else "letters, digits and -_.")
-            return default
-        return value
-
-    def number(
-        self, prefix: str, table: Table, key: str, default: int, bounds: tuple[int, int]
-    ) -> int:
-        value = table.get(key, default)
-        least, most = bounds
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.wrong(prefix + key, value, f"a whole number from {least} to {most}")
-            return default
-        return value
-
-    def texts(self, prefix: str, table: Table, key: str) -> tuple[str, ...]:
-        value = table.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-            self.wrong(prefix + key, value, 'a list of texts, like ["a", "b"]')
-            return ()
-        return tuple(value)
-
-
-def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
+def _inventory(reader: TableReader, table: Table, release: str) -> Inventory:
     reader.known("", table, _KEYS)
     hosts = reader.table("", table, "hosts")
     if not hosts and not reader.errors:
@@ -239,7 +196,7 @@ def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
     settings = reader.table("", table, "settings")
     _check_settings(reader, "settings.", settings)
     backup = _backup(reader, table)
-    found = tuple(_host(reader, name, one) for name, one in hosts.items())
+    found = _with_ranks([_host(reader, name, one) for name, one in hosts.items()])
     return Inventory(
         cluster=reader.text("", table, "cluster", "default", _NAME),
         release=release,
@@ -252,7 +209,7 @@ def _inventory(reader: _Reader, table: Table, release: str) -> Inventory:
     )
 
 
-def _backup(reader: _Reader, table: Table) -> Backup | None:
+def _backup(reader: TableReader, table: Table) -> Backup | None:
     if "backup" not in table:
         return None
     own = reader.table("", table, "backup")
@@ -267,6 +224,22 @@ def _backup(reader: _Reader, table: Table) -> Backup | None:
     return Backup(at=at, full_every=full_every, keep=keep)
 
 
+def _with_ranks(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Return hosts with the unit of their ranks, numbered by their order."""
+    numbers = {host.name: number for number, host in enumerate(one for one in hosts if one.ranks)}
+    return tuple(
+        replace(host, instances=_in_order(*host.instances, Instance(kind=RANKS, name=str(number))))
+        if (number := numbers.get(host.name)) is not None
+        else host
+        for host in hosts
+    )
+
+
+def _in_order(*instances: Instance) -> tuple[Instance, ...]:
+    kinds = list(KINDS)
+    return tuple(sorted(instances, key=lambda one: kinds.index(one.kind)))
+
+
 def _with_backups(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """Return hosts with a timer for each shard, a replicated one on the first of its hosts."""
     replicas: set[str] = set()
@@ -279,7 +252,7 @@ def _with_backups(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return tuple(found)
 
 
-def _host(reader: _Reader, name: str, table: Any) -> Host:
+def _host(reader: TableReader, name: str, table: Any) -> Host:
     prefix = f"hosts.{name}."
     if not _LABEL.fullmatch(name):
         reader.wrong("hosts", name, "a host name without the domain, as `uname -n` prints it")
@@ -294,22 +267,25 @@ def _host(reader: _Reader, name: str, table: Any) -> Host:
     _check_settings(reader, f"{prefix}settings.", settings)
     services = reader.table(prefix, table, "services")
     instances = tuple(_instances(reader, f"{prefix}services.", services))
+    ranks = reader.number(f"{prefix}services.", services, RANKS, 0, (0, MOST_RANKS))
+    named = [*map(env_name, instances), *([RANKS] if ranks else [])]
     return Host(
         name=name,
         address=address,
         login=reader.text(prefix, table, "login", f"root@{address}"),
         names=reader.texts(prefix, table, "names"),
         gpus=reader.number(prefix, table, "gpus", 0, (0, 64)),
+        ranks=ranks,
         etcd=bool(reader.number(f"{prefix}services.", services, ETCD, 0, (0, 1))),
         instances=instances,
         settings=settings,
-        env=_env(reader, f"{prefix}env.", reader.table(prefix, table, "env"), instances),
+        env=_env(reader, f"{prefix}env.", reader.table(prefix, table, "env"), named),
     )
 
 
-def _instances(reader: _Reader, prefix: str, table: Table) -> Iterator[Instance]:
-    counted = [kind for kind in KINDS if kind != BACKUP]
-    reader.known(prefix, table, (*counted, ETCD))
+def _instances(reader: TableReader, prefix: str, table: Table) -> Iterator[Instance]:
+    counted = [kind for kind in KINDS if kind not in (BACKUP, RANKS)]
+    reader.known(prefix, table, (*counted, RANKS, ETCD))
     for kind in counted:
         if KINDS[kind].is_named:
             for name in _distinct(reader, prefix, table, kind):
@@ -324,7 +300,7 @@ def _instances(reader: _Reader, prefix: str, table: Table) -> Iterator[Instance]
             yield from instances_of(kind, count)
 
 
-def _distinct(reader: _Reader, prefix: str, table: Table, kind: str) -> tuple[str, ...]:
+def _distinct(reader: TableReader, prefix: str, table: Table, kind: str) -> tuple[str, ...]:
     names = reader.texts(prefix, table, kind)
     if len({*names}) < len(names):
         reader.wrong(prefix + kind, list(names), "each name once")
@@ -333,9 +309,8 @@ def _distinct(reader: _Reader, prefix: str, table: Table, kind: str) -> tuple[st
 
 
 def _env(
-    reader: _Reader, prefix: str, table: Table, instances: Collection[Instance]
+    reader: TableReader, prefix: str, table: Table, names: Collection[str]
 ) -> Mapping[str, Mapping[str, str]]:
-    names = [env_name(one) for one in instances]
     if table and not names:
         text = f"there is no key {prefix}{next(iter(table))}; no instance takes variables here"
         reader.fail(text)
@@ -354,7 +329,7 @@ def _env(
     return found
 
 
-def _check_settings(reader: _Reader, prefix: str, table: Table) -> None:
+def _check_settings(reader: TableReader, prefix: str, table: Table) -> None:
     reader.known(prefix, table, SERVICES)
     for service in table:
         for key, value in reader.table(prefix, table, service).items():

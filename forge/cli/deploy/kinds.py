@@ -69,6 +69,15 @@ KINDS: Mapping[str, Kind] = {
     "trainer": Kind(
         unit="forge-trainer", service="trainer", ports=(725, 925), uses_gpu=True, reads_model=True
     ),
+    # Its instance is the number of the host among those of the trainer; 0 has rank 0, which serves.
+    "trainer-rank": Kind(
+        unit="forge-trainer-rank",
+        service="trainer",
+        ports=(725, 925),
+        uses_gpu=True,
+        reads_model=True,
+        is_optional=True,
+    ),
     "gateway": Kind(
         unit="forge-gateway",
         service="gateway",
@@ -107,8 +116,11 @@ KINDS: Mapping[str, Kind] = {
 }
 """By name in an inventory, in the order of a roll: what serves others comes first."""
 
-ETCD, BACKUP = "etcd", "pool-backup"
-"""Not counted in an inventory: etcd has one member a host; `backup` gives each shard a timer."""
+ETCD, BACKUP, RANKS = "etcd", "pool-backup", "trainer-rank"
+"""Not counted in an inventory: etcd has one member a host, `backup` gives each shard a timer, and
+the ranks of a host are one unit."""
+MEETING_PORT = 29400
+"""At which the ranks of all hosts meet, on the host with rank 0."""
 SERVICES = tuple(dict.fromkeys(kind.service for kind in KINDS.values() if kind.service))
 
 
@@ -138,15 +150,24 @@ class Instance:
         return int(digits) if digits.isdigit() and not KINDS[self.kind].is_named else 1
 
     @property
-    def ports(self) -> tuple[int, ...]:
-        """Its fixed ports of gRPC and /metrics."""
-        ports = KINDS[self.kind].ports or ()
-        return tuple(port * 10 + self.number for port in ports)
+    def serves(self) -> bool:
+        """Whether it serves calls: of a trainer's ranks, the host with rank 0 alone."""
+        return self.kind != RANKS or self.number == 0
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Its fixed ports by purpose."""
+        if not self.serves:
+            return {}
+        ports = zip(("grpc", "metrics"), KINDS[self.kind].ports or (), strict=False)
+        found = {purpose: port * 10 + self.number for purpose, port in ports}
+        return found | ({"meeting": MEETING_PORT} if self.kind == RANKS else {})
 
     def instance_id(self, host: str) -> str:
         """Its id in discovery, as its unit sets it; empty for a process that is not there."""
         kind = KINDS[self.kind]
-        return f"{kind.unit.split('-')[1]}-{host}-{self.name}" * kind.in_discovery
+        in_discovery = kind.in_discovery and self.serves
+        return f"{kind.unit.split('-')[1]}-{host}-{self.name}" * in_discovery
 
 
 def has_data(unit: str) -> bool:
@@ -161,7 +182,9 @@ def instances_of(kind: str, count: int) -> list[Instance]:
 
 
 def env_name(instance: Instance) -> str:
-    """Return the name of an instance in `env`: `gateway-1`, `decode-2`, `pool-replica-s0`."""
+    """Return the name of an instance in `env`: `gateway-1`, `pool-replica-s0`, `trainer-rank`."""
+    if instance.kind == RANKS:
+        return RANKS
     prefix = f"{instance.kind}-"
     return prefix + instance.name.removeprefix(prefix)
 

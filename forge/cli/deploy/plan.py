@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from forge.cli.deploy.kinds import ETCD, KINDS
+from forge.cli.deploy.kinds import ETCD, KINDS, RANKS
 from forge.cli.deploy.rendered import Manifest, UnitEntry
 
-Action = Literal["copy", "swap", "drain", "restart", "check", "roles", "back"]
+Action = Literal["copy", "swap", "drain", "stop", "restart", "check", "roles", "back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class Step:
             "copy": "copy its files",
             "swap": "install the files, lead /opt/forge/.venv to the release",
             "drain": f"drain {self.instance_id}",
+            "stop": f"stop {self.unit}",
             "restart": f"restart {self.unit}",
             "check": f"wait until {self.unit} is healthy",
             "roles": "apply users, roles and tokens of etcd",
@@ -36,18 +37,46 @@ class Step:
         return f"{self.host}: {words[self.action]}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUnit:
+    """A unit of a host."""
+
+    host: str
+    unit: UnitEntry
+
+    def step(self, action: Action) -> Step:
+        """Return a step of it."""
+        one = self.unit
+        return Step(
+            action=action,
+            host=self.host,
+            unit=one.name,
+            kind=one.kind,
+            instance_id=one.instance_id,
+        )
+
+
 def roll_order(
     manifests: Mapping[str, Manifest], leaders: Collection[str]
-) -> list[tuple[str, UnitEntry]]:
-    """Return the units of all hosts but etcd's: kind by kind, of each the leaders last."""
+) -> list[tuple[HostUnit, ...]]:
+    """Return the units of all hosts but etcd's: kind by kind, of each the leaders last. Those in
+    one entry restart together: the ranks of a trainer."""
     kinds = list(KINDS)
     found = [
-        (host, unit)
+        HostUnit(host=host, unit=unit)
         for host, manifest in manifests.items()
         for unit in manifest.units
         if unit.kind != ETCD
     ]
-    return sorted(found, key=lambda one: (kinds.index(one[1].kind), one[1].instance_id in leaders))
+    found.sort(key=lambda one: (kinds.index(one.unit.kind), one.unit.instance_id in leaders))
+    ranks = tuple(sorted(_ranks(found), key=lambda one: one.unit.name))
+    return [
+        ranks if one in ranks else (one,) for one in found if one not in ranks or one == ranks[0]
+    ]
+
+
+def _ranks(units: Sequence[HostUnit]) -> list[HostUnit]:
+    return [one for one in units if one.unit.kind == RANKS]
 
 
 def upgrade_steps(manifests: Mapping[str, Manifest], leaders: Collection[str]) -> list[Step]:
@@ -58,27 +87,31 @@ def upgrade_steps(manifests: Mapping[str, Manifest], leaders: Collection[str]) -
     admin = next(host for host, manifest in manifests.items() if manifest.is_admin)
     steps = [Step(action="copy", host=host) for host in manifests]
     swapped: set[str] = set()
-    for host, unit in roll_order(manifests, leaders):
-        if host not in swapped:
-            swapped.add(host)
-            steps.append(Step(action="swap", host=host))
-        steps += restart_steps(host, unit)
+    for together in roll_order(manifests, leaders):
+        for host in (one.host for one in together):
+            if host not in swapped:
+                swapped.add(host)
+                steps.append(Step(action="swap", host=host))
+        steps += restart_steps(together)
     steps += [Step(action="swap", host=host) for host in manifests if host not in swapped]
     return [*steps, Step(action="roles", host=admin)]
 
 
-def restart_steps(host: str, unit: UnitEntry) -> Iterator[Step]:
-    """Yield the steps of one unit."""
-    named = {
-        "host": host,
-        "unit": unit.name,
-        "kind": unit.kind,
-        "instance_id": unit.instance_id,
-    }
-    if unit.kind in KINDS and KINDS[unit.kind].drains:
-        yield Step(action="drain", **named)
-    yield Step(action="restart", **named)
-    yield Step(action="check", **named)
+def restart_steps(together: Sequence[HostUnit]) -> Iterator[Step]:
+    """Yield the steps of units that restart together.
+
+    Rank 0 stops first: it writes a checkpoint with all ranks, and the other hosts then wait for it.
+    A stop of another host would cost the steps since the last checkpoint.
+    """
+    first, *others = together
+    if first.unit.kind in KINDS and KINDS[first.unit.kind].drains:
+        yield first.step("drain")
+    if others:
+        yield first.step("stop")
+    for one in (*others, first):
+        yield one.step("restart")
+    for one in (*others, first):
+        yield one.step("check")
 
 
 def rollback_steps(steps: Sequence[Step], begun: int) -> list[Step]:
@@ -87,8 +120,16 @@ def rollback_steps(steps: Sequence[Step], begun: int) -> list[Step]:
     done = steps[:begun]
     hosts = dict.fromkeys(step.host for step in done if step.action == "swap")
     back = [Step(action="back", host=host) for host in reversed(hosts)]
-    restarted = [one for one in reversed(done) if one.action in ("drain", "restart")]
+    restarted = [one for one in reversed(done) if one.action in ("drain", "stop", "restart")]
+    ranks = [
+        one for one in steps if one.kind == RANKS and one.action in ("stop", "restart", "check")
+    ]
     # A restart also ends a drain.
     for step in {(one.host, one.unit): one for one in restarted}.values():
-        back += [replace(step, action="restart"), replace(step, action="check")]
+        if step.kind != RANKS:
+            back += [replace(step, action="restart"), replace(step, action="check")]
+        else:
+            # All ranks together, once, in the order of the upgrade.
+            back += ranks
+            ranks = []
     return back

@@ -101,6 +101,8 @@ class FakeHosts:
                 return Ended(code=0, output=json.dumps(empty | dict(self.needs.get(host, {}))))
             case [_, _, _, "deploy", "drain", instance, *_]:
                 self.drained.add(instance)
+            case ["systemctl", "stop", unit]:
+                self.units[host, unit] = "stopped"
             case ["systemctl", "restart", unit]:
                 self.units[host, unit] = self.links[host]
                 (instance,) = [one.instance_id for one in manifest.units if one.name == unit]

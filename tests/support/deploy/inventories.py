@@ -54,6 +54,23 @@ services = { etcd = 1, scheduler = 1, decode = 1 }
 address = "10.0.0.2"
 services = { scheduler = 1 }
 """
+RANKS = """
+checkpoints = "/mnt/checkpoints"
+[hosts.alpha]
+address = "10.0.0.1"
+services = { etcd = 1, scheduler = 1 }
+[hosts.beta]
+address = "10.0.0.2"
+gpus = 4
+services = { prefill = 1, trainer-rank = 2 }
+[hosts.beta.env.trainer-rank]
+NCCL_SOCKET_IFNAME = "eth0"
+[hosts.gamma]
+address = "10.0.0.3"
+gpus = 2
+services = { trainer-rank = 2 }
+"""
+"""One trainer of four ranks on two hosts."""
 RELEASE = "0.1.0"
 
 

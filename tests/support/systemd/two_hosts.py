@@ -50,6 +50,7 @@ class TwoHosts:
         shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
         stock = installed.copy(folder / "stock")
         (stock / "root/tasks.py").write_text(TASKS)
+        (stock / "mnt/checkpoints").mkdir()
         with (stock / "etc/hosts").open("a") as hosts:
             hosts.write("".join(f"10.0.0.{n} {name}\n" for n, name in enumerate(NAMES, start=1)))
         for one in shared.values():

@@ -14,6 +14,13 @@ from tests.support.deploy.inventories import RELEASE, TWO_HOSTS
 
 HOST = '[hosts.alpha]\naddress = "10.0.0.1"\n'
 SERVICES = "[hosts.alpha.services]\netcd = 1\n"
+SHARED = "checkpoints = '/mnt/checkpoints'\n" + HOST + SERVICES
+RANKS_OF_B = """
+[hosts.b]
+address = '10.0.0.2'
+gpus = {gpus}
+services = {{ trainer-rank = {ranks} }}
+"""
 EXAMPLE = Path(forge.cli.deploy.__file__).with_name("example.toml")
 
 
@@ -110,7 +117,7 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
         (HOST + SERVICES + "[hosts.b]\naddress = 'b'", "hosts.b.services is empty"),
         (
             HOST + "gpus = 1\n" + SERVICES + "decode = 2",
-            "hosts.alpha.gpus = 1 is not allowed: 2 workers and trainers take one each",
+            "hosts.alpha.gpus = 1 is not allowed: 2 workers, trainers and ranks take one each",
         ),
         (
             HOST + SERVICES + "[hosts.alpha.env.decode-1]\nA = '1'",
@@ -141,6 +148,38 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
             "hosts.alpha.services.feed = ['a', 'a'] is not allowed: each name once",
         ),
         (HOST + SERVICES + "pool-backup = ['s0']", "no key hosts.alpha.services.pool-backup"),
+        (
+            HOST + SERVICES + "trainer-rank = 65",
+            "hosts.alpha.services.trainer-rank = 65 is not allowed: a whole number from 0 to 64",
+        ),
+        (
+            HOST + SERVICES + "trainer-rank = 2\ntrainer = 1",
+            "hosts.alpha.services.trainer is not allowed beside hosts.alpha.services.trainer-rank",
+        ),
+        (
+            HOST + "gpus = 1\n" + SERVICES + "trainer-rank = 2",
+            "hosts.alpha.gpus = 1 is not allowed: 2 workers, trainers and ranks take one each",
+        ),
+        (
+            HOST + SERVICES + "trainer-rank = 2\n[settings.trainer]\nranks = 2",
+            "settings.trainer.ranks is not allowed with trainer-rank: it follows from the hosts",
+        ),
+        (
+            SHARED + "trainer-rank = 2\n" + RANKS_OF_B.format(ranks=1, gpus=0),
+            "hosts.b.services.trainer-rank = 1 is not allowed: hosts.alpha has 2, and each host",
+        ),
+        (
+            SHARED + "trainer-rank = 2\n" + RANKS_OF_B.format(ranks=2, gpus=2),
+            "hosts.b.gpus = 2 is not allowed: all ranks of the trainer have GPUs, or none",
+        ),
+        (
+            HOST + SERVICES + "trainer-rank = 2\n" + RANKS_OF_B.format(ranks=2, gpus=0),
+            "checkpoints = '' is not allowed with trainer-rank on several hosts",
+        ),
+        (
+            HOST + SERVICES + "trainer-rank = 2\n[hosts.alpha.env.trainer-rank-0]\nA = '1'",
+            "no key hosts.alpha.env.trainer-rank-0; did you mean trainer-rank?",
+        ),
         (HOST + SERVICES + "[settings.engine]\na = 1", "no key settings.engine; did you mean"),
         (
             HOST + SERVICES + "[settings.pool]\netcd = 'x'",

@@ -15,7 +15,7 @@ from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.upgrade import JOURNAL, Upgrade, read_journal
 from forge.core.errors import FailedPrecondition, Unavailable
 from tests.support.deploy.fake_hosts import FakeHosts, Killed
-from tests.support.deploy.inventories import SMALL, TWO_HOSTS, rendered
+from tests.support.deploy.inventories import RANKS, SMALL, TWO_HOSTS, rendered
 
 BEFORE, TO = "0.1.0", "0.2.0"
 LEADERS = {"pool-alpha-s0", "scheduler-alpha-1", "trainer-beta-1"}
@@ -249,6 +249,38 @@ def test_rollback_of_the_first_steps_restarts_nothing(manifests: dict[str, Manif
     """Copies are no change of a host."""
     assert rollback_steps(steps_of(manifests), 2) == []
     assert [one.action for one in rollback_steps(steps_of(manifests), 3)] == ["back"]
+
+
+def test_ranks_of_a_trainer_restart_together(tmp_path: Path) -> None:
+    """Rank 0 stops first, since its checkpoint is that of all; the others wait for it. All of their
+    hosts have the release before, also in a rollback."""
+    ranks = manifests_of(RANKS, tmp_path)
+    steps = upgrade_steps(ranks, LEADERS)
+    together = [str(one) for one in steps if one.kind == "trainer-rank"]
+    assert together == [
+        "beta: stop forge-trainer-rank@0.service",
+        "gamma: restart forge-trainer-rank@1.service",
+        "beta: restart forge-trainer-rank@0.service",
+        "gamma: wait until forge-trainer-rank@1.service is healthy",
+        "beta: wait until forge-trainer-rank@0.service is healthy",
+    ]
+    first = next(at for at, one in enumerate(steps) if one.action == "stop")
+    swapped = [one.host for one in steps[:first] if one.action == "swap"]
+    assert {"beta", "gamma"} <= {*swapped}
+    for begun in range(first + 1, first + 6):
+        back = [str(one) for one in rollback_steps(steps, begun)]
+        assert [one for one in back if "trainer-rank" in one] == together
+
+
+def test_failing_ranks_are_rolled_back_together(tmp_path: Path) -> None:
+    """No host is left stopped, or with another release."""
+    ranks = manifests_of(RANKS, tmp_path)
+    hosts = FakeHosts(ranks, BEFORE)
+    hosts.broken = {("forge-trainer-rank@0.service", TO)}
+    assert not rolled(hosts, tmp_path)
+    assert hosts.releases() == {BEFORE}
+    hosts.broken = set()
+    assert rolled(hosts, tmp_path) and hosts.releases() == {TO}
 
 
 def test_unhealthy_instances_have_a_reason() -> None:
