@@ -1,6 +1,6 @@
-"""`forge deploy` on two bare hosts, from one inventory: `make test-systemd`.
+"""`forge deploy` on two bare hosts, and a third, from one inventory: `make test-systemd`.
 
-Each host is a Debian 12 with its own systemd; the first reaches the second by ssh. The tests use
+Each host is a Debian 12 with its own systemd; the first reaches the others by ssh. The tests use
 the same hosts, one after the other.
 """
 
@@ -50,6 +50,11 @@ at = "*:*:0/20"
 concurrency = 16
 batch_groups = 4
 """
+THIRD = """
+[hosts.forge-3]
+address = "10.0.0.3"
+services = { etcd = 1 }
+"""
 GROUPS = 8
 """Of one submission."""
 OUT = ("--out", "/root/rendered")
@@ -80,6 +85,12 @@ def problems(two: TwoHosts) -> list[str]:
 
 def versions(two: TwoHosts) -> set[str]:
     return {one["version"] for one in two.status()["services"]}
+
+
+def members(two: TwoHosts) -> str:
+    """The members of etcd; the last column of a learner is true."""
+    root = 'ETCDCTL_USER="root:$(cat /etc/forge/etcd-users/root)" etcdctl member list'
+    return two.first.run("bash", "-lc", f"ETCDCTL_API=3 {root}")
 
 
 def until_well(two: TwoHosts) -> None:
@@ -196,18 +207,36 @@ def test_failing_upgrade_rolls_back(two: TwoHosts) -> None:
     until(lambda: two.trained() == before + GROUPS)
 
 
-def test_trainer_of_two_ranks_continues_that_of_one_process(two: TwoHosts) -> None:
-    """A changed inventory gives its host two ranks: they meet, and start from its checkpoint."""
+def test_cluster_grows_by_its_inventory(two: TwoHosts) -> None:
+    """The trainer gets two ranks, which meet and start from its checkpoint, and etcd two members
+    more."""
     before, (release,) = two.trained(), versions(two)
     step = two.status()["trainer"]["step"]
-    text = INVENTORY.replace("trainer = 1", "trainer-rank = 2")
+    two.boot("forge-3")
+    text = INVENTORY.replace("trainer = 1", "trainer-rank = 2\netcd = 1") + THIRD
     (two.first.root / "root/cluster.toml").write_text(text)
     two.deploy(*RENDER, release=release)
-    two.deploy("apply", *OUT, release=release)
+    shown = two.deploy("apply", *OUT, release=release)
+    assert shown.index("forge-2: promote") < shown.index("forge-3: announce it as a learner")
     until_well(two)
+    assert members(two).count(", started, ") == 3 and "true" not in members(two)
     journal = two.hosts["forge-2"].journal("--unit=forge-trainer-rank@0")
     assert '"event": "ranks_started"' in journal
     assert two.status()["trainer"]["step"] >= step > 0
     two.submit(400, 400 + GROUPS)
     until(lambda: two.trained() == before + GROUPS)
+    assert problems(two) == []
+
+
+def test_lost_member_of_etcd_is_replaced(two: TwoHosts) -> None:
+    """Its host loses power and disk; the one of the same name joins only when it is named."""
+    (release,) = versions(two)
+    two.boot("forge-3")
+    refused = two.deploy("apply", *OUT, release=release, check=False)
+    assert "forge deploy apply --replace-etcd forge-3" in " ".join(refused.split())
+    assert members(two).count(", started, ") == 3
+    shown = two.deploy("apply", *OUT, "--replace-etcd", "forge-3", release=release)
+    assert "remove its lost member" in shown and "restart forge-" not in shown
+    assert members(two).count(", started, ") == 3 and "true" not in members(two)
+    until_well(two)
     assert problems(two) == []

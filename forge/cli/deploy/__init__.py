@@ -2,16 +2,30 @@
 
 Pure, without files or processes:
 
-    kinds        what a host can run: units, ports, order
-    inventory    the inventory's content and its errors
-    contradictions   errors of an inventory as a whole
-    rendered     the files and units of a host, and their manifest
-    host_files   what the inventory makes of each host
+    kinds           what a host can run: units, ports, order
+    table_reader    values of TOML tables, and their errors
+    inventory       the inventory's content
+    contradictions  errors of an inventory as a whole
+    rendered        the files and units of a host, and their manifest
+    host_files      what the inventory makes of each host
+    comparison      a host held against its manifest
+    plan            the order of a roll
 
-With files and processes:
+On the computer that renders:
 
-    assets       units and settings that the distribution brings
-    secrets      the CA, certificates, key, passwords and tokens of a cluster
-    render       writes the files of every host
-    command      arguments and output
+    assets          units and settings that the distribution brings
+    secrets         the CA, certificates, key, passwords and tokens of a cluster
+    render          writes the files of every host
+    cluster         the hosts, reached by a transport
+    apply           installs, starts and restarts; members of etcd by `members`
+    check_all       the checks of all hosts
+    upgrade         rolls a release, and undoes it
+    command         arguments and output
+
+On a host:
+
+    host            its present state
+    install         makes it what its files say; `changes` are those of the files
+    check           its differences
+    etcd_start, bootstrap, drain
 """

@@ -3,19 +3,24 @@ restarts one after another what changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
+from forge.cli.deploy.members import Members
 from forge.cli.deploy.plan import restart_steps, roll_order
-from forge.core.errors import FailedPrecondition, raise_all
+from forge.core.errors import FailedPrecondition, InvalidArgument, raise_all
 
 
-def apply(cluster: Cluster, report: Callable[[str], None]) -> None:
-    """Bring all hosts to their rendered files. A repetition changes nothing more.
+def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[str] = ()) -> None:
+    """Bring all hosts to their rendered files. A repetition changes nothing more. `lost`: hosts
+    whose member of etcd is replaced.
 
     Raises `FailedPrecondition` for hosts with another release, `StepFailed` for the first fault.
     """
+    for host in lost:
+        if host not in cluster.manifests:
+            raise InvalidArgument(f"--replace-etcd {host}: no rendered host has this name")
     raise_all(list(reachable(cluster)))
     _require_release(cluster)
     needs: dict[str, dict[str, Any]] = {}
@@ -28,7 +33,11 @@ def apply(cluster: Cluster, report: Callable[[str], None]) -> None:
                 f"{host}: {unit} left the inventory and still runs; move its data, then: "
                 f"systemctl disable --now {unit}"
             )
-    _start_etcd(cluster, needs, report)
+    members = Members(cluster, report)
+    joining = members.start(needs)
+    report(f"{cluster.admin}: users, roles and tokens of etcd")
+    _bootstrap(cluster)
+    members.join(joining, lost=lost)
     _start(cluster, needs, report)
     _restart(cluster, needs, report)
 
@@ -42,25 +51,6 @@ def _require_release(cluster: Cluster) -> None:
                 f"{host} has release {link}, and {manifest.release} is rendered: "
                 "forge deploy upgrade changes releases"
             )
-
-
-def _start_etcd(
-    cluster: Cluster, needs: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]
-) -> None:
-    """Start all members at once: one is ready when most are. Then users, roles and tokens."""
-    members = [host for host, one in needs.items() if "forge-etcd.service" in one["start"]]
-    for host in members:
-        report(f"{host}: start forge-etcd.service")
-        cluster.run(host, "systemctl", "start", "--no-block", "forge-etcd.service")
-    for host in members:
-        cluster.wait_active(host, "forge-etcd.service")
-    for host, one in needs.items():
-        if "forge-etcd.service" in one["restart"]:
-            report(f"{host}: restart forge-etcd.service")
-            cluster.run(host, "systemctl", "restart", "forge-etcd.service", limit_s=120.0)
-            cluster.wait_active(host, "forge-etcd.service")
-    report(f"{cluster.admin}: users, roles and tokens of etcd")
-    _bootstrap(cluster)
 
 
 def _bootstrap(cluster: Cluster) -> None:

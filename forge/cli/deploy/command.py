@@ -102,17 +102,26 @@ def _show(report: Report) -> None:
 
 
 @deploy_app.command()
-def apply(out: Out, drain: DrainLimit = "2m", health: HealthLimit = "5m") -> None:
+def apply(
+    out: Out,
+    drain: DrainLimit = "2m",
+    health: HealthLimit = "5m",
+    replace_etcd: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Replace etcd's member of a host that lost its disk."),
+    ] = None,
+) -> None:
     """Bring every host to its rendered files, from the computer that rendered them.
 
-    Copies and installs them, starts etcd, applies its users and roles, records the tokens, starts
-    what does not run, and restarts one after another what runs since before a change. Reaches hosts
-    as root by ssh. Repeat it at any time: without a change it changes nothing.
+    Copies and installs them, starts etcd, applies its users and roles, records the tokens, lets new
+    members of etcd join, starts what does not run, and restarts one after another what runs since
+    before a change. Reaches hosts as root by ssh. Repeat it at any time: without a change it
+    changes nothing.
     """
     from forge.cli.deploy.apply import apply as bring
 
     with _cluster(out, drain=drain, health=health) as cluster:
-        bring(cluster, _report)
+        bring(cluster, _report, lost=replace_etcd or ())
         _show_notes(cluster)
 
 
@@ -272,6 +281,30 @@ def _check_all(out: Path, as_json: bool) -> bool:
     for finding in shared_findings(checked):
         report(finding)
     return is_well
+
+
+@deploy_app.command("prepare-etcd")
+def prepare_etcd(
+    new: Annotated[
+        bool, typer.Option("--new", help="It makes a new cluster, with all members at once.")
+    ] = False,
+    join: Annotated[
+        str, typer.Option(metavar="NAME=URL,...", help="It joins a cluster; these are its members.")
+    ] = "",
+    finish: Annotated[bool, typer.Option("--finish", help="It has data: end this.")] = False,
+) -> None:
+    """On a host: prepare the first start of its member of etcd.
+
+    `apply` runs it. Otherwise a member without data starts no cluster and joins none.
+    """
+    from forge.cli.deploy import etcd_start
+
+    if new + bool(join) + finish != 1:
+        raise InvalidArgument("name one of --new, --join and --finish")
+    if finish:
+        etcd_start.finish()
+    else:
+        etcd_start.prepare("new" if new else "existing", members=join)
 
 
 @deploy_app.command()

@@ -237,6 +237,8 @@ def _etcd_env(inventory: Inventory, host: Host) -> str:
             "ETCD_LISTEN_PEER_URLS": peer[host.name],
             "ETCD_INITIAL_ADVERTISE_PEER_URLS": peer[host.name],
             "ETCD_INITIAL_CLUSTER": ",".join(f"{name}={url}" for name, url in peer.items()),
+            # An empty disk makes no second cluster; `etcd_start` makes the first one.
+            "ETCD_INITIAL_CLUSTER_STATE": "existing",
         }.items()
     )
 

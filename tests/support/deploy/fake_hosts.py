@@ -14,9 +14,9 @@ from typing import Any
 from forge.cli.deploy.cluster import Cluster
 from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.transport import Ended, Transport
+from tests.support.deploy.fake_etcd import DONE, UNIT, FakeEtcd
 
 Fault = Callable[[str, Sequence[str]], bool]
-DONE = Ended(code=0, output="")
 
 
 class Killed(BaseException):
@@ -40,8 +40,12 @@ class FakeHosts:
     needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     """What an installation says of units, by host: `start` and `restart`."""
     commands: list[tuple[str, str]] = field(default_factory=list)
+    etcd: FakeEtcd = field(init=False)
+    """A test that starts members gives it a cluster, or none; others have one that runs."""
 
     def __post_init__(self) -> None:
+        self.etcd = FakeEtcd(self.manifests)
+        self.etcd.has(*self.etcd.hosts)
         for host, manifest in self.manifests.items():
             self.links[host] = self.before
             self.units |= {(host, unit.name): self.before for unit in manifest.units}
@@ -73,7 +77,7 @@ class FakeHosts:
         self.commands.append((host, " ".join(words)))
         if self.fails(host, words):
             return Ended(code=1, output="", errors=f"planted: {words[-1]}")
-        ended = self._effect(host, list(words))
+        ended = self.etcd.answer(host, words) or self._effect(host, list(words))
         if self.kills(host, words):
             raise Killed
         return ended
@@ -98,7 +102,10 @@ class FakeHosts:
                     "restart": [],
                     "kept": [],
                 }
-                return Ended(code=0, output=json.dumps(empty | dict(self.needs.get(host, {}))))
+                needs = empty | dict(self.needs.get(host, {}))
+                if host in {*self.etcd.hosts} - self.etcd.running:
+                    needs["start"] = [*dict.fromkeys([UNIT, *needs["start"]])]
+                return Ended(code=0, output=json.dumps(needs))
             case [_, _, _, "deploy", "drain", instance, *_]:
                 self.drained.add(instance)
             case ["systemctl", "stop", unit]:

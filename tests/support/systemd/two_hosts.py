@@ -48,25 +48,36 @@ class TwoHosts:
         unit.write_text(text + "# planted: another unit than that of the release before\n")
         # Each host has its own link: the releases alone are shared.
         shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
-        stock = installed.copy(folder / "stock")
+        stock = self._stock = installed.copy(folder / "stock")
         (stock / "root/tasks.py").write_text(TASKS)
         (stock / "mnt/checkpoints").mkdir()
         with (stock / "etc/hosts").open("a") as hosts:
-            hosts.write("".join(f"10.0.0.{n} {name}\n" for n, name in enumerate(NAMES, start=1)))
+            hosts.write("".join(f"10.0.0.{n} forge-{n}\n" for n in range(1, 4)))
         for one in shared.values():
             (stock / one.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        (stock / SOFTWARE.lstrip("/") / ".venv").symlink_to(RELEASE)
         BareHost(stock, shared=shared).install(SSH + _BARE, network=True)
+        self._shared = shared
         self.hosts: dict[str, BareHost] = {}
-        for number, name in enumerate(NAMES, start=1):
-            root = folder / name
-            subprocess.run(["cp", "--archive", "--reflink=auto", stock, root], check=True)
-            (root / "etc/hostname").write_text(f"{name}\n")
-            host = BareHost(
-                root, name=name, network=self._network, address=f"10.0.0.{number}", shared=shared
-            )
-            host.boot()
-            self.hosts[name] = host
+        for name in NAMES:
+            self.boot(name)
+
+    def boot(self, name: str) -> None:
+        """Boot a host of this name with an empty disk; one of before loses its power and its
+        disk."""
+        root = self._folder / name
+        if name in self.hosts:
+            self.hosts[name].kill()
+            shutil.rmtree(root)
+        subprocess.run(["cp", "--archive", "--reflink=auto", self._stock, root], check=True)
+        (root / "etc/hostname").write_text(f"{name}\n")
+        host = self.hosts[name] = BareHost(
+            root,
+            name=name,
+            network=self._network,
+            address=f"10.0.0.{name.rpartition('-')[2]}",
+            shared=self._shared,
+        )
+        host.boot()
 
     @property
     def first(self) -> BareHost:

@@ -14,6 +14,7 @@ from forge.cli.deploy.render import rendered_hosts
 from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.transport import Local, Ssh, transport_for
 from forge.core.errors import FailedPrecondition
+from tests.support.deploy.fake_etcd import FakeEtcd
 from tests.support.deploy.fake_hosts import FakeHosts
 from tests.support.deploy.inventories import RELEASE, SMALL, rendered
 
@@ -36,6 +37,7 @@ def applied(hosts: FakeHosts, out: Path) -> list[tuple[str, str]]:
         for host, words in hosts.commands
         if words.startswith(("systemctl start", "systemctl restart"))
         or words.endswith("bootstrap")
+        or "deploy prepare-etcd" in words
         or "deploy drain" in words
     ]
 
@@ -43,12 +45,15 @@ def applied(hosts: FakeHosts, out: Path) -> list[tuple[str, str]]:
 def test_first_apply_starts_etcd_then_roles_then_everything(out: Path) -> None:
     """Services need their users in etcd; some are ready only when others are, so none waits."""
     hosts = FakeHosts(rendered_hosts(out), RELEASE)
+    hosts.etcd = FakeEtcd(hosts.manifests)
     hosts.needs = {
         "alpha": {"start": [ETCD, SCHEDULER, WORKER]},
         "beta": {"start": [SCHEDULER]},
     }
     assert applied(hosts, out) == [
+        ("alpha", "prepare-etcd --new"),
         ("alpha", f"systemctl start --no-block {ETCD}"),
+        ("alpha", "prepare-etcd --finish"),
         ("alpha", "bootstrap"),
         ("alpha", f"systemctl start --no-block {SCHEDULER} {WORKER}"),
         ("beta", f"systemctl start --no-block {SCHEDULER}"),
