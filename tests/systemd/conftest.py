@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from tests.support.systemd.installed import (
     WORKERS,
     Installed,
     documented,
+    remove_tree,
     unpack_repository,
 )
 
@@ -35,4 +35,4 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
             env.write(CPU)
     (root / "etc/forge/scheduler@1.env").write_text(SMALL)
     yield Installed(root=root, start=start)
-    shutil.rmtree(root, ignore_errors=True)
+    remove_tree(root)

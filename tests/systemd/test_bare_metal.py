@@ -8,13 +8,12 @@ with its own systemd, which is then rebooted, and its services stopped, killed a
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.systemd.bare_host import BareHost, missing
-from tests.support.systemd.installed import Installed
+from tests.support.systemd.installed import Installed, remove_tree
 from tests.support.systemd.work import READ, SESSIONS, TASKS, until
 
 FORGE = "/opt/forge/.venv/bin/forge"
@@ -36,7 +35,7 @@ def host(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield host
     finally:
         host.stop()
-        shutil.rmtree(root, ignore_errors=True)
+        remove_tree(root)
 
 
 def enabled(host: BareHost) -> list[str]:

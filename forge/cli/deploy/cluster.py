@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.deploy.install import NEW
+from forge.cli.deploy.kinds import MAY_END
 from forge.cli.deploy.plan import Step
 from forge.cli.deploy.rendered import MANIFEST, Manifest
 from forge.cli.deploy.transport import Ended, Transport
@@ -159,8 +160,7 @@ class Cluster:
     def _state(self, host: str, unit: str) -> str:
         ended: Ended = self.transports[host].run(["systemctl", "is-active", unit])
         state = ended.output.strip() or ended.reason
-        # A feed ends after its last epoch.
-        return "active" if state == "inactive" and unit.startswith("forge-feed@") else state
+        return "active" if state == "inactive" and unit.startswith(MAY_END) else state
 
     def _journal(self, host: str, unit: str) -> str:
         words = ["journalctl", "--unit", unit, "--lines=1", "--output=cat", "--no-pager"]

@@ -17,6 +17,7 @@ import psutil
 from forge.cli.deploy import comparison
 from forge.cli.deploy.changes import read_changes
 from forge.cli.deploy.comparison import FoundFile, FoundUnit, HostState, Listener
+from forge.cli.deploy.kinds import MAY_END
 from forge.cli.deploy.rendered import MANIFEST, SECRET, TREE, Manifest, digest, read_manifest
 from forge.core.errors import InvalidArgument, Unavailable
 
@@ -179,7 +180,9 @@ def read_units(names: Sequence[str]) -> dict[str, FoundUnit]:
             enabled=row.get("Id", "") in enabled,
             started_unix_s=boot_unix_s + started_us / 1e6 if active == "active" else 0.0,
             result=row.get("Result", ""),
-            has_ended=active == "inactive" and [row.get(one) for one in ends] == [_EXITED, "0"],
+            has_ended=active == "inactive"
+            and row.get("Id", "").startswith(MAY_END)
+            and [row.get(one) for one in ends] == [_EXITED, "0"],
         )
     absent = FoundUnit(active="inactive", enabled=False)
     return {name: units.get(name, absent) for name in names}

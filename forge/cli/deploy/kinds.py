@@ -121,6 +121,9 @@ ETCD, BACKUP, RANKS = "etcd", "pool-backup", "trainer-rank"
 the ranks of a host are one unit."""
 MEETING_PORT = 29400
 """At which the ranks of all hosts meet, on the host with rank 0."""
+MAY_END = "forge-feed@"
+"""Start of the names of units that end by themselves: a feed, after its last epoch. Its exit code
+is then 0, as that of other services is after a stop; that of a stopped feed is not."""
 SERVICES = tuple(dict.fromkeys(kind.service for kind in KINDS.values() if kind.service))
 
 

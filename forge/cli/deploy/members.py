@@ -107,6 +107,8 @@ class Members:
                     f"--replace-etcd {host}: its member of etcd is not lost; nothing is replaced"
                 )
         within = [host for host in self._hosts if host not in hosts]
+        if len(self._hosts) == 1:
+            return
         members = self._list(within)
         for host in within:
             found = self._of(host, members)

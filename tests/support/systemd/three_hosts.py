@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.support.systemd.bare_host import BareHost
-from tests.support.systemd.installed import CPU, ROOT, Installed, unpack_repository
+from tests.support.systemd.bare_host import BareHost, boot_copy
+from tests.support.systemd.installed import CPU, ROOT, Installed, remove_tree, unpack_repository
 from tests.support.systemd.network import Network
 from tests.support.systemd.runbook import steps
 from tests.support.systemd.work import TASKS
@@ -55,14 +54,14 @@ class ThreeHosts:
         """Boot a new host of this name, with an empty disk."""
         lost = self.hosts[name]
         self.hosts[name] = self._new(name)
-        shutil.rmtree(lost.root)
+        remove_tree(lost.root)
 
     def close(self) -> None:
         """End all hosts, and remove their disks."""
         for host in self.hosts.values():
             host.kill()
         self._network.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
     def status(self) -> dict[str, Any]:
         """What `forge status --json` prints on the first host."""
@@ -113,14 +112,4 @@ class ThreeHosts:
     def _new(self, name: str) -> BareHost:
         self._disks += 1
         root = self._folder / f"{name}-{self._disks}"
-        subprocess.run(["cp", "--archive", "--reflink=auto", self._stock, root], check=True)
-        (root / "etc/hostname").write_text(f"{name}\n")
-        host = BareHost(
-            root,
-            name=name,
-            network=self._network,
-            address=f"10.0.0.{name.rpartition('-')[2]}",
-            shared=self._shared,
-        )
-        host.boot()
-        return host
+        return boot_copy(self._stock, root, name=name, network=self._network, shared=self._shared)

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.support.systemd.bare_host import BareHost
-from tests.support.systemd.installed import SOFTWARE, Installed
+from tests.support.systemd.bare_host import BareHost, boot_copy
+from tests.support.systemd.installed import SOFTWARE, Installed, remove_tree
 from tests.support.systemd.network import Network
 from tests.support.systemd.three_hosts import SSH
 from tests.support.systemd.work import TASKS
@@ -67,17 +67,10 @@ class TwoHosts:
         root = self._folder / name
         if name in self.hosts:
             self.hosts[name].kill()
-            shutil.rmtree(root)
-        subprocess.run(["cp", "--archive", "--reflink=auto", self._stock, root], check=True)
-        (root / "etc/hostname").write_text(f"{name}\n")
-        host = self.hosts[name] = BareHost(
-            root,
-            name=name,
-            network=self._network,
-            address=f"10.0.0.{name.rpartition('-')[2]}",
-            shared=self._shared,
+            remove_tree(root)
+        self.hosts[name] = boot_copy(
+            self._stock, root, name=name, network=self._network, shared=self._shared
         )
-        host.boot()
 
     @property
     def first(self) -> BareHost:
@@ -123,19 +116,26 @@ class TwoHosts:
         for host in self.hosts.values():
             host.kill()
         self._network.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
 
 def make_release(of: Path, release: Path) -> None:
-    """Make a release that differs in its version alone, of links to the files of another one."""
+    """Make a release that differs in its version alone. Its own files are links to those of another
+    one; those of other packages are that one's."""
     shutil.rmtree(release, ignore_errors=True)
-    subprocess.run(["cp", "-al", str(of), str(release)], check=True)
-    (info,) = release.glob("lib/python3*/site-packages/forge_rl-*.dist-info")
-    text = (
-        (info / "METADATA")
-        .read_text()
-        .replace(f"Version: {of.name}\n", f"Version: {release.name}\n")
-    )
+    (packages,) = of.glob("lib/python3*/site-packages")
+    own = release / packages.relative_to(of)
+    own.mkdir(parents=True)
+    for one in packages.iterdir():
+        if one.name in ("forge", "services") or one.name.startswith("forge_rl-"):
+            subprocess.run(["cp", "-al", one, own / one.name], check=True)
+        else:
+            (own / one.name).symlink_to(f"{SOFTWARE}/{of.name}/{one.relative_to(of)}")
+    for name in ("bin", "share", "pyvenv.cfg"):
+        subprocess.run(["cp", "-al", of / name, release / name], check=True)
+    (info,) = own.glob("forge_rl-*.dist-info")
+    text = (info / "METADATA").read_text()
     (info / "METADATA").unlink()
-    (info / "METADATA").write_text(text)
+    version = f"Version: {of.name}\n"
+    (info / "METADATA").write_text(text.replace(version, f"Version: {release.name}\n"))
     info.rename(info.with_name(f"forge_rl-{release.name}.dist-info"))

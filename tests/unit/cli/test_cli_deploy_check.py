@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.cli.deploy import host
 from forge.cli.deploy.changes import (
     MOST_CHANGES,
     Change,
@@ -226,6 +227,34 @@ def noted(state: HostState, unix_s: float) -> HostState:
     units = [UnitEntry(name=POOL, kind="pool", inputs=(SETTINGS,), instance_id="pool-beta-1")]
     changes = state.changes.noted(units, state.contents(), now_unix_s=unix_s)
     return replace(state, changes=changes)
+
+
+@pytest.mark.parametrize(
+    ("unit", "exit_code", "ended"),
+    [
+        ("forge-feed@math.service", 0, True),
+        ("forge-feed@math.service", 130, False),
+        ("forge-agents@1.service", 0, False),
+    ],
+)
+def test_feed_that_ended_by_itself_is_no_difference(
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    unit: str,
+    exit_code: int,
+    ended: bool,
+) -> None:
+    """A stopped one ends with 130. Of another service 0 is a stop."""
+    shown = (
+        f"Id={unit}\nActiveState=inactive\nResult=success\nExecMainStartTimestampMonotonic=7\n"
+        f"ActiveEnterTimestampMonotonic=9\nExecMainCode=1\nExecMainStatus={exit_code}\n"
+    )
+    monkeypatch.setattr(host, "systemctl", lambda *words: shown)
+    found = host.read_units([unit])[unit]
+    state = sound(manifest)
+    enabled = replace(found, enabled=True)
+    problems = differences(manifest, replace(state, units={**state.units, unit: enabled}))
+    assert [one.text for one in problems if not one.ok] == [f"{unit} is inactive"] * (not ended)
 
 
 @pytest.mark.parametrize("path", [SETTINGS, LINK])
