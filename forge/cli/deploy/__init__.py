@@ -4,7 +4,7 @@ Pure, without files or processes:
 
     kinds           what a host can run: units, ports, order
     table_reader    values of TOML tables, and their errors
-    inventory       the inventory's content
+    inventory       the inventory's content; `inventory_file` reads it
     contradictions  errors of an inventory as a whole
     rendered        the files and units of a host, and their manifest
     host_files      what the inventory makes of each host

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from forge.cli.deploy.inventory import Host, Inventory
 from forge.cli.deploy.kinds import KINDS, RANKS, Instance, env_name
 from forge.runtime.security.tls import is_loopback
-
-if TYPE_CHECKING:
-    from forge.cli.deploy.inventory import Host, Inventory
 
 
 def contradictions(inventory: Inventory) -> Iterator[str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from forge.cli.deploy.assets import read_assets
 from forge.cli.deploy.host_files import rendered_host
-from forge.cli.deploy.inventory import Inventory, read_inventory
+from forge.cli.deploy.inventory import Inventory
+from forge.cli.deploy.inventory_file import read_inventory
 from forge.cli.deploy.rendered import (
     MANIFEST,
     SECRET,

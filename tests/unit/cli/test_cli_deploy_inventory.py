@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import forge.cli.deploy
-from forge.cli.deploy.inventory import Inventory, read_inventory
+from forge.cli.deploy.inventory import Inventory
+from forge.cli.deploy.inventory_file import read_inventory
 from forge.core.errors import InvalidArgument
 from tests.support.deploy.inventories import RELEASE, TWO_HOSTS
 
