@@ -74,6 +74,9 @@ class Bench:
             self.model: Any = Qwen3ForCausalLM(
                 _config_of(shape) if shape else _small_config(hidden, layers)
             )
+        if autocast is not None:  # as published, and as files have them
+            for one in self.model.parameters():
+                one.data.copy_(one.data.to(autocast))
         self.learner = Learner(
             TreePolicy(self.model, autocast=autocast),
             LearnerConfig(objective=ObjectiveConfig(ratio_cap=RATIO_CAP), token_budget=UNSPLIT),

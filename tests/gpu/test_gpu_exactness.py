@@ -22,6 +22,7 @@ from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, own_logprobs
+from forge.rl.model.wide_products import PartProducts, products_of
 from forge.rl.out_of_memory import recompute_activations
 from tests.support.rl.models import (
     CAP,
@@ -202,3 +203,18 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_head_in_bf16_parts_is_as_exact_as_fp32(published: bool, record_property: Record) -> None:
+    """Logits of the tensor cores' bf16 products, added in fp32, against fp64."""
+    torch.manual_seed(0)
+    states_rC = 3 * torch.randn(300, 1024, device="cuda")
+    weight_VC = torch.randn(5000, 1024, device="cuda") / 50
+    weight_VC = weight_VC.bfloat16().float() if published else weight_VC
+    products = products_of(weight_VC, backbone=torch.bfloat16)
+    assert isinstance(products, PartProducts)
+    expected = states_rC.double() @ weight_VC.double().T
+    error = float((products.logits(states_rC).double() - expected).norm() / expected.norm())
+    record_property("errors", error)
+    assert error <= 5e-6

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forge.rl.model.backbone import BackboneOutput
+from forge.rl.model.wide_products import products_of
 from forge.rl.tree.parts import HeadRows
 
 CHUNK_ELEMENTS = 1 << 26
@@ -56,6 +57,8 @@ class _Rows:
     kept_elements: int
     entropy_gradient: bool
     logits: Logits
+    backbone_type: torch.dtype | None
+    """Of autocast; None without."""
 
     def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
         """The input of the head's matrix product: normed states times the logits' scale, over the
@@ -93,8 +96,9 @@ class _EdgeLogprobs(torch.autograd.Function):
         if rows.logits.softcap:
             left = 0  # the backward needs the slopes, too
         ctx.kept = {}  # not saved_tensors: the backward frees each one after its use
+        products = products_of(weight_VC, backbone=rows.backbone_type)
         for chunk, edges in rows.chunks:
-            logits_rV = rows.scaled(states_RC[chunk], chunk) @ weight_VC.T
+            logits_rV = products.logits(rows.scaled(states_RC[chunk], chunk))
             rows.cap(logits_rV, chunk)
             probs_rV = logits_rV.softmax(-1)
             # log sum exp by the likeliest token, which costs two reads and no table of its own.
@@ -120,7 +124,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         states_RC, weight_VC, *norm = ctx.saved_tensors
         rows: _Rows = ctx.rows
         entropy_R = norm.pop(0) if rows.entropy_gradient else None
-        head = rows.head
+        head, products = rows.head, products_of(weight_VC, backbone=rows.backbone_type)
         grad_states_RC = torch.empty_like(states_RC)
         grad_weight_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
         trained = [one for one in norm if one.requires_grad]
@@ -132,7 +136,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             scaled_rC = graph_rC.detach()
             grad_rV, slopes_rV = ctx.kept.pop(chunk.start, None), None
             if grad_rV is None:
-                logits_rV = scaled_rC @ weight_VC.T
+                logits_rV = products.logits(scaled_rC)
                 slopes_rV = rows.cap(logits_rV, chunk)
                 grad_rV = logits_rV.softmax(-1)
                 del logits_rV
@@ -151,9 +155,9 @@ class _EdgeLogprobs(torch.autograd.Function):
             if slopes_rV is not None:
                 grad_rV.mul_(slopes_rV)
             if grad_weight_VC is not None:
-                grad_weight_VC.addmm_(grad_rV.T, scaled_rC)
+                products.add_to_weight(grad_weight_VC, grad_rV, scaled_rC)
             grad_states_RC[chunk], *shares = torch.autograd.grad(
-                graph_rC, [states_rC, *trained], grad_rV @ weight_VC
+                graph_rC, [states_rC, *trained], products.to_states(grad_rV)
             )
             for total, share in zip(grad_norm, shares, strict=True):
                 total += share
@@ -172,13 +176,16 @@ def edge_logprobs(
     logits: Logits = PLAIN,
     chunk_rows: int = 0,
     entropy_gradient: bool = False,
+    backbone_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [E] of a tree's edges, differentiable, and entropies [R] of its rows, which are
     differentiable with `entropy_gradient` alone.
 
     `norm` is applied between states and head, if there is one. `chunk_rows` = 0 chooses the size.
     Computed in fp32, or fp64 if the states are, also under autocast: the precision of the head
-    dominates the log-prob differences between trainer and sampler.
+    dominates the log-prob differences between trainer and sampler. `backbone_type` is that of
+    autocast: gradients of a head over a bf16 backbone may be rounded like those of the backbone
+    (`forge.rl.model.wide_products`).
     """
     with torch.autocast(states_LC.device.type, enabled=False):
         wide = torch.promote_types(states_LC.dtype, torch.float32)
@@ -192,6 +199,7 @@ def edge_logprobs(
             kept_elements=kept_elements(states_LC.numel()),
             entropy_gradient=entropy_gradient,
             logits=logits,
+            backbone_type=backbone_type,
         )
         parameters = () if norm is None else tuple(norm.parameters())
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -235,6 +243,7 @@ def edge_columns(
     logits: Logits = PLAIN,
     value_head: nn.Linear | None = None,
     entropy_gradient: bool = False,
+    backbone_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All that a loss takes from a pass: differentiable columns, and entropies [E] without
     gradient. The columns are log-probs [E], or [E, k]: log-probs, then values with `value_head`,
@@ -249,6 +258,7 @@ def edge_columns(
             norm=backbone.norm,
             logits=logits,
             entropy_gradient=entropy_gradient,
+            backbone_type=backbone_type,
         )
     columns = [logprobs_E]
     if value_head is not None:

@@ -362,6 +362,7 @@ class TreePolicy:
             logits=self._logits,
             value_head=self.value_head,
             entropy_gradient=self.entropy_gradient,
+            backbone_type=self.autocast,
         )
         if self.states is not None and backbone.normed_LC is not None and count:
             self.states.keep(part, backbone.normed_LC)

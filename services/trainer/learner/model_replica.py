@@ -34,6 +34,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.learner.replica_state import ReplicaState
 from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model
+from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
 from services.trainer.model.teacher import check_teacher
@@ -290,17 +291,15 @@ class ModelReplica:
         return self._learner.step(plan, weight_version=order.weight_version, keep=order.keep)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the published tensors in host memory, one at a time. If the world shards them,
-        all ranks read them, and ranks above 0 get empty ones."""
+        """Copies of the published tensors in host memory, complete at the end. If the world shards
+        them, all ranks read them, and ranks above 0 get empty ones."""
+        return host_copies(self._whole_tensors(), self.published_type)
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in chain(self._trainee.published(), self._heads().items()):
             gathered = whole(tensor.detach())
             # Rank 0 alone publishes.
-            yield (
-                name,
-                torch.empty(0)
-                if self._world.rank
-                else gathered.to("cpu", self.published_type, copy=True).contiguous(),
-            )
+            yield name, torch.empty(0) if self._world.rank else gathered
 
     def tied_names(self) -> Mapping[str, Sequence[str]]:
         """Further names of published tensors, by the published name."""

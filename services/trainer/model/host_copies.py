@@ -1,0 +1,39 @@
+"""Copies of the model's tensors in host memory, made before the next step changes them.
+
+Owns how a device tensor gets there: rounded on the device, which halves its bytes, into memory that
+the device writes without the processor (pinned). torch keeps freed pinned memory for later copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from forge.runtime.telemetry import log
+
+
+def host_copies(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Contiguous copies in `dtype`, by name. Those of a device are complete once the iterator has
+    ended."""
+    device: torch.device | None = None
+    for name, tensor in tensors:
+        if tensor.is_cuda:
+            device = tensor.device
+            yield name, _from_device(tensor.detach().to(dtype))
+        else:
+            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _from_device(tensor: Tensor) -> Tensor:
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError as error:
+        log.warning("host_memory_not_pinned", error=str(error).splitlines()[0])
+        return tensor.to("cpu", copy=True).contiguous()
+    return copy.copy_(tensor, non_blocking=True)

@@ -1,0 +1,26 @@
+"""Copies of device tensors for publication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("structlog", reason="the packages of the services are not installed")
+
+from services.trainer.model.host_copies import host_copies
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def test_copies_are_rounded_complete_and_unchanged_by_the_next_step() -> None:
+    """Pinned, in the published type, bit for bit as the processor rounds, strided tensors too."""
+    torch.manual_seed(0)
+    own = {"a": torch.randn(3000, 500).cuda(), "b": torch.randn(40, 60).cuda().T}
+    expected = {name: one.cpu().to(torch.bfloat16) for name, one in own.items()}
+    copies = dict(host_copies(own.items(), torch.bfloat16))
+    for one in own.values():
+        one.zero_()
+    torch.cuda.synchronize()
+    for name, copy in copies.items():
+        assert copy.is_pinned() and copy.is_contiguous()
+        assert torch.equal(copy, expected[name])
