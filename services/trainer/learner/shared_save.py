@@ -97,8 +97,11 @@ class PartWriter:
         directory = Path(self._store.get(_directory_key(number)).decode())
         try:
             report = _Report(files=contents.write_part(directory))
-        except OSError as error:
-            report = _Report(error=f"rank {self._rank}: {error.strerror or error}")
+        except Exception as error:  # without a report rank 0 would wait for ever
+            said = isinstance(error, OSError) and error.strerror
+            report = _Report(
+                error=f"rank {self._rank}: {said or f'{type(error).__name__}: {error}'}"
+            )
         self._store.set(_report_key(number, self._rank), msgspec.json.encode(report).decode())
 
 
