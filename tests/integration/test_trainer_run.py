@@ -20,9 +20,9 @@ from forge.runtime.weights import TensorEntry, content_digest
 from forge.v1 import trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance
-from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
-from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
+from tests.support.scheduler.cluster import assert_counts_balance
+from tests.support.trainer.process import START_S
+from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, started_stack, until_finished
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,19 +31,10 @@ pytestmark = pytest.mark.timeout(900)
 async def stack(
     tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> AsyncIterator[Stack]:
-    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    services.start_pool()
-    services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
-    trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
-    try:
-        yield Stack(
-            cluster=services,
-            trainer=trainer,
-            client=TrainerClient(coordinator, services.channels),
-        )
-    finally:
-        trainer.kill()
-        await services.close()
+    async with started_stack(
+        tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator
+    ) as started:
+        yield started
 
 
 async def test_run_trains_every_batch_and_finishes(stack: Stack, coordinator: Coordinator) -> None:

@@ -28,7 +28,6 @@ def ended_ranks(stack: Stack) -> Iterator[None]:
         process.kill()  # first: it would restart the ranks, which hold its stderr open
         for each in started.values():
             each.kill()
-        stack.trainer.kill()
 
 
 def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, trainer_pb2
+from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
 from tests.support.trainer.process import TrainerClient, TrainerProcess
@@ -36,6 +41,23 @@ class Stack:
             for group in groups
             if group.group.state == common_pb2.GROUP_STATE_TRAINED
         }
+
+
+@asynccontextmanager
+async def started_stack(
+    folder: Path, *, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[Stack]:
+    """A scheduler, a pool, and a trainer that is killed at the end if it runs."""
+    services = SchedulerCluster(folder, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    services.start_pool()
+    services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
+    trainer = TrainerProcess(folder, etcd=etcd, cluster=cluster, key_file=folder / "key")
+    client = TrainerClient(coordinator, services.channels)
+    try:
+        yield Stack(cluster=services, trainer=trainer, client=client)
+    finally:
+        trainer.kill()
+        await services.close()
 
 
 async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
