@@ -97,7 +97,7 @@ class Load:
         await self._cluster.submit(tasks)
         async with new_client() as client, asyncio.TaskGroup() as parts:
             runner = Runner(
-                identity=scheduler_pb2.LeaseRolloutsRequest(runner_id="runner"),
+                identity=lambda: scheduler_pb2.LeaseRolloutsRequest(runner_id="runner"),
                 scheduler=self._ask_scheduler,
                 renew=self._renew,
                 attempt=partial(self._rollout, client),

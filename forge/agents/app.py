@@ -48,11 +48,7 @@ class RunnerApp:
         self._scheduler = scheduler_remote(context.coordinator, context.channels)
         self._sync_scheduler = SyncScheduler(context.coordinator, context.security)
         self._runner = Runner(
-            identity=scheduler_pb2.LeaseRolloutsRequest(
-                runner_id=self._config.instance_id,
-                domains=sorted(self._domains.names),
-                scaffolds=sorted(self._scaffolds.names),
-            ),
+            identity=self._identity,
             scheduler=self._ask_scheduler,
             renew=self._renew_leases,
             attempt=self._make_attempts().run,
@@ -99,6 +95,13 @@ class RunnerApp:
         await self._rewards.close()
         if self._failure is not None:
             raise self._failure
+
+    def _identity(self) -> scheduler_pb2.LeaseRolloutsRequest:
+        return scheduler_pb2.LeaseRolloutsRequest(
+            runner_id=self._config.instance_id,
+            domains=sorted(self._domains.names),
+            scaffolds=sorted(self._scaffolds.names),
+        )
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         if running.cancelled() or (failure := running.exception()) is None:

@@ -58,7 +58,7 @@ class Runner:
     def __init__(
         self,
         *,
-        identity: pb.LeaseRolloutsRequest,
+        identity: Callable[[], pb.LeaseRolloutsRequest],
         scheduler: Scheduler,
         renew: Renew,
         attempt: Callable[[pb.RolloutLease], Coroutine[Any, Any, RolloutResult]],
@@ -66,8 +66,8 @@ class Runner:
         lease_wait_s: float,
         patience_s: float,
     ) -> None:
-        """`identity`: id, domains and scaffolds of the runner. `patience_s`: time for which leases
-        are renewed while the event loop is blocked."""
+        """`identity` returns id, domains and scaffolds of the runner. `patience_s`: time for which
+        leases are renewed while the event loop is blocked."""
         self._identity = identity
         self._scheduler = scheduler
         self._attempt = attempt
@@ -139,8 +139,8 @@ class Runner:
     async def _answer_waiting_call(self) -> bool:
         """Makes the scheduler answer the waiting LeaseRollouts call. A cancel instead could lose
         leases that were just granted, until they expire. Returns whether it was reached."""
-        request = pb.LeaseRolloutsRequest(runner_id=self._identity.runner_id, leaving=True)
         try:
+            request = pb.LeaseRolloutsRequest(runner_id=self._identity().runner_id, leaving=True)
             await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
             log.info("leave_failed", error=str(error))
@@ -158,7 +158,7 @@ class Runner:
                 await self._change()
                 continue
             request = pb.LeaseRolloutsRequest(max_rollouts=free, wait_s=self._lease_wait_s)
-            request.MergeFrom(self._identity)
+            request.MergeFrom(self._identity())
             response = await self._ask("LeaseRollouts", request, self._lease_wait_s + CALL_S)
             for lease in response.leases if response else ():
                 self._start(lease)

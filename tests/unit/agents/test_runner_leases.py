@@ -117,7 +117,7 @@ def a_runner(
     scheduler: StandIn, work: Any, *, concurrency: int = 1, patience_s: float = 3600.0
 ) -> Runner:
     return Runner(
-        identity=pb.LeaseRolloutsRequest(runner_id="runner-0", domains=["code"]),
+        identity=lambda: pb.LeaseRolloutsRequest(runner_id="runner-0", domains=["code"]),
         scheduler=scheduler,
         renew=scheduler.renew,
         attempt=work,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge.agents.scaffolds import Scaffolds
-from forge.core.errors import NotFound
+from forge.core.errors import NotFound, Unavailable
 from tests.support.runtime.waiting import until
 
 SLOW = """
@@ -45,3 +45,28 @@ async def test_unknown_scaffold_lists_the_known_scaffolds() -> None:
         NotFound, match="unknown scaffold 'x'; this runner knows blackbox, whitebox"
     ):
         await Scaffolds(timeout_s=60.0).get("x")
+
+
+async def test_scaffold_that_cannot_be_imported_is_no_fault_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host may have the package: the rollout is retried, and no more such tasks come here
+    until an import succeeds."""
+    module = tmp_path / "broken_scaffold.py"
+    module.write_text("import no_such_sdk")
+    monkeypatch.syspath_prepend(tmp_path)
+    scaffolds = Scaffolds(timeout_s=60.0, extra={"broken": "broken_scaffold:Agent"})
+    assert "broken" in scaffolds.names
+    with pytest.raises(Unavailable, match=r"cannot run 'broken'.*No module named 'no_such_sdk'"):
+        await scaffolds.get("broken")
+    assert scaffolds.names == {"blackbox", "whitebox"}
+
+
+async def test_runner_without_any_scaffold_leases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list would mean that it runs every scaffold."""
+    monkeypatch.setattr("forge.agents.scaffolds.SCAFFOLDS", {"x": "no_such_module:Agent"})
+    scaffolds = Scaffolds(timeout_s=60.0)
+    with pytest.raises(Unavailable, match="host cannot run 'x'"):
+        await scaffolds.get("x")
+    with pytest.raises(Unavailable, match="no scaffold can be imported: no_such_module:Agent"):
+        _ = scaffolds.names
