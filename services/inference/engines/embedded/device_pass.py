@@ -3,8 +3,8 @@
 A step launches some thousand small kernels; one by one they take several times as long as they
 compute. A graph launches all of them at once, for a fixed number of rows: a step uses the smallest
 one that fits, and its last rows compute nothing that counts. Draws without cuts are part of the
-graph. Graphs are captured when a step first needs them; a model that cannot be captured, or whose
-graph computes other numbers, is computed without.
+graph. Graphs are captured when a step first needs them, with fused layers. A model that cannot be
+captured, or whose graph computes other numbers, is computed without.
 
 Shape suffixes: N rows, V vocabulary, H key-value heads, T tokens, D head size.
 """
@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from forge.rl.numerics import is_narrow
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
+from services.inference.engines.embedded.fused_layers import FusedLayers
 from services.inference.engines.embedded.kv.attention import Heads
 from services.inference.engines.embedded.kv.device_attention import ExtentAttention
 from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents
@@ -29,12 +33,14 @@ from services.inference.engines.embedded.sampler import Drawn, is_uncut
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of a graph; a step with more rows has none."""
 _CHECK_TOKENS = 16
 """Of a check; one of the sizes."""
-_TOLERANCE = 0.05
-"""Largest difference of a log-prob, in nats, between a graph and the same kernels without."""
+_TOLERANCE = 0.001
+"""Largest mean difference of log-probs, in nats, between a graph and a plain pass, ..."""
+_NARROW_TOLERANCE = 0.1
+"""... and where matrices have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class DevicePass:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         # Recorded experts are copied to the host within the pass.
         self._uses_graphs = policy.device.type == "cuda" and policy.kv_shape.routes is None
+        self._fused: FusedLayers | None = None
         self._is_checked = False
         self._pool: Any = None
 
@@ -81,9 +88,13 @@ class DevicePass:
             return draw_rows(output.logits_NV[: len(rows)], sequences, drafts)
         assert output.drawn_2N is not None
         # The one wait for the device.
-        ids, logprobs = output.drawn_2N[:, : len(rows)].tolist()
+        drawn_2N = output.drawn_2N.cpu()[:, : len(rows)]
         return Drawn(
-            ids=[int(one) for one in ids], logprobs=logprobs, allowed={}, top={}, failed={}
+            ids=drawn_2N[0].long().tolist(),
+            logprobs=drawn_2N[1].tolist(),
+            allowed={},
+            top={},
+            failed={},
         )
 
     def after_swap(self) -> None:
@@ -91,9 +102,25 @@ class DevicePass:
         if self._is_checked or not self._uses_graphs:
             return
         self._is_checked = True
-        graph = self._graph(_CHECK_TOKENS, plain=False)
-        if graph is None:
-            return
+        for layers in (FusedLayers(self._policy.module), None):
+            self._fused, fused = layers, layers is not None
+            try:
+                error = self._difference()
+            except RuntimeError as failure:
+                reason = str(failure)
+            else:
+                narrow = is_narrow(self._policy.dtype)
+                if error <= (_NARROW_TOLERANCE if narrow else _TOLERANCE):
+                    log.info("decode_graphs_used", fused=fused, log_prob_error=error)
+                    return
+                reason = f"its log-probs differ by {error:.3g} nats"
+            log.warning("decode_graph_refused", fused=fused, reason=_first_line(reason))
+            self._graphs.clear()
+        self._uses_graphs = False
+
+    def _difference(self) -> float:
+        """The mean difference of log-probs between a graph and a pass without."""
+        graph = self._capture(_CHECK_TOKENS, plain=False)
         vocabulary = self._policy.limits.vocabulary
         # One sequence, in tokens that belong to none.
         start = SCRATCH_TOKENS - _CHECK_TOKENS
@@ -108,12 +135,8 @@ class DevicePass:
         found_NV = graph.output.logits_NV
         assert found_NV is not None
         assert expected_NV is not None
-        error = float((found_NV.log_softmax(-1) - expected_NV.log_softmax(-1)).abs().max())
-        # NaN is in both: such weights have been refused before.
-        if error > _TOLERANCE:
-            self._give_up(f"a graph's log-probs differ by {error:.3g} nats")
-        else:
-            log.info("decode_graphs_used", log_prob_error=error)
+        self._graphs[_CHECK_TOKENS, False] = graph
+        return float((found_NV.log_softmax(-1) - expected_NV.log_softmax(-1)).abs().mean())
 
     def _compute(self, rows: Sequence[Sequence[int]], *, plain: bool) -> _Output:
         """Compute these rows, with a graph if there is one."""
@@ -150,11 +173,17 @@ class DevicePass:
             try:
                 self._graphs[size, plain] = self._capture(size, plain=plain)
             except RuntimeError as error:
-                self._give_up(str(error))
+                self._uses_graphs = False
+                self._graphs.clear()
+                log.warning("decode_without_graphs", reason=_first_line(str(error)))
                 return None
         return self._graphs[size, plain]
 
     def _capture(self, size: int, *, plain: bool) -> _Graph:
+        with self._fused.used() if self._fused is not None else nullcontext():
+            return self._captured(size, plain=plain)
+
+    def _captured(self, size: int, *, plain: bool) -> _Graph:
         # Zeros: the rows read and write scratch tokens alone.
         inputs_6N = torch.zeros((6, size), dtype=torch.long, device=self._policy.device)
         stream = torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
@@ -171,11 +200,6 @@ class DevicePass:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._forward(inputs_6N, plain=plain)
         return _Graph(graph=graph, inputs_6N=inputs_6N, output=output)
-
-    def _give_up(self, reason: str) -> None:
-        self._uses_graphs = False
-        self._graphs.clear()
-        log.warning("decode_without_graphs", reason=reason.splitlines()[0])
 
 
 class _ExtentStep:
@@ -219,7 +243,11 @@ def _rows(
 
 def _columns(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """One consecutive column for each number of the rows: kernels read them by address."""
-    return torch.tensor(rows).T.contiguous()
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(rows, dtype=np.int64).T))
+
+
+def _first_line(reason: str) -> str:
+    return reason.strip().partition("\n")[0]
 
 
 def _signed(seed: int) -> int:

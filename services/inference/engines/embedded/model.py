@@ -89,7 +89,7 @@ class Policy:
         self.head = ModelHead(model)
         self._draft_tokens = draft_tokens
         self._draft_note: str | None = None
-        self._model = model
+        self.module = model
         self.dtype = _matrix_type(model)
         if numerics.is_narrow(self.dtype):
             numerics.patch(model)
@@ -156,7 +156,7 @@ class Policy:
         `head.states` has the states of these rows."""
         passed = RoutePass() if self._route_shape is not None else None
         with routed(passed), numerics.autocast(self.device, self.dtype):
-            output = self._model(
+            output = self.module(
                 input_ids=ids_N[None],
                 position_ids=positions_N[None],
                 use_cache=False,

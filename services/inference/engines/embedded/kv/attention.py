@@ -133,7 +133,7 @@ def attention_bias(
     return bias_RT.masked_fill_(hidden_RT, -torch.inf)
 
 
-def _attention(  # noqa: PLR0913
+def implementation(  # noqa: PLR0913
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -147,6 +147,7 @@ def _attention(  # noqa: PLR0913
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    """The attention of transformers' layers: that of `kv_pass`."""
     layer = module.layer_idx
     assert isinstance(layer, int)
     kind, values = matrix_type(value), value.shape[-1]
@@ -169,6 +170,6 @@ def _widened(values: torch.Tensor, size: int) -> torch.Tensor:
 
 def register() -> None:
     """Register the implementation with transformers; idempotent."""
-    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionInterface.register(IMPLEMENTATION, implementation)
     # The KvPass owns the mask.
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

@@ -77,7 +77,7 @@ def test_the_engine_keeps_only_matrices_in_16_bits(tmp_path: Path) -> None:
     config = CONFIGS["qwen3_moe"]
     config.save_pretrained(tmp_path)
     policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
-    state = policy._model.state_dict()
+    state = policy.module.state_dict()
     narrow = {name.rpartition("layers.0.")[2] for name in state if state[name].itemsize == 2}
     first = {name for name in narrow if "layers" not in name}
     assert first == {

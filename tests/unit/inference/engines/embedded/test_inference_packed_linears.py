@@ -104,7 +104,7 @@ def test_packed_matrix_has_no_plain_copy(tmp_path: Path) -> None:
     served.swap(served.stage(weights(tied=False, seed=1), version=1))
     plain = {
         name
-        for name, one in served._model.named_parameters()
+        for name, one in served.module.named_parameters()
         if one.ndim == 2 and one.untyped_storage().nbytes() > 64
     }
     assert plain == {"model.embed_tokens.weight", "lm_head.weight"}

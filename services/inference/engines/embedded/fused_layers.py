@@ -1,0 +1,45 @@
+"""The layers of a model with their small operations fused, by torch.compile.
+
+Norms, casts, rotary embeddings and gates are most of a layer's kernels, and each takes longer to
+begin than to compute. All layers share their compiled code, for any number of rows; attention stays
+as it is. Compilation takes some seconds, once per model and machine: its result is cached.
+
+TORCHDYNAMO_DISABLE=1 in the environment turns it off, as for all of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from services.inference.engines.embedded.kv import attention
+
+LEAST_ROWS = 2
+"""Compiled code for any number of rows is for two and more."""
+
+
+class FusedLayers:
+    """The layers of one model."""
+
+    def __init__(self, model: Any) -> None:
+        layers: Any = getattr(model.get_decoder(), "layers", ())
+        self._layers: list[Any] = list(layers)
+        self._fused = [torch.compile(layer.forward, dynamic=True) for layer in self._layers]
+        self._attention = torch.compiler.disable(attention.implementation)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, passes use the fused layers. The first one compiles: not within a capture."""
+        with ExitStack() as undo:
+            # No processes beside the worker.
+            undo.enter_context(torch._inductor.config.patch(compile_threads=1))
+            AttentionInterface.register(attention.IMPLEMENTATION, self._attention)
+            undo.callback(attention.register)
+            for layer, fused in zip(self._layers, self._fused, strict=True):
+                layer.forward = fused
+                undo.callback(delattr, layer, "forward")
+            yield
