@@ -284,6 +284,7 @@ class WorkerStatus(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    REPORTED_BLOCKS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
@@ -297,6 +298,8 @@ class WorkerStatus(_message.Message):
     """Name of its engine; "unknown" for a worker of an earlier release."""
     draining: _builtins.bool
     """An operator drains it: it gets no new request."""
+    reported_blocks: _builtins.int
+    """Blocks of its prefix cache that it has reported to this router; 0 for a worker without reports."""
     def __init__(
         self,
         *,
@@ -309,10 +312,11 @@ class WorkerStatus(_message.Message):
         cached_tokens: _builtins.int = ...,
         engine: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        reported_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "draining", b"draining", "engine", b"engine", "instance_id", b"instance_id", "queued", b"queued", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "draining", b"draining", "engine", b"engine", "instance_id", b"instance_id", "queued", b"queued", "reported_blocks", b"reported_blocks", "role", b"role", "running", b"running", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -311,4 +311,5 @@ def _status(worker: Worker) -> pb.WorkerStatus:
         cached_tokens=worker.cached_tokens,
         draining=worker.draining,
         engine=worker.engine.name,
+        reported_blocks=worker.cached.reported_blocks,
     )

@@ -13,6 +13,7 @@ from services.inference.router.messages import (
     PlaceDecode,
     PlacePrefill,
     Prefilled,
+    Report,
 )
 from tests.support.inference.router import announced, both, harness, ids
 
@@ -91,13 +92,15 @@ async def test_drained_worker_gets_no_new_request() -> None:
 
 
 async def test_reported_cache_decides_not_the_guess() -> None:
-    """A worker that has evicted a prefix is not chosen for it."""
+    """A worker that has evicted a prefix is not chosen for it. The status counts the blocks."""
     router = await harness(both("b0"), both("b1"))
     prompt = ids(*range(3000))
     workers = {worker.instance_id: worker for worker in router.workers}
     for name, stored in (("b0", ()), ("b1", PromptChains(prompt).of(4))):
         change = CacheChange(stored=stored, anew=True)
         await router.actor.receive(CacheReported(worker=workers[name], change=change))
+    status = await router.actor.receive(Report())
+    assert {one.instance_id: one.reported_blocks for one in status.workers} == {"b0": 0, "b1": 750}
     placed = await router.actor.receive(PlacePrefill(ids=prompt, session="s:0:0"))
     assert placed.worker.instance_id == "b1"
 
