@@ -74,8 +74,11 @@ def programs_in(directory: Path) -> list[Program]:
     for a directory without settings."""
     try:
         instances = _of_units() if directory.resolve() == UNIT_SETTINGS else {}
-        for file in sorted(directory.glob("*@*.env")):
-            instances.setdefault(file.stem, {}).update(_variables(file.read_text()))
+        files = {file.stem: _variables(file.read_text()) for file in directory.glob("*.env")}
+        for name in sorted({*instances, *(one for one in files if "@" in one)}):
+            # Of all instances, as of the ranks of a trainer, then of this one.
+            for one in (name.partition("@")[0], name):
+                instances.setdefault(name, {}).update(files.get(one, {}))
     except OSError as error:
         raise InvalidArgument(f"{error.filename}: {error.strerror}") from None
     found = []

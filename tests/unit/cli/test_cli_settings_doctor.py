@@ -48,11 +48,13 @@ def test_instances_of_units_have_the_variables_of_unit_and_file(
     (tmp_path / "pool.toml").touch()
     (tmp_path / "gateway.toml").touch()
     (tmp_path / "pool@1.env").write_text("# its own port\nFORGE_PORT=7300\n")
+    (tmp_path / "pool-replica.env").write_text("FORGE_PORT=7400\nFORGE_DATA_DIR=/mnt/pool\n")
     found = {one.name: one for one in programs_in(tmp_path)}
     assert [*found] == ["gateway", "pool@1", "pool-replica@2"]
     assert found["pool@1"].environ["FORGE_PORT"] == "7300"
     assert found["pool@1"].environ["FORGE_DATA_DIR"] == "/var/lib/my forge"
     assert found["pool-replica@2"].module == "services.pool"
+    assert found["pool-replica@2"].environ["FORGE_DATA_DIR"] == "/mnt/pool"
     assert found["gateway"].environ == {}
 
 
