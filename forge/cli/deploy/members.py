@@ -123,7 +123,7 @@ class Members:
         members = self._list(within)
         present = self._of(host, members)
         others = [one for one in members if one is not present]
-        self._require_well(host, others, within)
+        self._require_well(host, others)
         if present is not None and present.name:
             if not is_lost:
                 raise FailedPrecondition(
@@ -131,12 +131,12 @@ class Members:
                     f"or replace the member: forge deploy apply --replace-etcd {host}"
                 )
             self._report(f"{host}: remove its lost member {present.id} from etcd")
-            self._etcdctl(within, "member", "remove", present.id)
+            self._etcdctl(self._clients(within), "member", "remove", present.id)
             present = None
         if present is None:
             self._report(f"{host}: announce it as a learner of etcd")
             url = f"--peer-urls={self._peer_url(host)}"
-            self._etcdctl(within, "member", "add", host, "--learner", url)
+            self._etcdctl(self._clients(within), "member", "add", host, "--learner", url)
         # etcd compares it with its own list.
         named = [f"{one.name or host}={url}" for one in self._list(within) for url in one.peer_urls]
         self._report(f"{host}: start {UNIT}")
@@ -155,14 +155,14 @@ class Members:
         deadline_s = self._cluster.now_s() + self._cluster.healthy_s
         while True:
             try:
-                self._etcdctl(within, "member", "promote", found.id)
+                self._etcdctl(self._clients(within), "member", "promote", found.id)
                 return
             except StepFailed:
                 if self._cluster.now_s() >= deadline_s:
                     raise
                 self._cluster.pause(1.0)
 
-    def _require_well(self, host: str, others: Sequence[Member], within: Sequence[str]) -> None:
+    def _require_well(self, host: str, others: Sequence[Member]) -> None:
         """Raise `FailedPrecondition` unless all other members run, vote and answer: with one more
         of them away, etcd would have no quorum."""
         for one in others:
@@ -170,9 +170,9 @@ class Members:
                 raise FailedPrecondition(
                     f"{host}: {one.name or one.peer_urls[0]} is about to join etcd; one at a time"
                 )
-        urls = ",".join(url for one in others for url in one.client_urls)
+        urls = [url for one in others for url in one.client_urls]
         try:
-            self._etcdctl(within, "endpoint", "health", f"--endpoints={urls}")
+            self._etcdctl(urls, "endpoint", "health")
         except StepFailed as error:
             raise FailedPrecondition(
                 f"{host}: no member joins etcd while another one is not well ({error}): "
@@ -180,7 +180,7 @@ class Members:
             ) from None
 
     def _list(self, within: Sequence[str]) -> list[Member]:
-        shown = self._etcdctl(within, "member", "list", "--write-out=json")
+        shown = self._etcdctl(self._clients(within), "member", "list", "--write-out=json")
         return read_members(shown)
 
     def _of(self, host: str, members: Sequence[Member]) -> Member | None:
@@ -190,13 +190,20 @@ class Members:
     def _peer_url(self, host: str) -> str:
         return f"https://{bracketed(self._cluster.manifests[host].address)}:2380"
 
-    def _etcdctl(self, within: Sequence[str], *words: str) -> str:
-        """Run etcdctl on the admin's host, against members that have data."""
-        addresses = (bracketed(self._cluster.manifests[host].address) for host in within)
-        endpoints = ",".join(f"https://{one}:2379" for one in addresses)
-        environment = ("ETCDCTL_API=3", f"ETCDCTL_ENDPOINTS={endpoints}", *_TLS)
+    def _clients(self, hosts: Sequence[str]) -> list[str]:
+        addresses = (bracketed(self._cluster.manifests[host].address) for host in hosts)
+        return [f"https://{one}:2379" for one in addresses]
+
+    def _etcdctl(self, endpoints: Sequence[str], *words: str) -> str:
+        """Run etcdctl on the admin's host. Raises `StepFailed`."""
+        admin = self._cluster.admin
+        # etcdctl refuses a flag beside its variable.
+        environment = ("ETCDCTL_API=3", f"ETCDCTL_ENDPOINTS={','.join(endpoints)}", *_TLS)
         program = ("env", *environment, "sh", "-c", ETCDCTL, "etcdctl")
-        return self._cluster.run(self._cluster.admin, *program, *words)
+        ended = self._cluster.transports[admin].run([*program, *words])
+        if ended.code:
+            raise StepFailed(f"{admin}: etcdctl {' '.join(words)}: {ended.reason}")
+        return ended.output
 
 
 def read_members(shown: str) -> list[Member]:

@@ -93,8 +93,12 @@ class FakeEtcd:
             case ["env", "ETCDCTL_API=3", *_]:
                 if not self._has_quorum():
                     return Ended(code=1, output="", errors="context deadline exceeded")
+                (asked,) = (one for one in words if one.startswith("ETCDCTL_ENDPOINTS="))
+                urls = asked.partition("=")[2].split(",")
                 group, command, *rest = words[list(words).index("etcdctl") + 1 :]
-                return self._etcdctl(f"{group} {command}", rest)
+                if any(one.startswith("--endpoints") for one in rest):
+                    return Ended(code=1, output="", errors="conflicting environment variable")
+                return self._etcdctl(f"{group} {command}", rest, urls)
         return None
 
     def _start(self, host: str, variables: Mapping[str, str]) -> None:
@@ -123,7 +127,7 @@ class FakeEtcd:
             self.data[host] = found.id
             self.running.add(host)
 
-    def _etcdctl(self, command: str, rest: list[str]) -> Ended:
+    def _etcdctl(self, command: str, rest: list[str], urls: list[str]) -> Ended:
         refused = ""
         match command, rest:
             case "member list", _:
@@ -142,8 +146,7 @@ class FakeEtcd:
             case "member remove", [id_]:
                 assert all(self._answers(one.host) for one in self._all() if one.id != int(id_, 16))
                 del self.members[int(id_, 16)]
-            case "endpoint health", [endpoints]:
-                urls = endpoints.removeprefix("--endpoints=").split(",")
+            case "endpoint health", _:
                 hosts = [one.host for one in self._all() if self._client(one.host) in urls]
                 refused = "unhealthy cluster" * (not all(map(self._answers, hosts)))
         return Ended(code=1 if refused else 0, output="", errors=refused)

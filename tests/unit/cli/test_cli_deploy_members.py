@@ -145,9 +145,8 @@ def test_no_member_joins_while_another_is_not_well(
 def test_second_learner_waits_for_the_first(manifests: dict[str, Manifest], tmp_path: Path) -> None:
     """One that somebody announced by hand."""
     hosts = hosts_with(manifests, grown)
-    hosts.etcd.answer(
-        "a", ["env", "ETCDCTL_API=3", "etcdctl", "member", "add", "c", "--learner", ""]
-    )
+    words = ["env", "ETCDCTL_API=3", "ETCDCTL_ENDPOINTS=", "etcdctl", "member", "add", "c"]
+    hosts.etcd.answer("a", [*words, "--learner", ""])
     with pytest.raises(FailedPrecondition, match=r"b: .* is about to join etcd; one at a time"):
         applied(hosts, tmp_path)
 
