@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.async_api import Browser, expect
+from safetensors import safe_open
 
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
@@ -136,7 +139,7 @@ async def test_list_leads_to_a_trajectory_and_its_tokens(browser: Browser, addre
         await page.wait_for_selector(".t.own")
         await page.locator(".t.own").first.hover()
         await expect(page.locator(".token-info")).to_contain_text("log-prob", timeout=LIMIT_MS)
-        for mode in ("advantage", "version", "none"):
+        for mode in ("ratio", "entropy", "advantage", "version", "none"):
             await page.select_option("section select", mode)
         assert await one.problems() == []
         assert await one.overflow_px() <= 0
@@ -144,6 +147,33 @@ async def test_list_leads_to_a_trajectory_and_its_tokens(browser: Browser, addre
         await page.wait_for_selector("section.rollout .brief")
         assert await page.locator("section.rollout").count() >= 2
         assert await one.problems() == []
+        assert one.errors == []
+
+
+async def test_trained_turn_has_the_values_of_its_step(
+    browser: Browser, address: str, run: ForgeRun
+) -> None:
+    """From the trainer's store over its RPC: each sampled token of the turn has ratio and
+    entropy."""
+    stored = (run.directory / "checkpoints" / "token-values").glob("step-*.safetensors")
+    with safe_open(max(stored), framework="pt") as file:
+        trajectory, turn, tokens = json.loads(file.metadata()["about"])["turns"][0]
+    async with watched(browser, address) as one:
+        page = one.page
+        await one.go(f"#/trajectories/{quote(trajectory)}/{turn}")
+        await page.wait_for_selector(".t.own")
+        for mode in ("ratio", "entropy"):
+            await page.select_option("section select", mode)
+            await expect(page.locator(".scale")).to_contain_text("are stored.", timeout=LIMIT_MS)
+            await expect(page.locator(".scale")).not_to_contain_text("Not stored for this turn")
+            assert await one.problems() == []
+        await page.locator(".t.own").first.hover()
+        info = page.locator(".token-info")
+        await expect(info).to_contain_text(re.compile(r"ratio [\d.]+.* entropy [\d.]+ nats"))
+        path = f"api/trajectories/{quote(trajectory)}/turns/{turn}/values"
+        values = await page.evaluate("path => fetch(path).then(a => a.json())", path)
+        own = [one for one in values["entropies"] if one is not None]
+        assert len(own) >= tokens and max(own) > 0
         assert one.errors == []
 
 

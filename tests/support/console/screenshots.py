@@ -66,10 +66,13 @@ async def take_all(address: str) -> None:
                 "[...document.querySelectorAll('tbody td:nth-child(2)')]"
                 ".every(cell => cell.textContent === 'general')"
             )
-            await one.page.locator("tbody a").first.click()
+            # An old one: it has been trained.
+            await one.page.locator("tbody a").last.click()
             await one.page.wait_for_selector(".t.own")
             await one.page.locator("button.step").last.click()
-            await one.page.wait_for_selector(".t.own")
+            await one.page.select_option("section select", "entropy")
+            await one.page.wait_for_selector(".scale:has-text('are stored.')")
+            await one.page.locator(".t.own").first.hover()
             await take(one, "console_trajectory")
         async with watched(browser, address, height=640) as one:
             await one.go("#/trajectories")
