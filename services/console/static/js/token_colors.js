@@ -64,9 +64,9 @@ function line(label) {
   return h("li", {}, label);
 }
 
-// Sampled tokens of the sequence, those with stored values, and whether the chosen turn has any.
+// Sampled tokens of the sequence, those with stored values, whether the chosen turn has any, and whether any token is marked.
 export function coverage(view) {
-  const stored = view.values.columns.log_ratios;
+  const { log_ratios: stored, clipped, masked } = view.values.columns;
   let sampled = 0;
   let known = 0;
   let own = false;
@@ -77,7 +77,7 @@ export function coverage(view) {
     known += 1;
     own ||= turn === view.turn;
   });
-  return [sampled, known, own];
+  return [sampled, known, own, clipped.includes(true) || masked.includes(true)];
 }
 
 function storedNote(view) {
@@ -88,16 +88,16 @@ function storedNote(view) {
   return line(`${own ? "" : "Not stored for this turn. "}Values of ${number(known)} of ${number(sampled)} sampled tokens are stored.`);
 }
 
-const MARKS = () => [h("li", {}, h("span", { class: "mono clipped" }, "clipped"), " beyond a bound of the loss"), h("li", {}, h("span", { class: "mono masked" }, "masked"), " by the correction")];
+const marks = (view) => view.values.coverage?.[3] && [h("li", {}, h("span", { class: "mono clipped" }, "clipped"), " beyond a bound of the loss"), h("li", {}, h("span", { class: "mono masked" }, "masked"), " by the correction")];
 
 export function legend(place, view) {
   const [low, high] = view.bounds ?? [0, 0];
   const rows = {
-    logprob: () => [swatch("--bad", "The redder, the less likely: log-prob 0 to −5. Prompt tokens have none.")],
-    ratio: () => [swatch("--c1", "ratio above 1, full at 2"), swatch("--c0", "below 1, full at ½"), ...MARKS(), storedNote(view)],
-    entropy: () => [swatch("--c3", `The darker, the more open: entropy 0 to ${MOST_NATS} nats`), storedNote(view)],
-    advantage: () => [swatch("--good", "above 0"), swatch("--bad", "below 0"), line(view.values.coverage?.[1] ? "The trainer's, where it is stored; otherwise an estimate with default weights." : "An estimate with default weights.")],
-    version: () => [swatch("--c0", high > low ? `The bluer, the newer: weights v${low} to v${high}.` : "All sampled tokens are of one weight version.")],
+    logprob: () => [swatch("--bad", "The redder, the less likely: log-prob 0 to −5. Prompt tokens have none."), marks(view)],
+    ratio: () => [swatch("--c1", "ratio above 1, full at 2"), swatch("--c0", "below 1, full at ½"), marks(view), storedNote(view)],
+    entropy: () => [swatch("--c3", `The more violet, the higher: entropy 0 to ${MOST_NATS} nats`), marks(view), storedNote(view)],
+    advantage: () => [swatch("--good", "above 0"), swatch("--bad", "below 0"), line(view.values.coverage?.[1] ? "The trainer's, where it is stored; otherwise an estimate with default weights." : "An estimate with default weights."), marks(view)],
+    version: () => [swatch("--c0", high > low ? `The bluer, the newer: weights v${low} to v${high}.` : "All sampled tokens are of one weight version."), marks(view)],
     none: () => [],
   };
   fill(place, rows[view.mode]());
@@ -115,6 +115,6 @@ export function describe(view, index) {
   }
   const at = (name) => number(values.columns[name][index], 3);
   const [step, version] = values.steps[turn];
-  known.push(`advantage ${at("advantages")}`, `step ${step} with weights v${version}: log-prob ${at("logprobs")}, ratio ${number(Math.exp(log), 3)}${values.columns.clipped[index] ? " (clipped)" : ""}${values.columns.masked[index] ? " (masked)" : ""}, entropy ${at("entropies")} nats`);
+  known.push(`advantage ${at("advantages")}`, `step ${step} with weights v${version}: log-prob ${at("logprobs")}, ratio ${log < 20 ? number(Math.exp(log), 3) : `e^${number(log)}`}${values.columns.clipped[index] ? " (clipped)" : ""}${values.columns.masked[index] ? " (masked)" : ""}, entropy ${at("entropies")} nats`);
   return known.join(", ");
 }
