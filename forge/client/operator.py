@@ -202,22 +202,23 @@ class Operator:
         for group in await retried(lambda: self._list_groups(tag), retry_for_s=self._retry_for_s):
             yield group
 
-    async def first_groups(
+    async def newest_groups(
         self, tag: str, *, most: int
     ) -> tuple[list[scheduler_pb2.BatchGroup], bool]:
-        """Return up to `most` groups of `tag` with their trajectories' rewards, and whether these
-        are all. Without a tag: those in the scheduler's memory."""
+        """Return the last submitted groups of `tag`, or of all, up to `most`, with their
+        trajectories' rewards, and whether these are all."""
         _, stub = await self._scheduler.pick(where=leads)
-        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag))
+        # One more, to know whether there are more.
+        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag, newest=most + 1))
         found: list[scheduler_pb2.BatchGroup] = []
         try:
             async for response in flowing(call, silence_s=LIST_SILENCE_S, source="the scheduler"):
-                if len(found) == most:
-                    return found, False
                 found.append(response.group)
+                if len(found) > most:
+                    break
         finally:
             call.cancel()
-        return found, True
+        return found[-most:], len(found) <= most
 
     async def results(self, tag: str) -> list[DomainResult]:
         """Return the results of the ended groups of `tag`, by domain name."""

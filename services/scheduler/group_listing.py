@@ -5,6 +5,7 @@ Owns the reads of the latter, by the tag index of the shards; a list without a t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -27,22 +28,26 @@ LIST_GROUPS = 64
 
 
 async def list_groups(
-    queue: ActorRef, shards: ShardScans, tag: str
+    queue: ActorRef, shards: ShardScans, tag: str, *, newest: int = 0
 ) -> AsyncIterator[Sequence[GroupView]]:
     """Every group of a tag, or every group without a tag, in parts: first those that only the pool
-    has, in queue order, then those in memory. Raises Unavailable."""
+    has, in queue order, then those in memory. With `newest` only so many, the last ones: the pool
+    is read if memory has fewer. Raises Unavailable."""
     listed: Tagged = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
     in_memory = set(listed.task_ids)
+    chosen = listed.task_ids[-newest:] if newest else listed.task_ids
 
     def is_beyond(record: common_pb2.GroupRecord) -> bool:
         fits = record.task.tag == tag or not tag
         return fits and record.state in PHASES and record.task.task_id not in in_memory
 
-    async for part in _stored(shards, listed.shards, tag, is_beyond):
-        yield part
+    if not newest or len(chosen) < newest:
+        stored = _stored(shards, listed.shards, tag, is_beyond)
+        async for part in _last(stored, newest - len(chosen)) if newest else stored:
+            yield part
     missed: set[str] = set()
-    for start in range(0, len(listed.task_ids), LIST_GROUPS):
-        task_ids = listed.task_ids[start : start + LIST_GROUPS]
+    for start in range(0, len(chosen), LIST_GROUPS):
+        task_ids = chosen[start : start + LIST_GROUPS]
         views = await queue.ask(ViewGroups(task_ids=task_ids), timeout_s=ASK_S)
         missed |= set(task_ids) - {view.record.task.task_id for view in views}
         yield views
@@ -84,6 +89,18 @@ async def _stored(
                 left[scan] = following
     if part:
         yield part
+
+
+async def _last(
+    parts: AsyncIterator[Sequence[GroupView]], count: int
+) -> AsyncIterator[Sequence[GroupView]]:
+    """The last groups of all parts, in parts."""
+    kept: deque[GroupView] = deque(maxlen=count)
+    async for part in parts:
+        kept.extend(part)
+    views = list(kept)
+    for start in range(0, len(views), LIST_GROUPS):
+        yield views[start : start + LIST_GROUPS]
 
 
 async def _scan(

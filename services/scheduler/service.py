@@ -314,7 +314,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> AsyncIterator[scheduler_pb2.ListGroupsResponse]:
         """Stream the groups of a tag."""
         leader = await self._lead(context)
-        async for views in list_groups(leader.queue, leader.shards, request.tag):
+        async for views in list_groups(
+            leader.queue, leader.shards, request.tag, newest=request.newest
+        ):
             for group in await self._with_summaries(leader, views):
                 yield scheduler_pb2.ListGroupsResponse(group=group)
 

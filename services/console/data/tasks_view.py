@@ -14,8 +14,8 @@ from forge.core.tasks.dataset_cursor import any_place_of
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2
 
-MOST_GROUPS = 20_000
-"""Groups of one read."""
+MOST_GROUPS = 5000
+"""Groups whose data sets are rows: those that were queued last."""
 MOST_TASKS = 500
 """Tasks of a data set's page: those that were queued last."""
 MOST_HELD_OUT = 40
@@ -30,11 +30,10 @@ class TasksView:
         self._reader = reader
 
     async def read(self) -> dict[str, Any]:
-        """Domains and data sets. Groups that left the scheduler's memory count in the domains
-        alone."""
+        """Domains and data sets. Earlier groups count in the domains alone."""
         status, (groups, complete), stats = await asyncio.gather(
             self._operator.scheduler_status(),
-            self._operator.first_groups("", most=MOST_GROUPS),
+            self._operator.newest_groups("", most=MOST_GROUPS),
             self._stats(),
         )
         rows = data_set_rows(groups)
@@ -48,14 +47,15 @@ class TasksView:
 
     async def data_set(self, tag: str) -> dict[str, Any]:
         """The tasks of one data set, the last ones first."""
-        groups, complete = await self._operator.first_groups(tag, most=MOST_GROUPS)
+        # Without a tag the scheduler lists the groups of every tag.
+        most = MOST_TASKS if tag else MOST_GROUPS
+        groups, complete = await self._operator.newest_groups(tag, most=most)
         groups = [one for one in groups if one.group.task.tag == tag]
         groups.sort(key=lambda one: one.group.queue_index, reverse=True)
         return {
             "tag": tag,
             "tasks": [task_row(one) for one in groups[:MOST_TASKS]],
-            "groups": len(groups),
-            "complete": complete,
+            "complete": complete and len(groups) <= MOST_TASKS,
         }
 
     async def _stats(self) -> list[pool_pb2.GetPoolStatsResponse]:

@@ -86,11 +86,11 @@ class FakeOperator:
             domains=[scheduler_pb2.DomainStatus(domain="code", share=1.0)]
         )
 
-    async def first_groups(
+    async def newest_groups(
         self, tag: str, *, most: int
     ) -> tuple[list[scheduler_pb2.BatchGroup], bool]:
         found = [one for one in self.listed if tag in ("", one.group.task.tag)]
-        return found[:most], len(found) <= most
+        return found[-most:], len(found) <= most
 
     async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
         self.activity = activity

@@ -75,7 +75,7 @@ function showAll(root, context) {
       text(problem, event.error || "");
       if (!event.state) return;
       state = event.state;
-      text(sub, `${count(state.domains.length, "domain")}, ${count(state.data_sets.length, "data set")}; groups in the scheduler's memory${state.complete ? "" : ", the first 20,000"}`);
+      text(sub, `${count(state.domains.length, "domain")}, ${count(state.data_sets.length, "data set")}${state.complete ? "" : "; data sets of the newest 5,000 groups"}`);
       drawDomains(state.domains);
       drawSets(sets, "Data sets", state.data_sets);
       drawSets(held, "Held-out tasks", state.held_out);
@@ -95,7 +95,7 @@ function showSet(root, tag) {
   const place = panel("Tasks");
   fill(root, h("p", { class: "small" }, h("a", { href: "#/tasks" }, "Tasks")), h("div", { class: "head" }, h("h1", { class: "mono" }, tag || "without a tag"), sub), place);
   get(`/api/data_set?${new URLSearchParams({ tag })}`, stop.signal).then((found) => {
-    text(sub, `${count(found.groups, "group")}${found.complete ? "" : " of the first 20,000"}${found.tasks.length < found.groups ? `, the last ${found.tasks.length} shown` : ""}`);
+    text(sub, `${found.complete ? "" : "the newest "}${count(found.tasks.length, "group")}`);
     const columns = ["Task", "Domain", "Scaffold", "State", "Step", "Rollouts", "Mean outcome", "Outcomes", "Metadata"];
     put(place, "Tasks", columns, ["Step", "Rollouts", "Mean outcome"], found.tasks.map((one) => h(
       "tr",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import pytest
+
+from forge.client.operator import Operator
+from forge.client.pool import PoolReader
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2
-from services.console.data.tasks_view import data_set_rows, domain_rows, task_row
+from services.console.data import tasks_view
+from services.console.data.tasks_view import TasksView, data_set_rows, domain_rows, task_row
+from tests.support.console.page import FakeOperator, FakePool
 from tests.support.pool.records import make_reward
 
 
@@ -82,3 +90,23 @@ def test_task_has_the_outcome_of_each_rollout() -> None:
     """Other rewards are no outcomes."""
     row = task_row(group("a", 1.0, 0.0))
     assert (row["outcomes"], row["mean_outcome"], row["rollouts"]) == ([1.0, 0.0], 0.5, 2)
+
+
+async def test_page_has_the_newest_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a data set, and of all: beyond a bound the page says that there are more."""
+    monkeypatch.setattr(tasks_view, "MOST_TASKS", 2)
+    monkeypatch.setattr(tasks_view, "MOST_GROUPS", 4)
+    operator = FakeOperator()
+    view = TasksView(cast(Operator, operator), cast(PoolReader, FakePool()))
+    operator.listed = [group(f"t{place}", tag="a", index=place) for place in range(3)]
+    page = await view.data_set("a")
+    assert ([one["task_id"] for one in page["tasks"]], page["complete"]) == (["t2", "t1"], False)
+    assert [one["groups"] for one in (await view.read())["data_sets"]] == [3]
+    operator.listed += [group("u", tag="b", index=3), group("v", tag="", index=4)]
+    found = await view.read()
+    assert {one["tag"]: one["groups"] for one in found["data_sets"]} == {"a": 2, "b": 1, "": 1}
+    assert not found["complete"]
+    page = await view.data_set("")
+    assert ([one["task_id"] for one in page["tasks"]], page["complete"]) == (["v"], False)
+    page = await view.data_set("b")
+    assert ([one["task_id"] for one in page["tasks"]], page["complete"]) == (["u"], True)

@@ -72,10 +72,10 @@ async def train(term: TermActors, *, groups: int = GROUPS) -> list[m.CommitBatch
     return commits
 
 
-async def listed(term: TermActors, tag: str = "") -> list[str]:
+async def listed(term: TermActors, tag: str = "", *, newest: int = 0) -> list[str]:
     return [
         view.record.task.task_id
-        async for part in list_groups(term.queue, term.shards, tag)
+        async for part in list_groups(term.queue, term.shards, tag, newest=newest)
         for view in part
     ]
 
@@ -229,6 +229,19 @@ async def test_forgotten_groups_are_listed(term: TermActors) -> None:
     assert first.trajectory_ids == ("t0:0:0",)
     assert first.record.state == common_pb2.GROUP_STATE_TRAINED
     assert (first.record.step, first.record.task.payload_json) == (1, "")
+
+
+async def test_newest_groups_are_those_submitted_last(term: TermActors, shards: FakeShards) -> None:
+    """In the same order, from the pool too; it is not read if memory has as many."""
+    await train(term)
+    names = [f"t{number}" for number in range(GROUPS)]
+    for newest in range(1, GROUPS + 2):
+        assert await listed(term, newest=newest) == names[-newest:]
+    assert await listed(term, "odd", newest=2) == names[1::2][-2:]
+    shards.down |= {"s0", "s1"}
+    assert await listed(term, newest=2) == names[-2:]
+    with pytest.raises(Unavailable):
+        await listed(term, newest=3)
 
 
 async def test_list_waits_for_a_shard_with_forgotten_groups(
