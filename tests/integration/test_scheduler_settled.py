@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge.client.operator import Operator
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from forge.v1 import scheduler_pb2
 from tests.support.scheduler.cluster import (
@@ -71,6 +72,11 @@ async def test_new_leader_knows_groups_that_it_never_read(forge: SchedulerCluste
         await forge.ask("FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=reports))
     assert sorted(one.group.task.task_id for one in await forge.groups("third")) == listed
     assert len(await forge.groups()) == 12
+    operator = Operator(forge.coordinator, forge.channels)
+    newest, complete = await operator.newest_groups("", most=5)
+    assert [one.group.task.task_id for one in newest] == [f"t{n}" for n in range(7, 12)]
+    assert not complete and all(one.trajectories for one in newest)
+    assert (await operator.newest_groups("third", most=4))[1]
 
     request = scheduler_pb2.RewindRequest(step=1)
     assert (await forge.ask("Rewind", request)).groups == 10
