@@ -46,10 +46,20 @@ class SampledBatch:
     temperature 1, with their other cuts."""
 
 
-def race_noise(seeds: Sequence[int], positions: Sequence[int], *, vocabulary: int) -> torch.Tensor:
+def race_noise(
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    *,
+    vocabulary: int,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """Exponential noise per row for `sample`, float64 [B, N], all above 0: a function of (seed,
-    position) alone."""
+    position) alone. `device`: where it is computed; None: on the CPU."""
     state = np.asarray(seeds, dtype=np.uint64)
+    if device is not None and device.type != "cpu":
+        seeds_B = torch.from_numpy(state.view(np.int64)).to(device)
+        positions_B = torch.tensor(positions, device=device)
+        return device_race_noise(seeds_B, positions_B, vocabulary=vocabulary)
     counter = np.asarray(positions, dtype=np.uint64)
     count = -(-vocabulary // _BLOCK) + _BLOCK
     # Three rounds of splitmix64. The mixing relies on the wrap-around of uint64.

@@ -8,6 +8,8 @@ decode.py        the actor that samples, with continuous batching
 decode_step.py   one step of it: drafts, a forward pass, accepted tokens
 decode_pass.py   the forward pass of a step over slabs
 device_pass.py   the forward pass of a step on a GPU, by CUDA graphs
+device_drafter.py   drafts on a GPU, by a graph
+device_graphs.py, device_rows.py   the capture of graphs, and what goes to them
 fused_layers.py  the layers of a model with torch.compile, for these graphs
 device_weights.py   one copy of the weights on a GPU
 sequences.py     its requests

@@ -11,19 +11,19 @@ Shape suffixes: N rows, V vocabulary, H key-value heads, T tokens, D head size.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from forge.rl.numerics import is_narrow
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
+from services.inference.engines.embedded.device_graphs import DeviceGraphs, rows_for
+from services.inference.engines.embedded.device_rows import columns, draw_numbers, heats
 from services.inference.engines.embedded.fused_layers import FusedLayers
 from services.inference.engines.embedded.kv.attention import Heads
 from services.inference.engines.embedded.kv.device_attention import ExtentAttention
@@ -33,8 +33,6 @@ from services.inference.engines.embedded.sampler import Drawn, is_uncut
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft
 
-_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Rows of a graph; a step with more rows has none."""
 _CHECK_TOKENS = 16
 """Of a check; one of the sizes."""
 _TOLERANCE = 0.001
@@ -63,17 +61,21 @@ class DevicePass:
     """The `DecodePass` over extents."""
 
     def __init__(
-        self, policy: Policy, running: Extents[DecodeSequence], attend: ExtentAttention
+        self,
+        policy: Policy,
+        running: Extents[DecodeSequence],
+        attend: ExtentAttention,
+        graphs: DeviceGraphs,
     ) -> None:
         self._policy = policy
         self._running = running
         self._attend = attend
+        self._device_graphs = graphs
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         # Recorded experts are copied to the host within the pass.
         self._uses_graphs = policy.device.type == "cuda" and policy.kv_shape.routes is None
         self._fused: FusedLayers | None = None
         self._is_checked = False
-        self._pool: Any = None
 
     def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
         """See `DecodePass`."""
@@ -128,7 +130,7 @@ class DevicePass:
             (7 * place % vocabulary, place, start, place, place + 1, 0)
             for place in range(_CHECK_TOKENS)
         ]
-        inputs_6N = _columns(rows).to(self._policy.device)
+        inputs_6N = columns(rows).to(self._policy.device)
         expected_NV = self._forward(inputs_6N, plain=False).logits_NV
         graph.inputs_6N.copy_(inputs_6N)
         graph.graph.replay()
@@ -140,8 +142,8 @@ class DevicePass:
 
     def _compute(self, rows: Sequence[Sequence[int]], *, plain: bool) -> _Output:
         """Compute these rows, with a graph if there is one."""
-        size = next((size for size in _SIZES if size >= len(rows)), None)
-        inputs_6N = _columns(rows)
+        size = rows_for(len(rows))
+        inputs_6N = columns(rows)
         graph = self._graph(size, plain=plain) if size is not None else None
         if graph is None:
             return self._forward(inputs_6N.to(self._policy.device), plain=plain)
@@ -160,7 +162,7 @@ class DevicePass:
             return _Output(states_NC=states_NC, logits_NV=logits_NV)
         drawn_N, logprobs_N = sample_uncut(
             logits_NV,
-            temperature_B=heats_N.view(torch.float64).float(),
+            temperature_B=heats(heats_N),
             noise_BN=device_race_noise(seeds_N, positions_N, vocabulary=logits_NV.shape[-1]),
         )
         drawn_2N = torch.stack([drawn_N.double(), logprobs_N.double()])
@@ -186,19 +188,7 @@ class DevicePass:
     def _captured(self, size: int, *, plain: bool) -> _Graph:
         # Zeros: the rows read and write scratch tokens alone.
         inputs_6N = torch.zeros((6, size), dtype=torch.long, device=self._policy.device)
-        stream = torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._policy.device))
-        with torch.cuda.stream(stream):
-            # The first passes load libraries and compile kernels.
-            for _ in range(2):
-                self._forward(inputs_6N, plain=plain)
-        torch.cuda.current_stream(self._policy.device).wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy keys, values and weights meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self._forward(inputs_6N, plain=plain)
+        graph, output = self._device_graphs.capture(lambda: self._forward(inputs_6N, plain=plain))
         return _Graph(graph=graph, inputs_6N=inputs_6N, output=output)
 
 
@@ -227,35 +217,16 @@ class _ExtentStep:
         return self._attend(heads, k_HTD, v_HTD, starts_N=self._starts_N, places_N=self._places_N)
 
 
-def _rows(
-    sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]
-) -> list[tuple[int, int, int, int, int, int]]:
-    """Token, place and start of each row, and seed, position and temperature of its draw."""
-    rows = []
+def _rows(sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> list[tuple[int, ...]]:
+    """Token, place and start of each row, and the numbers of its draw."""
+    rows: list[tuple[int, ...]] = []
     for sequence, draft in zip(sequences, drafts, strict=True):
-        sampling = sequence.prompt.sampling
-        seed, heat = _signed(sampling.seed), _bits(sampling.temperature)
-        start, place, position = sequence.row, sequence.tokens, sequence.position
+        start, place = sequence.row, sequence.tokens
+        seed, position, heat = draw_numbers(sequence, 0)
         for index, token in enumerate((sequence.sampled[-1], *draft.ids)):
             rows.append((token, place + index, start, seed, position + index, heat))
     return rows
 
 
-def _columns(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """One consecutive column for each number of the rows: kernels read them by address."""
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(rows, dtype=np.int64).T))
-
-
 def _first_line(reason: str) -> str:
     return reason.strip().partition("\n")[0]
-
-
-def _signed(seed: int) -> int:
-    """The int64 with the bits of an unsigned seed."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
-
-
-def _bits(value: float) -> int:
-    """The int64 with the bits of a float64."""
-    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return found

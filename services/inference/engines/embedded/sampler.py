@@ -97,8 +97,8 @@ def draw(
         top_p_B=_cuts([s.top_p for s in settings], none=1.0, device=device),
         top_k_B=_cuts([s.top_k for s in settings], none=0, device=device),
         noise_BN=race_noise(
-            [s.seed for s in settings], positions, vocabulary=logits_RV.shape[-1]
-        ).to(device),
+            [s.seed for s in settings], positions, vocabulary=logits_RV.shape[-1], device=device
+        ),
         min_p_B=_cuts([s.min_p for s in settings], none=0.0, device=device),
         keep_all=any(s.top_logprobs for s in settings),
     )

@@ -11,6 +11,8 @@ from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
+from services.inference.engines.embedded.device_drafter import DeviceDrafter
+from services.inference.engines.embedded.device_graphs import DeviceGraphs
 from services.inference.engines.embedded.device_pass import DevicePass
 from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.kv.device_attention import device_attention
@@ -101,7 +103,6 @@ def decode_actor(
     kv_bytes: int,
 ) -> DecodeActor:
     """The actor that samples; `kv_bytes` for running sequences and trunks."""
-    drafter = HeadDrafter(policy)
     depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
     attend = device_attention(policy.kv_shape)
     if attend is None:
@@ -110,14 +111,16 @@ def decode_actor(
             context_tokens=policy.limits.context_tokens,
             capacity_bytes=kv_bytes,
         )
-        step = DecodeStep(policy, slabs, _trunks(policy, cache, slabs), drafter, depth)
+        step = DecodeStep(policy, slabs, _trunks(policy, cache, slabs), HeadDrafter(policy), depth)
     else:
         extents: Extents[Any] = Extents(
             policy.kv_shape,
             context_tokens=policy.limits.context_tokens,
             capacity_bytes=kv_bytes,
         )
-        device_pass = DevicePass(policy, extents, attend)
+        graphs = DeviceGraphs(policy.device)
+        device_pass = DevicePass(policy, extents, attend, graphs)
+        drafter = DeviceDrafter(policy, graphs)
         step = DecodeStep(policy, extents, None, drafter, depth, device_pass=device_pass)
     return DecodeActor(
         step,
