@@ -108,8 +108,8 @@ async def cluster_on(
 
 @pytest.fixture(scope="module")
 def scheduled_stack(stack: GatewayStack) -> GatewayStack:
-    """The file's stack with a scheduler."""
-    stack.start_scheduler("scheduler")
+    """The file's stack with a scheduler that repeats a failed attempt once."""
+    stack.start_scheduler("scheduler", "--queue.max-attempts=2")
     return stack
 
 

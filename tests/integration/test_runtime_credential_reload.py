@@ -124,6 +124,7 @@ class Echo:
         self._log.touch()
         flags = {"etcd": endpoint, "cluster": cluster, "key-file": str(self.key_file)}
         flags |= {"log-file": str(self._log), "instance-id": "echo-1", "lease-ttl-s": "30"}
+        flags |= {"reload-period-s": "0.5"}
         flags |= {name.replace("_", "-"): path for name, path in host.files().items()}
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         self.process: ServiceProcess = start_service("tests.support.runtime.echo_service", *words)

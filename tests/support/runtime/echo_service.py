@@ -10,6 +10,7 @@ from forge.core.errors import FailedPrecondition
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.actors.supervision import Restart
+from forge.runtime.process import credential_reload
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
 from forge.runtime.settings import ServiceConfig
@@ -29,6 +30,8 @@ class EchoConfig(ServiceConfig):
     """Refuse to start."""
     voice: str = ""
     """All echoes of a cluster have the same; empty: any."""
+    reload_period_s: float = credential_reload.PERIOD_S
+    """Between two looks at its files."""
 
     def agreed(self) -> Mapping[str, str]:
         return {"echo/voice": self.voice} if self.voice else {}
@@ -47,6 +50,8 @@ class EchoApp:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._servicer = ControlledServicer(context)
+        config: EchoConfig = context.config
+        credential_reload.PERIOD_S = config.reload_period_s
 
     async def start(self) -> None:
         config: EchoConfig = self._context.config
