@@ -143,7 +143,7 @@ async def test_killed_leader_loses_no_acknowledged_write(shard, pools):
 
 async def test_second_outcome_is_refused_by_both_replicas(shard):
     """By the leader, and after its death by its follower."""
-    replicas = shard()
+    replicas = shard(first=make_group("t"))
     await in_sync(replicas)
     client = await replicas.client()
     await client.seal("t:0:0", 0, [make_reward("first", 0.0, kind=OUTCOME)])

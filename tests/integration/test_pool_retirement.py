@@ -253,6 +253,8 @@ async def test_retire_command_shows_its_progress_to_the_end(
 async def test_a_replicated_shard_retires_too(forge: SchedulerCluster) -> None:
     """Its groups leave by replicated commits, and its replica is refused at its next start."""
     alone = ("--replication.durability", "replicated", "--replication.min-copies", "1")
+    # An empty shard waits the lease of a replica with data.
+    alone += ("--lease-ttl-s", "5")
     forge.start_pool("s1", *alone)
     await start(forge)
     pools = forge.coordinator.discover("pool")
