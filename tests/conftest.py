@@ -18,6 +18,7 @@ from hypothesis import Phase, settings
 
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.service_process import share_fork_server
 from tests.support.suite.forge_run import end_runs
 from tests.support.suite.process_guard import start_guard
 
@@ -36,6 +37,12 @@ _phases = set(Phase) - {Phase.explain}
 settings.register_profile("forge", deadline=None, derandomize=True, phases=_phases)
 settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("forge")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers share a fork server; one alone has its own, which ends with it."""
+    if (config.getoption("numprocesses", default=None) or 0) > 1:
+        share_fork_server()
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

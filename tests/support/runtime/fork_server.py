@@ -2,7 +2,8 @@
 
 Owns the imports: what a service runs is imported once, in this process, before the first fork for
 it. A fork has one thread and has used neither gRPC nor torch, so it continues as a fresh process of
-`python -m <module>` does after its imports. It ends when the socket is closed.
+`python -m <module>` does after its imports. Clients connect to the socket of the file descriptor.
+With a client its processes end, and with the last client the server.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,50 +71,80 @@ WORKER = (
 """Likewise of an inference worker."""
 
 
-def serve(channel: socket.socket) -> dict[str, Any] | None:
-    """Returns in each forked process, with the request; and None when the socket is closed."""
+class Client:
+    """A test process and what was forked for it."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.status_files: dict[int, int] = {}
+        """By the ids of its running processes."""
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def leave(self) -> None:
+        """End its processes."""
+        for pid, status in self.status_files.items():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(status)
+        self.channel.close()
+
+
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Returns in each forked process, with the request; and None when all clients have left."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     # The terminal's interrupt is for the test process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    status_files: dict[int, int] = {}
-    readable: list[Any] = [channel, woken]
-    while True:
+    clients = [Client(listener.accept()[0])]
+    while clients:
+        readable: list[Any] = [listener, woken, *clients]
         ready, _, _ = select.select(readable, [], [])
         if woken in ready:
             os.read(woken, 4096)
-            report_ends(status_files)
-        if channel not in ready:
-            continue
-        data, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 3)
-        if not data:
-            return None
-        request: dict[str, Any] = json.loads(data)
-        import_service(request["module"], request["argv"])
-        pid = os.fork()
-        if not pid:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            become(request, files[1:])
-            for file in (channel.detach(), woken, waker, *files, *status_files.values()):
+            report_ends(clients)
+        for client in clients.copy():
+            if client not in ready:
+                continue
+            data, files, _, _ = socket.recv_fds(client.channel, REQUEST_BYTES, 3)
+            if not data:
+                clients.remove(client)
+                client.leave()
+                continue
+            request: dict[str, Any] = json.loads(data)
+            import_service(request["module"], request["argv"])
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                become(request, files[1:])
+                ours = [listener.detach(), *(each.channel.detach() for each in clients)]
+                statuses = [file for each in clients for file in each.status_files.values()]
+                for file in (*ours, woken, waker, *files, *statuses):
+                    os.close(file)
+                return request
+            client.status_files[pid] = files[0]
+            for file in files[1:]:
                 os.close(file)
-            return request
-        status_files[pid] = files[0]
-        for file in files[1:]:
-            os.close(file)
-        channel.send(str(pid).encode())
+            client.channel.send(str(pid).encode())
+        if listener in ready:
+            clients.append(Client(listener.accept()[0]))
+    return None
 
 
-def report_ends(status_files: dict[int, int]) -> None:
+def report_ends(clients: list[Client]) -> None:
     """Write the exit code of each process that has ended."""
-    while status_files:
+    while any(client.status_files for client in clients):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with os.fdopen(status_files.pop(pid), "w") as file:
+        (client,) = (each for each in clients if pid in each.status_files)
+        # A client that is about to leave reads it no more.
+        with suppress(BrokenPipeError), os.fdopen(client.status_files.pop(pid), "w") as file:
             file.write(str(os.waitstatus_to_exitcode(status)))
 
 

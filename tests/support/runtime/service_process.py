@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -24,6 +25,9 @@ from typing import IO
 
 REQUEST_S = 240.0
 """For a fork, and for the imports before the first one."""
+_ADDRESS = "FORGE_TEST_FORK_SERVER"
+_SHARED = os.environ.pop(_ADDRESS, "")
+"""In a worker; test runs that it starts have their own."""
 
 
 class ForkedProcess:
@@ -125,16 +129,16 @@ def _interpreter(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class _ForkServer:
-    """The one of this test process; `tests.support.suite.process_guard` ends what it leaves."""
+    """A connection to the fork server: the one that the workers of a run share, or a new one.
+    `tests.support.suite.process_guard` ends what it leaves."""
 
     def __init__(self) -> None:
         self.interpreter = _interpreter(os.environ)
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address = _SHARED or _start()
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(REQUEST_S)
+        self._channel.connect(f"\0{self.address}")
         self._lock = threading.Lock()
-        argv = [sys.executable, "-m", "tests.support.runtime.fork_server", str(theirs.fileno())]
-        self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
-        theirs.close()
 
     def fork(
         self,
@@ -158,6 +162,24 @@ class _ForkServer:
         return int(pid)
 
 
+def _start() -> str:
+    """The address of a fork server, which waits for its first client."""
+    # A name without a file: the path of a test's directory can be too long for a socket.
+    address = f"forge-tests-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        argv = [sys.executable, "-m", "tests.support.runtime.fork_server", str(listener.fileno())]
+        subprocess.Popen(argv, pass_fds=[listener.fileno()])
+    return address
+
+
 @functools.cache
 def _fork_server() -> _ForkServer:
     return _ForkServer()
+
+
+def share_fork_server() -> None:
+    """Start one for the workers of pytest-xdist, which inherit the environment of this process.
+    What services run is imported once then, not by each worker."""
+    os.environ[_ADDRESS] = _fork_server().address
