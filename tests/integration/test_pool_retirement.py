@@ -254,8 +254,7 @@ async def test_a_replicated_shard_retires_too(forge: SchedulerCluster) -> None:
     """Its groups leave by replicated commits, and its replica is refused at its next start."""
     alone = ("--replication.durability", "replicated", "--replication.min-copies", "1")
     # An empty shard waits the lease of a replica with data.
-    alone += ("--lease-ttl-s", "5")
-    forge.start_pool("s1", *alone)
+    forge.start_pool("s1", *alone, "--lease-ttl-s", "5")
     await start(forge)
     pools = forge.coordinator.discover("pool")
     await pools.wait(count=2, timeout_s=START_S)
