@@ -208,6 +208,14 @@ def test_flags_of_a_unit_name_the_process_and_its_files_alone() -> None:
             assert named <= {"--config", "--key-file", "--token-file", "--instance-id"}, unit
 
 
+def test_units_of_torch_may_list_the_interfaces_of_their_host() -> None:
+    """gloo and NCCL do so by a netlink socket before ranks meet; the common list has none."""
+    assert "AF_NETLINK" not in dict(settings(COMMON))["RestrictAddressFamilies"]
+    for name in ("trainer", "trainer-rank", "inference"):
+        unit = settings(SYSTEMD / f"forge-{name}@.service")
+        assert ("RestrictAddressFamilies", "AF_NETLINK") in unit, name
+
+
 def test_an_etcd_that_panics_is_started_again() -> None:
     """Go exits with 2, as Forge does for wrong settings: a later drop-in empties that list."""
     (own,) = (SYSTEMD / "forge-etcd.service.d").iterdir()
