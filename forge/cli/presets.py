@@ -27,6 +27,9 @@ PROCESSES = {
 EMBEDDED = "embedded"
 """The engine of a run that names none."""
 
+CPU = "cpu"
+"""The device of a run that names none."""
+
 Settings = Mapping[str, Mapping[str, str]]
 """Settings by process name, as its `--print-config` names them."""
 

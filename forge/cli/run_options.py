@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.presets import EMBEDDED, Settings, parse_overrides
+from forge.cli.presets import CPU, EMBEDDED, Settings, parse_overrides
 from forge.cli.run_models import RunModels
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
@@ -60,6 +60,13 @@ class RunOptions:
             help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
         ),
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Torch device of the trainer and the workers: cpu, cuda:0, or cuda (each trainer "
+            "process its own GPU). On a GPU the trainer computes in bfloat16.",
+        ),
+    ] = CPU
     trainer_processes: Annotated[
         int,
         typer.Option(

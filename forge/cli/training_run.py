@@ -26,7 +26,7 @@ from forge.cli.kept import MeasuredModel, measured_model
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw, read_evaluations
 from forge.cli.preflight import preflight
-from forge.cli.presets import Preset, Settings, merged, preset_for
+from forge.cli.presets import CPU, Preset, Settings, merged, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.served_models import ensured, known
@@ -135,8 +135,18 @@ def settings_of(
         run_settings(state, preset, mode),
         preset.settings,
         evaluation_settings(options, directory),
+        device_settings(options.device),
         options.settings,
     )
+
+
+def device_settings(device: str) -> Settings:
+    """Returns the settings of the trainer and the workers of the policy for one device."""
+    if device == CPU:
+        return {}
+    worker = {"device": device}
+    trainer = worker | {"autocast": "auto", "publish_dtype": "auto"}
+    return {"trainer": trainer, "prefill": worker, "decode": worker}
 
 
 def evaluation_settings(options: RunOptions, directory: RunDirectory) -> Settings:

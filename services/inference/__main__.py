@@ -21,8 +21,16 @@ def host_checks(config: InferenceConfig) -> Iterator[Callable[[], object]]:
 
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: engine_entry(config.engine)
+    if config.role != "router" and config.device != "cpu":
+        yield lambda: _check_device(config.device)
     if config.role != "router" and (Path(config.model_path) / "config.json").is_file():
         yield lambda: _check_engine(config)
+
+
+def _check_device(device: str) -> None:
+    from forge.rl.device import device_of
+
+    device_of(device)
 
 
 def _check_engine(config: InferenceConfig) -> None:

@@ -38,6 +38,8 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     yield lambda: require_writable("tensorboard_dir", config.tensorboard_dir)
     if config.evaluation.tasks:
         yield partial(_read_tasks, config.evaluation.tasks)
+    if config.device != "cpu":
+        yield lambda: _check_device(config.device)
     needs = {
         "lora": config.lora.rank,
         "adamw8bit": config.optimizer.name == "adamw_8bit",
@@ -46,6 +48,12 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     for extra, needed in needs.items():
         if needed:
             yield partial(require_extra, extra)
+
+
+def _check_device(device: str) -> None:
+    from forge.rl.device import device_of
+
+    device_of(device)
 
 
 def _check_family(model_path: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.routes import RouteShape
+from forge.rl.device import device_of
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.group_plans import GroupPlan, group_plans
 from forge.rl.learner.learner import Learner
@@ -36,7 +37,7 @@ from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
-from services.trainer.model.placement import backbone_dtype, device_of, local_rank, recompute
+from services.trainer.model.placement import backbone_dtype, local_rank, recompute
 from services.trainer.model.teacher import check_teacher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -26,10 +26,10 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from forge.rl.device import device_of
 from forge.rl.parallel.world import World, make_world
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.heartbeats import end_rank
-from services.trainer.model.placement import device_of
 
 _FOREVER = timedelta(days=3650)
 """A rank of a group waits for its next order without a limit; heartbeats notice a lost rank."""

@@ -1,6 +1,7 @@
 """Device and type in which a model computes, and its activation checkpointing.
 
-Owns the meaning of the settings `device`, `autocast` and `recompute_activations`.
+Owns the meaning of the settings `autocast` and `recompute_activations`; `forge.rl.device` that of
+`device`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,6 @@ def recompute(model: Any) -> None:
         raise ConfigError(
             f"recompute_activations = true is not allowed for this model: {error}"
         ) from None
-
-
-def device_of(setting: str, *, rank: int = 0) -> torch.device:
-    """The device of a rank. Raises `ConfigError` when it does not exist."""
-    try:
-        device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device = {setting!r} is not available on rank {rank}: {reason}"
-        ) from error
-    return device
 
 
 def local_rank(rank: int) -> int:

@@ -25,12 +25,13 @@ from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import TOKEN_BYTES
 from forge.rl.config import OPTIMIZERS, LearnerConfig, ObjectiveConfig, OptimizerConfig
+from forge.rl.device import device_of
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from services.trainer.checkpoint.files import write_model
 from services.trainer.model.full_weights import load_model, own_tensors
-from services.trainer.model.placement import backbone_dtype, device_of, recompute
+from services.trainer.model.placement import backbone_dtype, recompute
 from services.trainer.starting_weights.demonstrations import lesson_samples, read_conversations
 from services.trainer.starting_weights.fetch import complete_directory
 

@@ -25,7 +25,7 @@ from forge.cli.display import RunDisplay, result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.run_options import RunOptions
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
-from forge.cli.training_run import open_run, run_settings, running
+from forge.cli.training_run import device_settings, open_run, run_settings, running
 from forge.client.operator import DomainResult, domain_results
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.core.queue.admission import Mode
@@ -64,6 +64,16 @@ def test_run_in_any_mode_sets_no_setting_that_the_mode_ignores(mode: str | None)
     settings = {**found, **({"queue.mode": mode} if mode else {})}
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     load(SchedulerConfig, service="scheduler", argv=argv, environ={})
+
+
+def test_device_of_a_run_is_that_of_its_trainer_and_workers() -> None:
+    """On a GPU the trainer computes and publishes in bfloat16 where the GPU is good at it."""
+    assert device_settings("cpu") == {}
+    of_run = device_settings("cuda:0")
+    assert {name: settings["device"] for name, settings in of_run.items()} == dict.fromkeys(
+        ("trainer", "prefill", "decode"), "cuda:0"
+    )
+    assert of_run["trainer"]["autocast"] == of_run["trainer"]["publish_dtype"] == "auto"
 
 
 def test_overrides_name_service_and_key() -> None:

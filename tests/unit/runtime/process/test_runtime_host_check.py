@@ -59,6 +59,7 @@ def test_default_settings_have_no_problem(
         ("pool", "--host=10.1.2.3", "host = '10.1.2.3' is not a loopback address, so TLS is"),
         ("pool", "--etcd=10.1.2.3:1", "etcd = '10.1.2.3:1' is plaintext beyond loopback: write"),
         ("trainer", "--model-path={tmp}", "model_path = '{tmp}' is not a model directory: it has"),
+        ("trainer", "--device=cuda:99", "device = 'cuda:99' is not available on rank 0: "),
         ("trainer", "--evaluation.tasks={tmp}/file", "{tmp}/file holds no task"),
         ("trainer", "--metrics-file={tmp}/file/m", "metrics_file = '{tmp}/file/m': {tmp}/file: N"),
         ("gateway", "--model.reasoning-format=aloud", "reasoning format 'aloud' is unknown; there"),

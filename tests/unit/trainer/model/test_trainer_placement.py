@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from services.trainer.model.placement import device_of
+from forge.rl.device import device_of
 from tests.support.trainer.learners import started_learner
 
 

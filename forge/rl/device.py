@@ -1,0 +1,25 @@
+"""The torch device that a setting names.
+
+Owns the meaning of `device` in the trainer and the embedded engine, and the error of a device that
+this host lacks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forge.core.errors import ConfigError
+
+
+def device_of(setting: str, *, rank: int = 0) -> torch.device:
+    """Returns the device of a rank: with "cuda" each has the GPU of its number. Raises
+    `ConfigError` if it does not exist."""
+    try:
+        device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device = {setting!r} is not available on rank {rank}: {reason}"
+        ) from error
+    return device
