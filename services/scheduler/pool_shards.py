@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,9 @@ class ShardScans:
         """A store was retired or declared lost: it counts as not registered."""
         self._gone.add(lineage)
 
-    async def changed(self) -> None:
-        """Returns when a shard joined or left."""
-        await self._discovery.changed()
+    def changed(self) -> Coroutine[Any, Any, None]:
+        """Return an awaitable for the next shard that joins or leaves after this call."""
+        return self._discovery.changed()
 
     async def scan(
         self,

@@ -50,16 +50,22 @@ async def wait_for_shards(
     set at the end. `declared` is set when a shard was declared lost."""
     give_up_s = time.monotonic() + patience_s
     gone = await forget_gone(known)
-    while not (live := shards.live()) or known - gone - live:
-        left_s = give_up_s - time.monotonic()
-        if live and left_s <= 0:
-            break
-        missing = known - gone - live
-        log.warning("waiting_for_pool_shards", missing=sorted(missing) or "any")
-        await awaiting(missing or frozenset({ANY}))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(left_s, _REMIND_S) if live else _REMIND_S):
-                await first_done(shards.changed(), declared.wait())
+    while True:
+        # Before the look at `live`: a shard may join while `awaiting` stores its absence.
+        changed = asyncio.ensure_future(shards.changed())
+        try:
+            live = shards.live()
+            missing = known - gone - live
+            left_s = give_up_s - time.monotonic()
+            if live and (not missing or left_s <= 0):
+                break
+            log.warning("waiting_for_pool_shards", missing=sorted(missing) or "any")
+            await awaiting(missing or frozenset({ANY}))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, _REMIND_S) if live else _REMIND_S):
+                    await first_done(changed, declared.wait())
+        finally:
+            changed.cancel()
         declared.clear()
         gone = await forget_gone(known)
     await awaiting(frozenset())
