@@ -19,6 +19,7 @@ import torch
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
+from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Abort, HeldPrompt, Swap
 from services.inference.engines.embedded.model import Policy
@@ -83,13 +84,16 @@ class PrefillActor(ThreadActor):
         block_tokens: int,
         pass_tokens: int,
         threads: int,
+        packed: PackedAttention | None = None,
     ) -> None:
+        """`packed`: attention for passes of whole prompts."""
         self._policy = policy
         self._cache = cache
         self._stored = stored
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
         self._threads = threads
+        self._packed = packed
         self._pending: dict[bytes, _Pending] = {}
         """By the ids of the prompt, the oldest first."""
         self._prefixes: WaitingPrefixes | None = None
@@ -218,12 +222,14 @@ class PrefillActor(ThreadActor):
         began_s = time.monotonic()
         device = self._policy.device
         sizes = [span.end - span.start for span in spans]
+        storage = PrefillPass(spans, self._packed)
         logits_RV = self._policy.forward(
             torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
             torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
-            PrefillPass(spans),
+            storage,
             logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
         )
+        storage.finish()
         self._keep_routes(spans)
         self._policy.wait()
         took_s = time.monotonic() - began_s

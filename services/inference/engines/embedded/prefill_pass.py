@@ -15,18 +15,33 @@ from services.inference.engines.embedded.kv.attention import (
     attention_bias,
     exact_type,
 )
+from services.inference.engines.embedded.kv.device_attention import (
+    PackedAttention,
+    ends_of,
+)
 from services.inference.engines.embedded.prefill_schedule import Span
 
 
 class PrefillPass:
     """The KvPass over spans of several prompts."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span], packed: PackedAttention | None = None) -> None:
+        """`packed`: the attention for whole prompts, if there is one for this device."""
         self._spans = spans
+        self._packed = packed if all(span.start == 0 for span in spans) else None
+        self._computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The keys and values of a packed pass, by layer."""
+        self._ends: torch.Tensor | None = None
         self._bias: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store this pass's keys and values, and those of shared prefixes; see `KvPass`."""
+        if self._packed is not None:
+            self._computed[heads.layer] = (heads.k_NHD, heads.v_NHD)
+            lengths = [span.end for span in self._spans]
+            if self._ends is None:
+                self._ends = ends_of(lengths, heads.k_NHD.device)
+            return self._packed(heads, self._ends, longest=max(lengths))
         layer, q_NQD, k_NHD, v_NHD, _, window, _, sinks_Q = heads
         kind = exact_type(k_NHD)
         q_NQD = q_NQD.to(kind)
@@ -57,6 +72,19 @@ class PrefillPass:
             )
             read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
         return read_NQD
+
+    def finish(self) -> None:
+        """Store what a packed pass has computed: once for each prompt, not for each layer."""
+        if self._packed is None:
+            return
+        by_layer = [self._computed.pop(layer) for layer in sorted(self._computed)]
+        for place, values in enumerate(zip(*by_layer, strict=True)):
+            stored_LNHD = torch.stack(values)
+            start = 0
+            for span in self._spans:
+                own = stored_LNHD[:, start : start + span.end].transpose(1, 2)
+                span.reading.kv[:, place, :, : span.end] = own
+                start += span.end
 
     def _bias_for(self, index: int, window: int | None) -> torch.Tensor | None:
         """Return the causal mask [1, 1, S, end]; None where the kernel's own causal mask fits."""

@@ -15,7 +15,10 @@ from services.inference.engines.embedded.device_drafter import DeviceDrafter
 from services.inference.engines.embedded.device_graphs import DeviceGraphs
 from services.inference.engines.embedded.device_pass import DevicePass
 from services.inference.engines.embedded.family_check import check
-from services.inference.engines.embedded.kv.device_attention import device_attention
+from services.inference.engines.embedded.kv.device_attention import (
+    device_attention,
+    packed_attention,
+)
 from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
@@ -91,6 +94,7 @@ def prefill_actor(
         block_tokens=options.block_tokens,
         pass_tokens=options.pass_tokens or fitting,
         threads=options.threads,
+        packed=packed_attention(policy.kv_shape),
     )
 
 

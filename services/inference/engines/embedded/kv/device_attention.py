@@ -5,7 +5,9 @@ Shape suffixes as in `extent_kernels`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -51,6 +53,80 @@ def device_attention(shape: KvShape) -> ExtentAttention | None:
         log.warning("device_attention_not_used", reason=f"its outputs differ by {error:.3g}")
         return None
     return found
+
+
+class PackedAttention(Protocol):
+    """Causal attention within each of several packed sequences."""
+
+    def __call__(self, heads: Heads, ends: torch.Tensor, *, longest: int) -> torch.Tensor:
+        """Return [N, Q, D]. `ends`: 0, then the number of tokens up to the end of each sequence,
+        int32; `longest`: tokens of the longest one."""
+
+
+def packed_attention(shape: KvShape) -> PackedAttention | None:
+    """Torch's flash attention over sequences of any lengths; None on a CPU, in 32 bits, for models
+    with windows, caps or sinks, and, with a line in the log, where it is absent or wrong."""
+    if shape.device.type == "cpu" or shape.dtype.itemsize > 2 or shape.windowed:
+        return None
+    try:
+        error = _packed_error(shape)
+    except Exception as failure:
+        log.warning("packed_attention_not_used", reason=str(failure).partition("\n")[0])
+        return None
+    if not error <= _NARROW_TOLERANCE:
+        log.warning("packed_attention_not_used", reason=f"its outputs differ by {error:.3g}")
+        return None
+    return _flash
+
+
+def ends_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The `ends` of a `PackedAttention`."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _flash(heads: Heads, ends: torch.Tensor, *, longest: int) -> torch.Tensor:
+    """The `PackedAttention` of torch."""
+    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        heads.q_NQD,
+        heads.k_NHD,
+        heads.v_NHD,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=heads.scale,
+    )[0]
+    return found
+
+
+@torch.inference_mode()
+def _packed_error(shape: KvShape) -> float:
+    """The largest difference to attention over each sequence alone."""
+    random = torch.Generator().manual_seed(0)
+    lengths = (3, 130, 61)
+
+    def some(count: int) -> torch.Tensor:
+        size = (count, sum(lengths), shape.head_size)
+        return torch.randn(size, generator=random).to(shape.device, shape.dtype).transpose(0, 1)
+
+    queries = shape.heads * shape.groups
+    heads = Heads(0, some(queries), some(shape.heads), some(shape.heads), None, None)
+    found_NQD = _flash(heads, ends_of(lengths, shape.device), longest=max(lengths))
+    worst, start = 0.0, 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        start = rows.stop
+        q_QSD, k_QSD, v_QSD = (
+            one[rows].transpose(0, 1).repeat_interleave(queries // one.shape[1], 0)[None]
+            for one in heads[1:4]
+        )
+        expected_QSD = attention(q_QSD, k_QSD, v_QSD, bias=None, heads=heads, is_causal=True)[0]
+        error = (found_NQD[rows] - expected_QSD.transpose(0, 1)).abs().max()
+        worst = max(worst, float(error))
+    return worst
 
 
 def plain_attention(
