@@ -33,11 +33,22 @@ class Part:
     name: str
     paths: tuple[str, ...]
 
+    @property
+    def workers(self) -> int:
+        """Of pytest: each imports all files, and runs some. Two serve two cores, but where tests
+        wait for processes."""
+        files = [file for path in self.paths for file in _test_files(ROOT / path)]
+        return min(4 if self.name.startswith("integration") else 2, len(files))
+
+
+def _test_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("test_*.py"))
+
 
 def parts() -> Iterator[Part]:
     """The whole default suite, the shortest tests first."""
     for room in sorted((ROOT / "tests/unit").iterdir()):
-        if any(room.rglob("test_*.py")):
+        if _test_files(room):
             yield Part(name=f"unit-{room.name}", paths=(str(room.relative_to(ROOT)),))
     files = sorted(ROOT.glob("tests/integration/test_*.py"))
     for subject, of_subject in groupby(files, key=lambda file: file.stem.split("_")[1]):
@@ -72,7 +83,7 @@ class Measurement:
         running.mkdir()
         include = ",".join(f"{ROOT / name}/*" for name in MEASURED)
         measured = [f"--data-file={running}/.coverage", f"--include={include}"]
-        pytest = ["pytest", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+        pytest = ["pytest", "-n", str(part.workers), "--dist", "loadfile", "--no-loadscope-reorder"]
         # Neither `--include` nor the data file of an outer measurement is for these processes.
         environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
         ended = subprocess.run(
