@@ -6,6 +6,8 @@ Owned by the term; the actor of removals changes it too, on the same event loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from forge.v1 import scheduler_pb2
 
@@ -53,6 +55,6 @@ class ShardMembership:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Returns at the next change."""
-        await self._changed.wait()
+    def changed(self) -> Coroutine[Any, Any, object]:
+        """Return an awaitable for the next change after this call."""
+        return self._changed.wait()
