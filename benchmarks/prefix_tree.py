@@ -41,6 +41,7 @@ from benchmarks.support.tree_workloads import Workload, device_workloads, make_w
 from benchmarks.support.trl_peer import HAS_TRL
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.model.compiled import compile_layers
 from forge.rl.out_of_memory import recompute_activations
 
 LONG = {"g8": ("padded", "varlen", "trl"), "forty": ("padded", "varlen", "trajectories", "trl")}
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a Qwen 3 instead")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--compile", action="store_true", help="layers, in ways without SDPA")
     parser.add_argument("--step", action="store_true", help="a whole optimizer step besides")
     parser.add_argument("--profile", type=Path, help="write the operations of each tree here")
     options = parser.parse_args()
@@ -202,6 +204,8 @@ def main() -> None:
     )
     if options.recompute:
         recompute_activations(bench.model)
+    if options.compile:
+        compile_layers(bench.model)
     small = make_workloads(16)[0].samples  # first calls allocate, import and choose kernels
     bench.tree(small)
     if HAS_TRL:

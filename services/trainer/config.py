@@ -257,6 +257,8 @@ class TrainerConfig(ServiceConfig):
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""
+    compile_layers: bool = False
+    """Compile layers for merged trees: GPU, dense, with autocast, no adapters or mesh.dp_shard."""
     token_budget: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: Annotated[int, Meta(ge=1)] = 256

@@ -80,10 +80,11 @@ class PrefixStates(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TreeInput:
     """The tree of a pass, for attention and recurrent layers; the keyword `tree` of the model's
-    forward."""
+    forward. Not frozen: torch.compile would guard the contents of a frozen one, and compile a layer
+    again for each tree."""
 
     schedule: AttentionSchedule
     prefix: Prefix | None = None
@@ -224,6 +225,7 @@ def _equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention_forward(  # noqa: PLR0913
     module: torch.nn.Module,
     query: Tensor,
@@ -238,7 +240,8 @@ def _attention_forward(  # noqa: PLR0913
     tree: TreeInput | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature transformers calls; `tree` arrives as a keyword of the model's forward."""
+    """The signature transformers calls; `tree` arrives as a keyword of the model's forward. Outside
+    of the graph of a compiled layer, whose code is then the same for every tree."""
     if tree is None:
         raise InvalidArgument(f"{TREE_ATTENTION} needs the forward keyword `tree`")
     if attention_mask is not None or dropout:

@@ -43,6 +43,11 @@ def fork_states(model: nn.Module) -> bool:
     return bool(layers)
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether `fork_states` lets this layer compute trees."""
+    return bool(_cache_name(module))
+
+
 def tree_input(part: TreePart, prefix: Prefix | None, *, forked: bool) -> TreeInput:
     """The tree of a pass; `forked`: the model has recurrent layers."""
     schedule = part.schedule

@@ -37,7 +37,12 @@ from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
-from services.trainer.model.placement import backbone_dtype, local_rank, recompute
+from services.trainer.model.placement import (
+    backbone_dtype,
+    compile_for_trees,
+    local_rank,
+    recompute,
+)
 from services.trainer.model.teacher import check_teacher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -191,6 +196,8 @@ class ModelReplica:
         if self._config.recompute_activations:
             recompute(model)
         policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
+        if self._config.compile_layers:
+            compile_for_trees(model, autocast=policy.autocast, sharded=self._world.shape.sharded)
         if self._config.routing_replay.enabled:
             self._replay_routes(policy)
         reference = self._reference(policy)

@@ -1,7 +1,7 @@
 """Device and type in which a model computes, and its activation checkpointing.
 
-Owns the meaning of the settings `autocast` and `recompute_activations`; `forge.rl.device` that of
-`device`.
+Owns the meaning of the settings `autocast`, `recompute_activations` and `compile_layers`;
+`forge.rl.device` that of `device`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.model.compiled import compile_layers
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.out_of_memory import recompute_activations
 from services.trainer.torchrun_rank import under_torchrun
@@ -25,6 +26,18 @@ def recompute(model: Any) -> None:
         raise ConfigError(
             f"recompute_activations = true is not allowed for this model: {error}"
         ) from None
+
+
+def compile_for_trees(model: Any, *, autocast: torch.dtype | None, sharded: bool) -> None:
+    """Compile the layers. Raises `ConfigError` for a model or a setting that does not allow it."""
+    try:
+        if autocast is None:
+            raise InvalidArgument("it needs autocast = 'bfloat16'")
+        if sharded:
+            raise InvalidArgument("it was not tried with mesh.dp_shard above 1")
+        compile_layers(model)
+    except InvalidArgument as error:
+        raise ConfigError(f"compile_layers = true is not allowed: {error}") from None
 
 
 def local_rank(rank: int) -> int:

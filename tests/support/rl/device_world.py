@@ -31,7 +31,8 @@ from services.trainer.checkpoint.shards import copy_shards, fill, write_shards
 from tests.support.rl.models import tiny_model
 from tests.support.rl.worlds import samples
 
-FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "falcon_h1")
+FAMILIES = ("llama", "qwen3_moe")
+"""A head that is the embedding, and experts with routers that are gathered apart."""
 
 
 class OneShard(MeshShape):
@@ -131,11 +132,11 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     supply_missing()
     world = world_of(device)
-    found = {f"fp32 {one}": step_error(one, world, device) for one in FAMILIES}
+    found = {"checkpoint": checkpoint_error(world, device)}
     for one in FAMILIES:
+        found[f"fp32 {one}"] = step_error(one, world, device)
         found[f"bf16 {one}"] = narrow_error(one, world, device)
-    found["checkpoint"] = checkpoint_error(world, device)
-    print(json.dumps(found))
+        print(json.dumps(found), flush=True)  # each kernel is compiled first: this takes a while
     dist.destroy_process_group()
 
 

@@ -71,3 +71,10 @@ def test_model_without_recompute_support_is_refused(
     monkeypatch.setattr(placement, "recompute_activations", cannot)
     with pytest.raises(ConfigError, match="recompute_activations = true is not allowed"):
         started_learner(model_path, tmp_path, recompute_activations=True)
+
+
+def test_compiled_layers_need_autocast(model_path: Path, tmp_path: Path) -> None:
+    """A start without it ends in one line; with it compilation waits for the first tree."""
+    with pytest.raises(ConfigError, match=r"compile_layers = true .* it needs autocast"):
+        started_learner(model_path, tmp_path / "a", compile_layers=True, autocast="none")
+    started_learner(model_path, tmp_path / "b", compile_layers=True, autocast="bfloat16")
