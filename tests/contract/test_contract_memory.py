@@ -77,7 +77,9 @@ async def test_preempted_request_leaves_the_others_whole(start: Start, group: in
         )
     answers = [outcome for outcome in outcomes if isinstance(outcome, engines.Answer)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, ResourceExhausted)]
-    assert len(answers) + len(refused) == group and answers and refused
+    assert len(answers) + len(refused) == group and answers
+    # Extents of a device may fit one after the other, where rows of slabs do not.
+    assert refused or engines.DEVICE != "cpu"
     assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
 
 
