@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,8 @@ from forge.rl.config import (
     ObjectiveConfig,
     OptimizerConfig,
 )
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.group_plans import group_plans
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
@@ -123,6 +126,14 @@ def policy_of(case: Case, world: World | None) -> TreePolicy:
     return policy
 
 
+def planned(learner: Learner, batch: Sequence[Sample]) -> BatchPlan:
+    """The plan of a rank: above rank 0 its part, if the parameters are divided."""
+    plan, world = learner.plan(batch), learner.policy.world
+    if world.rank and world.shape.sharded:
+        return group_plans(plan, learner.policy)[world.data_group].plan()
+    return plan
+
+
 def gradient_error(case: Case, world: World) -> float:
     """On rank 0; elsewhere 0."""
     policy = policy_of(case, world)
@@ -136,10 +147,9 @@ def gradient_error(case: Case, world: World) -> float:
         assert policy.replay is not None
         batch = with_routes(batch, policy.replay.shape, apart=(0, 5))
         by_hand = routers_by_hand(model, batch)
-    plan = learner.plan(batch)
     if case.relayed and policy.group is None:
-        assert any(len(one.parts) > 1 for one in plan.trees)
-    loss, _ = learner.accumulate(plan)
+        assert any(len(one.parts) > 1 for one in learner.plan(batch).trees)
+    loss, _ = learner.accumulate(planned(learner, batch))
     if policy.balance is not None:
         loss += policy.balance.value
     found = {
@@ -162,7 +172,7 @@ def by_sequence_error(world: World) -> float:
         policy = policy_of(Case(family="mamba"), one)
         assert policy.unmerged
         learner = Learner(policy, LearnerConfig(token_budget=40))
-        learner.accumulate(learner.plan(samples()))
+        learner.accumulate(planned(learner, samples()))
         grads = [whole(each.grad) for each in policy.model.parameters() if each.grad is not None]
         found.append(torch.cat([each.flatten() for each in grads]))
     shared, alone = found
@@ -205,7 +215,7 @@ def step_error(config: LearnerConfig, world: World, *, served: bool = False) -> 
             reference=reference if config.objective.kl_coef else None,
             served=ServedValues(policy.model, published=torch.bfloat16) if served else None,
         )
-        results = [learner.step(learner.plan(credited()), weight_version=5) for _ in range(2)]
+        results = [learner.step(planned(learner, credited()), weight_version=5) for _ in range(2)]
         assert not any(each.skipped for each in results), [each.skipped for each in results]
         state = {name: whole(each.detach()) for name, each in policy.model.named_parameters()}
         if learner.mtp is not None:
@@ -266,7 +276,7 @@ def narrow_error(world: World) -> float:
             policy.spread(one, narrow=torch.bfloat16)
         served = ServedValues(model, published=torch.bfloat16, autocast=torch.bfloat16)
         learner = Learner(policy, LearnerConfig(token_budget=40), served=served)
-        results.append(learner.step(learner.plan(samples()), weight_version=5))
+        results.append(learner.step(planned(learner, samples()), weight_version=5))
     found, expected = results
     norm = abs(found.grad_norm / expected.grad_norm - 1) / 1000
     return max(abs(found.loss - expected.loss), norm)
@@ -288,7 +298,7 @@ def token_values_error(world: World) -> float:
     learner = Learner(policy, LearnerConfig(token_budget=40, objective=CISPO))
     batch = numbered(samples())
     keep = range(0, len(batch), 3)
-    result = learner.step(learner.plan(batch), weight_version=5, keep=keep)
+    result = learner.step(planned(learner, batch), weight_version=5, keep=keep)
     if world.rank:
         return 0.0
     assert sorted(result.token_values.numbers) == [*keep]
