@@ -91,7 +91,10 @@ def join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
         kept, rank, ranks = next(rendezvous("env://", timeout=limit))
         store = own_store(kept, meeting, ranks=ranks)
         meeting.awaits = "connections between them are missing; see GLOO_SOCKET_IFNAME"
-        return _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+        world, store = _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+        # NCCL connects in the first exchange, for which one rank may load its weights much longer.
+        store.set_timeout(_FOREVER)
+        return world, store
 
 
 def own_store(kept: Store, meeting: Meeting, *, ranks: int) -> Store:
