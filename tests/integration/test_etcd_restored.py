@@ -98,6 +98,7 @@ async def test_schedulers_continue_on_an_older_etcd(
     (began,) = await second.until_logged("term_began")
 
     own_etcd.restore(tmp_path / "snapshot")
+    await forge.end_leases(first.id_ending)
     forge.start_scheduler()
     await second.until_logged("term_ended")
     status = await forge.status()
@@ -149,6 +150,7 @@ async def test_replicas_continue_on_an_older_etcd(
         await until(two_copies)
         own_etcd.save(tmp_path / "snapshot")
         await many_revisions(coordinator, 300)
+        killed = (await shard.leader())[0].id_ending
         await shard.kill_leader()
         shard.start()
         await until(two_copies)
@@ -157,6 +159,7 @@ async def test_replicas_continue_on_an_older_etcd(
         assert before is not None
 
         await restore(own_etcd, tmp_path / "snapshot", coordinator)
+        await own_etcd.end_leases(cluster, killed)
 
         async def led_anew() -> bool:
             found = await ReplicaSet.read(coordinator, "s0")
