@@ -35,8 +35,10 @@ class FusedLayers:
     def used(self) -> Iterator[None]:
         """Within, passes use the fused layers. The first one compiles: not within a capture."""
         with ExitStack() as undo:
-            # No processes beside the worker.
-            undo.enter_context(torch._inductor.config.patch(compile_threads=1))
+            # No processes beside the worker; and fused casts round, too, as the trainer's do.
+            undo.enter_context(
+                torch._inductor.config.patch(compile_threads=1, emulate_precision_casts=True)
+            )
             AttentionInterface.register(attention.IMPLEMENTATION, self._attention)
             undo.callback(attention.register)
             for layer, fused in zip(self._layers, self._fused, strict=True):
