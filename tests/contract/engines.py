@@ -333,6 +333,9 @@ def _options(model_path: Path, **options: Any) -> EngineOptions:
         "block_tokens": BLOCK_TOKENS,
         "request_timeout_s": 600.0,
     }
+    if DEVICE != "cpu":
+        # Of a device all of it is allocated, by each engine of each test process.
+        defaults |= {"kv_bytes": 64 << 20, "cache_bytes": 64 << 20}
     return EngineOptions(model_path=str(model_path), **(defaults | options))
 
 

@@ -48,7 +48,8 @@ async def on_device(folder: Path, family: str = "qwen3", **options: Any) -> Asyn
     """The engine with the reference's weights."""
     model = reference(family)
     model.config.save_pretrained(folder)
-    async with embedded_both(folder, **{"device": "cuda:0"} | options) as pair:
+    memory = {"kv_bytes": 64 << 20, "cache_bytes": 64 << 20}
+    async with embedded_both(folder, **{"device": "cuda:0"} | memory | options) as pair:
         await pair.load(published(model), version=1)
         yield pair
 
