@@ -57,7 +57,9 @@ def flex_tree_attention(
     key = (size, q.device)
     if key not in schedule.block_masks:
         schedule.block_masks[key] = tree_block_mask(schedule, window=size, device=q.device)
-    with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+    # The cap and the scale are constants of the kernel: with a symbol for its cap, torch's backward
+    # of a capped score cannot be traced.
+    with torch._dynamo.config.patch(recompile_limit=_VARIANTS, specialize_float=True):
         made = _kernel(q.device)(
             q.to(v.dtype),
             k.to(v.dtype),
