@@ -189,7 +189,9 @@ class DecodeActor(ThreadActor):
 
     def _keys_and_values(self, span: KvSpan) -> torch.Tensor:
         if isinstance(span.kept, HeldPrompt):
-            return span.kept.kv[:, :, :, span.from_token :]
+            own = span.kept.kv[:, :, :, span.from_token :]
+            # A view would keep the memory of the whole prompt.
+            return own.clone() if span.tokens < span.from_token else own
         fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
         return fetched.to(self._policy.device)
 
