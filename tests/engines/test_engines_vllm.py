@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from forge.v1 import inference_pb2
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
 from tests.support.inference.cluster import InferenceCluster, Sample
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-
 
 VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv.mib", "64", "--kv.cache-mib", "1")
 CALLS = 6
+BLOCK_TOKENS = engines.CACHED_BLOCK_TOKENS
+ROUTER_BLOCK_TOKENS = engines.BLOCK_TOKENS
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -97,6 +100,47 @@ async def test_answers_go_on_through_swaps_and_a_lost_engine(inference: Inferenc
     engine = engine_of(inference, second)
     inference.kill(second)
     await until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_second_turn_goes_where_its_history_is_cached(inference: InferenceCluster) -> None:
+    """Of two workers, by vLLM's events alone: the router is new and has seen no first turn. Nor has
+    it measured a worker: one slow answer weighs more than the cached part of a short prompt."""
+    version = str(inference.publisher.version)
+    workers = [inference.start("both", *VLLM) for _ in range(2)]
+    histories = [prompt_ids(300, seed=40 + n) for n in range(2)]
+    for worker in workers:
+        await inference.registered("decode", worker, weight_version=version)
+    await inference.known_to_router(*workers)
+    for worker, other, history in zip(workers, reversed(workers), histories, strict=True):
+        await inference.drain(other, True)
+        history += (await inference.sample(history)).ids + prompt_ids(4)
+        await inference.drain(other, False)
+        assert await computed_tokens(inference, worker) == 300
+
+    second = await inference.registered("router", inference.start("router"))
+    stub = inference.stub(second)
+    blocks = 315 // BLOCK_TOKENS * (BLOCK_TOKENS // ROUTER_BLOCK_TOKENS)
+
+    async def reported() -> bool:
+        status = await stub.GetInferenceStatus(inference_pb2.GetInferenceStatusRequest())
+        return [worker.reported_blocks for worker in status.workers] == [blocks, blocks]
+
+    await until(reported)
+    for history in histories:
+        sample = Sample()
+        async for response in stub.Sample(inference.request(history, max_tokens=1)):
+            sample.add(response)
+        assert sample.cached_tokens == 315 // BLOCK_TOKENS * BLOCK_TOKENS
+    inference.kill(second.instance_id)
+    for worker in workers:
+        inference.kill(worker)
+    await inference.forget_killed()
+
+
+async def computed_tokens(inference: InferenceCluster, worker: str) -> int:
+    """The prompt tokens that a worker has computed for the first router."""
+    (found,) = [w for w in (await inference.status()).workers if w.instance_id == worker]
+    return found.computed_tokens
 
 
 async def test_prefill_and_decode_hand_over_through_swaps_and_a_lost_decode(
