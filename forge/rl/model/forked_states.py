@@ -89,7 +89,7 @@ def _forward(
         nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
         before = _before(batch, index, states, tree)
         pending = before.pop(PENDING, nodes_BTC[:, :0])
-        cache = _NodeCache(before, layer.layer_idx)  # type: ignore[arg-type]
+        cache = _NodeCache(before, getattr(layer, "layer_idx", 0))
         output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
         if not isinstance(output, Tensor):
             raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
@@ -122,7 +122,7 @@ def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: Tre
 
 
 class _LayerStates:
-    """The states before the first token, as layers read them before transformers 5.20."""
+    """The states before the first token, as the layers of transformers 5.17 read them."""
 
     record_past = True
 

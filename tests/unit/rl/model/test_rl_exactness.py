@@ -18,6 +18,7 @@ from forge.rl.attention import schedule as schedule_module
 from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.learner import Learner
+from forge.rl.model.forked_states import _NodeCache
 from forge.rl.model.policy import TreePolicy
 from forge.rl.out_of_memory import recompute_activations
 from tests.support.rl.forests import KINDS, forest
@@ -149,6 +150,15 @@ def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.M
         expected = reference("qwen3", torch.float64, kind)
         found = errors("qwen3", torch.float64, forest(kind), "whole", expected)
     assert max(found) <= 1e-12
+
+
+def test_recurrent_layers_of_earlier_releases_find_their_states() -> None:
+    """transformers 5.17 reads them from the cache's entry of the layer."""
+    conv, recurrent = torch.zeros(1), torch.ones(1)
+    cache = _NodeCache({("conv", 0): conv, ("recurrent", 0): recurrent}, 3)
+    own = cache.layers[3]
+    assert own.conv_states[0] is conv and own.recurrent_states[0] is recurrent
+    assert own.record_past, "a single token takes the path of several"
 
 
 @pytest.mark.parametrize("family", ["mamba"])
