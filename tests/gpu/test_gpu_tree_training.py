@@ -1,8 +1,8 @@
 """What only a CUDA device can show. Skipped where there is none.
 
-    OMP_NUM_THREADS=1 python -m pytest --noconftest tests/gpu tests/unit/rl
+    OMP_NUM_THREADS=1 python -m pytest --noconftest tests/gpu
 
-needs torch, transformers, pytest and hypothesis, nothing of the services.
+needs torch, transformers, pytest and pytest-timeout, nothing of the services.
 """
 
 from __future__ import annotations
