@@ -46,7 +46,7 @@ def _uncompilable(model: nn.Module) -> str:
 
 def _forward(layer: nn.Module, *given: Any, **named: Any) -> Any:
     own = type(layer).forward
-    narrow = torch.is_autocast_enabled(given[0].device.type)
+    narrow = torch.is_autocast_enabled(next(layer.parameters()).device.type)
     run = _compiled(own) if narrow and named.get("tree") is not None else own
     return run(layer, *given, **named)
 
