@@ -6,13 +6,16 @@ Starts a real `forge run`, waits until there are curves, and takes each page onc
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import quote
 
 from PIL import Image
+from safetensors import safe_open
 
 from tests.support.console.browser import Watched, chromium, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
@@ -38,12 +41,21 @@ async def main() -> None:
             await asyncio.to_thread(run.wait_for_step, STEPS)
             found = re.search(r"Console (\S+)", run.output())
             assert found, run.explain()
-            await take_all(found[1])
+            await take_all(found[1], run.directory)
         finally:
             end_runs()
 
 
-async def take_all(address: str) -> None:
+def trained_turn(run: Path) -> str:
+    """The path of a late turn of the newest step, whose tokens the pool still has."""
+    newest = max((run / "checkpoints" / "token-values").glob("step-*.safetensors"))
+    with safe_open(newest, framework="pt") as file:
+        turns = json.loads(file.metadata()["about"])["turns"]
+    trajectory, turn, _ = max(turns, key=lambda one: one[1])
+    return f"{quote(trajectory)}/{turn}"
+
+
+async def take_all(address: str, run: Path) -> None:
     """One picture for each page; the phone has the overview."""
     async with chromium() as browser:
         async with watched(browser, address, height=1180) as one:
@@ -58,18 +70,8 @@ async def take_all(address: str) -> None:
             await one.page.wait_for_selector("aside .dots")
             await take(one, "console_window")
         async with watched(browser, address, height=900) as one:
-            await one.go("#/trajectories")
-            await one.page.fill("input[name=domain]", "general")
-            await one.page.click("button:has-text('Filter')")
-            await one.until(
-                "[...document.querySelectorAll('tbody td:nth-child(2)')].length > 0 && "
-                "[...document.querySelectorAll('tbody td:nth-child(2)')]"
-                ".every(cell => cell.textContent === 'general')"
-            )
-            # An old one: it has been trained.
-            await one.page.locator("tbody a").last.click()
+            await one.go(f"#/trajectories/{trained_turn(run)}")
             await one.page.wait_for_selector(".t.own")
-            await one.page.locator("button.step").last.click()
             await one.page.select_option("section select", "entropy")
             await one.page.wait_for_selector(".scale:has-text('are stored.')")
             await one.page.locator(".t.own").first.hover()
