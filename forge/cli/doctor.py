@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -51,10 +50,11 @@ def examine(
     about a chat template, with `cluster` about etcd and clocks. Raises `InvalidArgument` for a
     directory without settings."""
     programs = programs_in(settings) if settings else []
-    yield from (_python(), _packages(), _import_names())
-    torch = _torch()
-    yield torch.finding
     checks: list[Callable[[], Finding]] = [
+        _python,
+        _packages,
+        _import_names,
+        _torch,
         _etcd,
         _loopback,
         lambda: disk(root, remedy="name another directory with --root"),
@@ -68,7 +68,7 @@ def examine(
     for check in checks:
         yield check()
     printed = print_settings(programs, check=True)
-    yield from settings_findings(printed, torch.gpus)
+    yield from settings_findings(printed)
     models = {str(model)} if model else set()
     models |= {str(one.value("model_path")) for one in printed if one.program.module == _GATEWAY}
     for path in sorted(models - {""}):
@@ -121,35 +121,23 @@ def _import_names() -> Finding:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Torch:
-    finding: Finding
-    gpus: int = 0
-    """GPUs that it sees."""
-
-
-def _torch() -> _Torch:
+def _torch() -> Finding:
     # In a separate process: the import takes seconds, and a broken torch may crash its process.
     tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if tried.returncode:
         reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
-        return _Torch(
-            finding=Finding(
-                ok=False,
-                text=f"torch cannot be imported: {reason}",
-                remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
-            )
+        return Finding(
+            ok=False,
+            text=f"torch cannot be imported: {reason}",
+            remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
         )
     version, *gpus = tried.stdout.strip().split(", ")
     driver = _DRIVER.exists()
-    return _Torch(
-        finding=Finding(
-            ok=bool(gpus) or not driver,
-            text=f"torch {version}, {', '.join(gpus) or 'no GPU'}"
-            + ("" if gpus or not driver else f", although {_DRIVER} exists"),
-            remedy="Install a torch built for this driver, and check CUDA_VISIBLE_DEVICES.",
-        ),
-        gpus=len(gpus),
+    return Finding(
+        ok=bool(gpus) or not driver,
+        text=f"torch {version}, {', '.join(gpus) or 'no GPU'}"
+        + ("" if gpus or not driver else f", although {_DRIVER} exists"),
+        remedy="Install a torch built for this driver, and check CUDA_VISIBLE_DEVICES.",
     )
 
 

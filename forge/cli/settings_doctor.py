@@ -1,7 +1,7 @@
 """`forge doctor --settings DIRECTORY`: the settings of this host's services, held against the host.
 
-Owns ports, data directories and devices; `certificate_doctor` owns the certificates, and `--check`
-of each service its own rules.
+Owns ports and data directories; `certificate_doctor` owns the certificates, and `--check` of each
+service its own rules.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TAKEN = "already in use on"
 """In lines of `--check`: a service of this host may be the user of its own port."""
 
 
-def settings_findings(printed: Sequence[PrintedSettings], gpus: int) -> Iterator[Finding]:
-    """Yields the findings about all services. `gpus`: those that torch sees."""
+def settings_findings(printed: Sequence[PrintedSettings]) -> Iterator[Finding]:
+    """Yields the findings about all services."""
     for one in printed:
         errors = [error for error in one.errors if _TAKEN not in error]
         source = one.program.source
@@ -51,7 +51,6 @@ def settings_findings(printed: Sequence[PrintedSettings], gpus: int) -> Iterator
     yield from _ports(read)
     yield from _certificates(read)
     yield from _data_directories(read)
-    yield from _devices(read, gpus)
 
 
 def _ports(printed: Sequence[PrintedSettings]) -> Iterator[Finding]:
@@ -148,19 +147,6 @@ def _data_directories(printed: Sequence[PrintedSettings]) -> Iterator[Finding]:
             if path and path not in shown:
                 shown.add(path)
                 yield disk(Path(path), remedy=f"set {key} of {one.program.name} to another one")
-
-
-def _devices(printed: Sequence[PrintedSettings], gpus: int) -> Iterator[Finding]:
-    for one in printed:
-        device = str(one.value("device"))
-        kind, _, number = device.partition(":")
-        if kind == "cuda" and int(number or 0) >= gpus:
-            yield Finding(
-                ok=False,
-                text=f"{one.program.name}: device = {device!r}, and torch sees {gpus} GPUs",
-                remedy="Install NVIDIA's driver and a torch for CUDA, check CUDA_VISIBLE_DEVICES, "
-                f'or set device = "cpu" in {one.program.source}.',
-            )
 
 
 def disk(path: Path, *, remedy: str) -> Finding:

@@ -20,6 +20,7 @@ def device_of(setting: str, *, rank: int = 0) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device = {setting!r} is not available on rank {rank}: {reason}"
+            f"device = {setting!r} is not available on rank {rank}: {reason}. Install NVIDIA's "
+            "driver and a torch for CUDA, check CUDA_VISIBLE_DEVICES, or set device = 'cpu'"
         ) from error
     return device

@@ -166,7 +166,7 @@ async def test_all_faults_of_a_host_are_named_with_their_remedies(
         f"{files.cert} is for other.example, and others reach this host as 127.0.0.1": "Issue it",
         f"{files.key} can be read by every user": "chmod o-r",
         f"{in_memory} is in memory (tmpfs) and lost at a reboot": "Mount a disk there",
-        "trainer: device = 'cuda:0', and torch sees 0 GPUs": "Install NVIDIA's driver",
+        "trainer: device = 'cuda:0' is not available on rank 0: ": "Correct it in",
         "chat template of ": "Each such turn is a branch",
         f"etcd at {host.etcd.endpoint}: alarm:NOSPACE": "It refuses writes: etcdctl compact",
         "the clock of scheduler-1 at ": "On the host of that address, set it by NTP",

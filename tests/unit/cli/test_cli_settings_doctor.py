@@ -33,7 +33,7 @@ def printed(name: str, text: str, *, errors: Sequence[str] = ()) -> PrintedSetti
 
 
 def problems(*services: PrintedSettings) -> dict[str, str]:
-    return {one.text: one.remedy for one in settings_findings(services, 0) if not one.ok}
+    return {one.text: one.remedy for one in settings_findings(services) if not one.ok}
 
 
 def test_instances_of_units_have_the_variables_of_unit_and_file(
