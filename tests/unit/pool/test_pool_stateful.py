@@ -343,7 +343,7 @@ def _told(answer: Any) -> Any:
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 PoolMachine.TestCase.settings = settings(
-    max_examples=600 if FUZZ else 120,
+    max_examples=600 if FUZZ else 75,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

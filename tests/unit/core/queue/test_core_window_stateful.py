@@ -383,7 +383,7 @@ class GenerationQueueMachine(QueueTrainers):
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 GenerationQueueMachine.TestCase.settings = settings(
-    max_examples=750 if FUZZ else 150,
+    max_examples=750 if FUZZ else 95,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -305,7 +305,7 @@ class StandbyMachine(RuleBasedStateMachine):
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 StandbyMachine.TestCase.settings = settings(
-    max_examples=450 if FUZZ else 90,
+    max_examples=450 if FUZZ else 55,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
