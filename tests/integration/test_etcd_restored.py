@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -140,7 +141,19 @@ async def test_replicas_continue_on_an_older_etcd(
 
     async def put(name: str) -> None:
         client = await shard.client()
-        await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group(name)], fence=1))
+        request = pool_pb2.PutGroupsRequest(groups=[make_group(name)], fence=1)
+
+        async def is_stored() -> bool:
+            try:
+                await client.stub.PutGroups(request)
+            except grpc.aio.AioRpcError as error:
+                # As callers do: a leader that was just elected waits for its follower.
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+            return True
+
+        await until(is_stored)
         await client.close()
 
     shard.put_before_start(make_group("first"))

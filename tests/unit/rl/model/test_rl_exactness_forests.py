@@ -39,7 +39,7 @@ from tests.support.rl.models import (
 FUZZ = settings.get_current_profile_name() == "fuzz"
 """`make properties` computes some fifty times as many or more."""
 TREES = 10_000 if FUZZ else 200
-FORESTS = 3_200 if FUZZ else 50
+FORESTS = 3_200 if FUZZ else 70
 """Of some three to four trees each."""
 EXPERT_FORESTS = 150 if FUZZ else 8
 SAMPLES = 200
