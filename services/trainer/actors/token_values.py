@@ -131,15 +131,15 @@ class KeptTokenValues:
             lengths=values.lengths,
             columns=values.columns,
         )
-        if not (self._told_of_rewind() and self._tell(Keep(values=stored))):
+        if not (self._sent_rewind() and self._tell(Keep(values=stored))):
             metrics.TOKEN_VALUES_LOST.labels("busy").inc()
 
     def rewound(self, step: int) -> None:
         """Training continues after `step`. Never waits."""
         self._rewind = step
-        self._told_of_rewind()
+        self._sent_rewind()
 
-    def _told_of_rewind(self) -> bool:
+    def _sent_rewind(self) -> bool:
         """Before values of the new lineage: they would be removed."""
         if self._rewind is not None and self._tell(ForgetAfter(step=self._rewind)):
             self._rewind = None
