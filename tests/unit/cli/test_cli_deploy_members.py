@@ -143,7 +143,7 @@ def test_no_member_joins_while_another_is_not_well(
 
 
 def test_second_learner_waits_for_the_first(manifests: dict[str, Manifest], tmp_path: Path) -> None:
-    """One that somebody announced by hand."""
+    """An administrator announced the member by hand."""
     hosts = hosts_with(manifests, grown)
     words = ["env", "ETCDCTL_API=3", "ETCDCTL_ENDPOINTS=", "etcdctl", "member", "add", "c"]
     hosts.etcd.answer("a", [*words, "--learner", ""])

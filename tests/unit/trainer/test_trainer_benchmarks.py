@@ -12,6 +12,9 @@ from benchmarks.support.training_ways import Bench
 from benchmarks.support.tree_workloads import make_workloads
 from benchmarks.support.trl_peer import HAS_TRL
 
+MEASUREMENTS = 6
+"""Of one step; the highest is its peak."""
+
 
 def test_benchmark_times_every_way_to_train_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged, one by one, padded, packed, by trajectory, by TRL: one gradient between them."""
@@ -32,9 +35,11 @@ def test_merged_step_peaks_no_higher_than_a_packed_step(index: int) -> None:
     these nor attention masks are held beside the backbone's activations."""
     bench, samples = Bench(hidden=128, layers=2), make_workloads(4)[index].samples
     bench.tree(make_workloads(16)[0].samples)  # first calls allocate
-    merged, packed = prefix_tree.step_bytes_per_token(bench, samples, bench.learner.plan(samples))
-    # Of the same tokens both hold the same; small tensors come and go in another order.
-    assert merged <= packed * 1.0001
+    plan = bench.learner.plan(samples)
+    # Single measurements are at times lower by up to 0.07 %, never higher.
+    steps = [prefix_tree.step_bytes_per_token(bench, samples, plan) for _ in range(MEASUREMENTS)]
+    merged, packed = map(max, zip(*steps, strict=True))
+    assert merged <= packed
 
 
 @pytest.mark.parametrize("process", [False, True])

@@ -106,7 +106,7 @@ async def test_values_of_a_step_are_read_by_trajectory(
 
 
 async def test_write_that_fails_costs_one_step(tmp_path: Path) -> None:
-    """A file in the place of the directory: the store goes on, and stores once it may."""
+    """While a file blocks the directory, values are lost; the next step is stored again."""
     actors = ActorSystem("test")
     place = tmp_path / "values"
     place.touch()
@@ -152,7 +152,7 @@ def test_setting_of_zero_keeps_nothing() -> None:
 
 
 class SlowStore:
-    """Answers when it is told to."""
+    """Answers once `go` is set."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
