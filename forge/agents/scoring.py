@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
 from forge.agents.reward_pool import RewardPool
 from forge.agents.rewards import RewardTask
-from forge.client.turns import reward_event
+from forge.client.reward_events import reward_event
 from forge.core.credit.rewards import check_value
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.v1 import common_pb2 as pb

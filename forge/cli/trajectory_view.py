@@ -11,6 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from forge.cli.token_value_rows import Values, summary_of
+from forge.client.reward_events import REWARD_KINDS
 from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
@@ -137,7 +138,7 @@ def _text(message: Mapping[str, Any], full: bool) -> Text:
 
 
 def _reward(reward: pb.RewardEvent) -> str:
-    kind = pb.RewardKind.Name(reward.kind).removeprefix("REWARD_KIND_").lower()
+    kind = REWARD_KINDS.get(reward.kind, f"kind {reward.kind}")
     return f"[green]{kind} {escape(reward.name)} = {reward.value:g}[/green]"
 
 

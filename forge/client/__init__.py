@@ -1,8 +1,9 @@
 """The SDK: `AgentSession` and `SyncAgentSession` for agents, `operator` for operators' programs."""
 
+from forge.client.reward_events import reward_event
 from forge.client.session import AgentSession
 from forge.client.sync import SyncAgentSession
-from forge.client.turns import Answer, Sampled, SessionInfo, reward_event
+from forge.client.turns import Answer, Sampled, SessionInfo
 
 __all__ = [
     "AgentSession",

@@ -6,61 +6,32 @@ The trainer's settings may differ, and it adds speed and spreads of a whole batc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from forge.client.reward_events import reward_component
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
-from forge.core.credit.rewards import (
-    RewardComponent,
-    RewardKind,
-    RewardWeights,
-    returns_to_go,
-    turn_rewards,
-)
+from forge.core.credit.rewards import RewardWeights, returns_to_go, turn_rewards
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2 as pb
-
-REWARD_KINDS: Mapping[int, RewardKind] = {
-    pb.REWARD_KIND_OUTCOME: "outcome",
-    pb.REWARD_KIND_PROCESS: "process",
-    pb.REWARD_KIND_SPEED: "speed",
-    pb.REWARD_KIND_AGENT: "agent",
-}
 
 
 def turn_advantages(group: Iterable[pb.TrajectorySummary]) -> dict[str, Sequence[float]]:
     """Returns the advantage of each turn of the sealed trajectories of a group, by trajectory id.
 
-    Trajectories without turns, freed ones and those with contradicting rewards are absent, and
-    count for no mean.
+    Trajectories without turns, freed ones and those with contradicting or unknown rewards are
+    absent, and count for no mean.
     """
     weights = RewardWeights()
     returns: dict[str, list[float]] = {}
     for one in group:
         if one.state != pb.TRAJECTORY_STATE_SEALED or not one.turns or one.freed:
             continue
-        components = [
-            RewardComponent(
-                kind=REWARD_KINDS[each.kind], value=each.value, turn_index=each.turn_index
-            )
-            for each in one.rewards
-            if each.kind in REWARD_KINDS
-        ]
         with suppress(InvalidArgument):
+            components = [reward_component(each) for each in one.rewards]
             rewards_T = turn_rewards(components, turns=one.turns, weights=weights)
             returns[one.trajectory_id] = returns_to_go(rewards_T, gamma=weights.gamma)
     if not returns:
         return {}
     (credited,) = batch_advantages([GroupReturns(returns=[*returns.values()])], AdvantageRules())
     return dict(zip(returns, credited.advantages, strict=True))
-
-
-def reward_sum(rewards: Iterable[pb.RewardEvent], name: str = "") -> float | None:
-    """Returns the sum of the rewards with a name, without one of the outcomes; None if there is
-    none."""
-    values = [
-        each.value
-        for each in rewards
-        if (each.name == name if name else each.kind == pb.REWARD_KIND_OUTCOME)
-    ]
-    return sum(values) if values else None

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from forge.client.retry import retried
+from forge.client.reward_events import reward_sum
 from forge.client.scheduler import awaits_shards, leads, scheduler_remote
 from forge.runtime.coordination import Coordinator, Login
 from forge.runtime.rpc.channel import Channels
@@ -331,11 +332,7 @@ def _domain_result(domain: str, groups: Iterable[scheduler_pb2.BatchGroup]) -> D
 
 
 def _outcome(trajectory: common_pb2.TrajectorySummary) -> float:
-    return sum(
-        reward.value
-        for reward in trajectory.rewards
-        if reward.kind == common_pb2.REWARD_KIND_OUTCOME
-    )
+    return reward_sum(trajectory.rewards) or 0.0
 
 
 def _sealed(trajectory: common_pb2.TrajectorySummary) -> bool:

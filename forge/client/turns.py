@@ -16,18 +16,11 @@ from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
 
 FinishReason = Literal["stop", "length", "aborted"]
-RewardKind = Literal["outcome", "process", "speed", "agent"]
 
 _FINISH: Mapping[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_ABORTED: "aborted",
-}
-_KINDS = {
-    "outcome": common_pb2.REWARD_KIND_OUTCOME,
-    "process": common_pb2.REWARD_KIND_PROCESS,
-    "speed": common_pb2.REWARD_KIND_SPEED,
-    "agent": common_pb2.REWARD_KIND_AGENT,
 }
 
 
@@ -127,19 +120,6 @@ class CloseOptions(TypedDict, total=False):
     after_agent_s: float
     """Seconds since the end of the agent, for example spent on scoring; its completion time
     excludes them."""
-
-
-def reward_event(
-    name: str, value: float, *, kind: RewardKind = "outcome", turn_index: int = -1, key: str = ""
-) -> common_pb2.RewardEvent:
-    """Return a reward component; `key` distinguishes several with one name and turn."""
-    return common_pb2.RewardEvent(
-        event_id=f"{kind}-{name}-{turn_index}{key and '-'}{key}",
-        name=name,
-        kind=_KINDS[kind],
-        value=value,
-        turn_index=turn_index,
-    )
 
 
 def why_abandoned(error: BaseException | None) -> str:

@@ -6,14 +6,20 @@ this host lacks.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from forge.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def device_of(setting: str, *, rank: int = 0) -> torch.device:
     """Returns the device of a rank: with "cuda" each has the GPU of its number. Raises
     `ConfigError` if it does not exist."""
+    # Here, since a start reads its settings before it imports torch.
+    import torch
+
     try:
         device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
         torch.empty(0, device=device)

@@ -1,8 +1,10 @@
 """Run one inference instance: `python -m services.inference --help`."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from forge.rl.device import device_of
 from forge.runtime.process.startup import run
 from services.inference.config import InferenceConfig
 
@@ -22,15 +24,9 @@ def host_checks(config: InferenceConfig) -> Iterator[Callable[[], object]]:
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: engine_entry(config.engine)
     if config.role != "router" and config.device != "cpu":
-        yield lambda: _check_device(config.device)
+        yield partial(device_of, config.device)
     if config.role != "router" and (Path(config.model_path) / "config.json").is_file():
         yield lambda: _check_engine(config)
-
-
-def _check_device(device: str) -> None:
-    from forge.rl.device import device_of
-
-    device_of(device)
 
 
 def _check_engine(config: InferenceConfig) -> None:

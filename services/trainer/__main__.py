@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from forge.core.errors import ForgeError
 from forge.core.extras import require_extra
+from forge.rl.device import device_of
 from forge.runtime.process.startup import CANNOT_START, run
 from forge.runtime.settings.reader import load
 from services.trainer.config import TrainerConfig
@@ -39,7 +40,7 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     if config.evaluation.tasks:
         yield partial(_read_tasks, config.evaluation.tasks)
     if config.device != "cpu":
-        yield lambda: _check_device(config.device)
+        yield partial(device_of, config.device)
     needs = {
         "lora": config.lora.rank,
         "adamw8bit": config.optimizer.name == "adamw_8bit",
@@ -48,12 +49,6 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     for extra, needed in needs.items():
         if needed:
             yield partial(require_extra, extra)
-
-
-def _check_device(device: str) -> None:
-    from forge.rl.device import device_of
-
-    device_of(device)
 
 
 def _check_family(model_path: str) -> None:

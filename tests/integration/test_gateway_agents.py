@@ -9,7 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from forge.client.turns import Answer, reward_event
+from forge.client.reward_events import reward_event
+from forge.client.turns import Answer
 from forge.core.errors import FailedPrecondition
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from forge.client.turns import reward_event
+from forge.client.reward_events import reward_event
 from forge.core.trajectory import NO_PARENT
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

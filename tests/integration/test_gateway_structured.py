@@ -16,7 +16,7 @@ from openai.lib._parsing._completions import type_to_response_format_param
 from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from forge.client.turns import reward_event
+from forge.client.reward_events import reward_event
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2

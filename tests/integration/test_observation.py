@@ -21,7 +21,7 @@ from forge.cli import support_bundle
 from forge.cli.bundle_command import make_bundle
 from forge.cli.options import SystemOptions
 from forge.cli.rundir import RunDirectory
-from forge.client.turns import reward_event
+from forge.client.reward_events import reward_event
 from forge.core.errors import InvalidArgument
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.tracing.traceparent import (

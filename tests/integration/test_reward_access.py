@@ -11,8 +11,9 @@ import aiohttp
 import grpc
 import pytest
 
+from forge.client.reward_events import reward_event
 from forge.client.session import AgentSession
-from forge.client.turns import RewardKind, reward_event
+from forge.core.credit.rewards import RewardKind
 from forge.core.errors import (
     AlreadyExists,
     FailedPrecondition,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.client.group_credit import REWARD_KINDS
+from forge.client.reward_events import REWARD_KINDS, reward_sum
 from forge.v1 import common_pb2 as pb
 
 
@@ -21,7 +21,6 @@ def reward_row(reward: pb.RewardEvent) -> dict[str, Any]:
 
 def summary_row(one: pb.TrajectorySummary) -> dict[str, Any]:
     """A trajectory of a list."""
-    outcomes = [each.value for each in one.rewards if each.kind == pb.REWARD_KIND_OUTCOME]
     return {
         "id": one.trajectory_id,
         "task_id": one.task_id or one.trajectory_id.partition(":")[0],
@@ -33,6 +32,6 @@ def summary_row(one: pb.TrajectorySummary) -> dict[str, Any]:
         "closed": one.sealed_unix_s,
         "reason": one.reason,
         "freed": one.freed,
-        "outcome": sum(outcomes) if outcomes else None,
+        "outcome": reward_sum(one.rewards),
         "rewards": [reward_row(each) for each in one.rewards],
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from forge.client.operator import Operator
 from forge.client.pool import PoolReader
+from forge.client.reward_events import reward_sum
 from forge.core.tasks.dataset_cursor import any_place_of
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2
@@ -156,12 +157,8 @@ def task_row(one: scheduler_pb2.BatchGroup) -> dict[str, Any]:
 
 def _outcomes(one: scheduler_pb2.BatchGroup) -> list[float]:
     """The outcome of each rollout that has one."""
-    found = []
-    for trajectory in one.trajectories:
-        own = [each.value for each in trajectory.rewards if each.kind == pb.REWARD_KIND_OUTCOME]
-        if own:
-            found.append(sum(own))
-    return found
+    sums = (reward_sum(trajectory.rewards) for trajectory in one.trajectories)
+    return [outcome for outcome in sums if outcome is not None]
 
 
 def _mean(values: Iterable[float]) -> float | None:

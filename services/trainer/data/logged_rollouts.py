@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from forge.client.conversations import conversations
+from forge.client.reward_events import reward_sum
 from forge.core.conversation.messages import to_openai
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2 as pb
@@ -40,11 +41,10 @@ def logged_rollouts(
 
 
 def _row(one: pb.Trajectory) -> LoggedRollout:
-    outcomes = [each.value for each in one.rewards if each.kind == pb.REWARD_KIND_OUTCOME]
     return LoggedRollout(
         trajectory_id=one.trajectory_id,
         domain=one.domain,
-        reward=sum(outcomes),
+        reward=reward_sum(one.rewards) or 0.0,
         components=json.dumps({each.name: each.value for each in one.rewards}),
         turns=len(one.turns),
         conversation=_conversation(one.turns),

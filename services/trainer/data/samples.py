@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import fmean
 from typing import Literal
 
+from forge.client.reward_events import reward_component, reward_sum
+from forge.client.trajectory_tree import turn_tokens
 from forge.core.credit.advantages import GroupReturns, batch_advantages
 from forge.core.credit.overlong import masked_turns, overlong_penalties
-from forge.core.credit.rewards import (
-    RewardComponent,
-    RewardKind,
-    RewardWeights,
-    returns_to_go,
-    speed_credits,
-    turn_rewards,
-)
+from forge.core.credit.rewards import RewardWeights, returns_to_go, speed_credits, turn_rewards
 from forge.core.credit.side_calls import SideCall, side_calls
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
@@ -43,14 +38,6 @@ from services.trainer.data.other_models import policy_part, policy_turns
 from services.trainer.data.reward_components import reward_components
 from services.trainer.data.routes import routes_of
 from services.trainer.data.speed import completion_of, reported_speed, speeds_of
-
-_KINDS: Mapping[int, RewardKind] = {
-    pb.REWARD_KIND_OUTCOME: "outcome",
-    pb.REWARD_KIND_PROCESS: "process",
-    pb.REWARD_KIND_SPEED: "speed",
-    pb.REWARD_KIND_AGENT: "agent",
-}
-
 
 LeftOut = (
     Literal["empty", "aborted", "greedy", "overlong", "share_missing", "other_model"] | SideCall
@@ -253,9 +240,9 @@ def _rollout(
     turn_indices = policy_turns(trajectory)
     trajectory, other_turns = policy_part(trajectory)
     try:
-        tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
+        tree = TokenTree([_trained_tokens(turn) for turn in trajectory.turns])
         rewards_T = turn_rewards(
-            [_component(event) for event in trajectory.rewards],
+            [reward_component(event) for event in trajectory.rewards],
             turns=len(trajectory.turns),
             weights=rules.weights,
         )
@@ -373,26 +360,11 @@ def _turn_samples(
 
 
 def _outcome(rollout: _Rollout) -> float:
-    return sum(
-        event.value for event in rollout.trajectory.rewards if event.kind == pb.REWARD_KIND_OUTCOME
-    )
+    return reward_sum(rollout.trajectory.rewards) or 0.0
 
 
-def _component(event: pb.RewardEvent) -> RewardComponent:
-    if event.kind not in _KINDS:
-        raise InvalidArgument(f"reward {event.event_id!r} has kind {event.kind}")
-    return RewardComponent(kind=_KINDS[event.kind], value=event.value, turn_index=event.turn_index)
-
-
-def _turn_tokens(turn: pb.Turn) -> TurnTokens:
-    return TurnTokens(
-        turn_index=turn.turn_index,
-        parent_turn=turn.parent_turn,
-        prefix_tokens=turn.prefix_tokens,
-        prompt_ids=turn.prompt_ids,
-        sampled_ids=turn.sampled.ids,
-        logprobs=turn.sampled.logprobs
-        if cut_of(turn) == "share_missing"
-        else logprobs_without_mask(turn.sampled),
-        weight_versions=turn.sampled.weight_versions,
-    )
+def _trained_tokens(turn: pb.Turn) -> TurnTokens:
+    tokens = turn_tokens(turn)
+    if cut_of(turn) == "share_missing":
+        return tokens
+    return replace(tokens, logprobs=logprobs_without_mask(turn.sampled))
