@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,9 @@ from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import share_fork_server
 from tests.support.suite.forge_run import end_runs
 from tests.support.suite.process_guard import start_guard
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.cluster import SchedulerCluster
 
 # Before torch comes: two workers whose threads spin for each other on two cores take ten times as
 # long. Processes that tests start have one thread each, too.
@@ -105,6 +109,20 @@ async def coordinator(etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinat
     connected = await Coordinator.connect(etcd.endpoint, cluster=cluster)
     yield connected
     await connected.close()
+
+
+@pytest_asyncio.fixture
+async def forge(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[SchedulerCluster]:
+    """A pool shard; schedulers are to be started."""
+    # Here, since few tests need it.
+    from tests.support.scheduler.cluster import SchedulerCluster
+
+    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    running.start_pool()
+    yield running
+    await running.close()
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
-from tests.support.inference.cluster import InferenceCluster
+from tests.support.inference.cluster import InferenceCluster, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
@@ -24,15 +23,11 @@ async def inference(
     shared_etcd: EtcdServer, tmp_path: Path, cluster: str
 ) -> AsyncIterator[InferenceCluster]:
     """A publisher and a router with early hand-offs of short prompts."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster=cluster)
-    running = InferenceCluster(tmp_path, tmp_path / "model", coordinator, shared_etcd, cluster)
-    await running.publisher.start()
-    await running.publisher.publish(published(reference("qwen3")))
-    running.start("router", "--router.early-hand-off-tokens", "64")
-    yield running
-    await running.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(tmp_path, shared_etcd, cluster, model=model) as running:
+        await running.publisher.publish(published(reference("qwen3")))
+        running.start("router", "--router.early-hand-off-tokens", "64")
+        yield running
 
 
 async def start(inference: InferenceCluster, role: str) -> str:

@@ -47,9 +47,8 @@ def stack(
         cluster=CLUSTER,
         context_tokens=CONTEXT_TOKENS,
     )
-    made.start()
-    yield made
-    made.stop()
+    with made.running():
+        yield made
 
 
 @pytest_asyncio.fixture(scope="session")

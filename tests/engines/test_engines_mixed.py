@@ -13,11 +13,10 @@ from importlib import import_module
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from forge.v1.common_pb2 import Grammar
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, save_tokenizer
-from tests.support.inference.cluster import InferenceCluster
+from tests.support.inference.cluster import InferenceCluster, inference_cluster
 from tests.support.inference.version_tables import VersionTables
 from tests.support.runtime.etcd import EtcdServer
 
@@ -36,15 +35,11 @@ async def inference(
     # The machine's memory holds one vLLM: that of the contract suite ends first.
     await import_module("tests.contract.vllm_engine").stop()
     folder = tmp_path_factory.mktemp("mixed")
-    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="mixed")
-    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "mixed")
-    await cluster.publisher.start()
-    cluster.start("router")
-    yield cluster
-    await cluster.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(folder, shared_etcd, "mixed", model=model) as cluster:
+        save_tokenizer(folder / "model")
+        cluster.start("router")
+        yield cluster
 
 
 async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: InferenceCluster) -> None:

@@ -16,11 +16,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from forge.v1 import inference_pb2
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
-from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.inference.cluster import InferenceCluster, Sample, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
@@ -40,15 +39,11 @@ async def inference(
     # The machine's memory holds one vLLM: that of the contract suite ends first.
     await import_module("tests.contract.vllm_engine").stop()
     folder = tmp_path_factory.mktemp("vllm")
-    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="vllm")
-    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "vllm")
-    await cluster.publisher.start()
-    await cluster.publisher.publish(published(reference("qwen3", seed=1)))
-    cluster.start("router")
-    yield cluster
-    await cluster.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(folder, shared_etcd, "vllm", model=model) as cluster:
+        await cluster.publisher.publish(published(reference("qwen3", seed=1)))
+        cluster.start("router")
+        yield cluster
 
 
 def engine_of(inference: InferenceCluster, worker: str) -> psutil.Process:

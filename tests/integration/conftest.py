@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,18 +10,6 @@ import pytest_asyncio
 from forge.runtime.coordination import Coordinator, Instance
 from tests.support.gateway.stack import GatewayStack
 from tests.support.runtime.etcd import EtcdServer
-from tests.support.scheduler.cluster import SchedulerCluster
-
-
-@pytest_asyncio.fixture
-async def forge(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[SchedulerCluster]:
-    """A pool shard; schedulers are to be started."""
-    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    running.start_pool()
-    yield running
-    await running.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +26,8 @@ def stack(
         cluster=request.module.__name__.rpartition(".")[2].replace("_", "-"),
         family=getattr(request.module, "FAMILY", "chatml"),
     )
-    made.start()
-    yield made
-    made.stop()
+    with made.running():
+        yield made
 
 
 @pytest_asyncio.fixture

@@ -7,11 +7,9 @@ checkpoints know of those leaders keeps fences and numbers of terms unique.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from forge.core.errors import NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
@@ -35,23 +33,10 @@ from tests.support.scheduler.cluster import (
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest_asyncio.fixture
-async def coordinator(own_etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinator]:
-    """Connected to the etcd of the test."""
-    connected = await Coordinator.connect(own_etcd.endpoint, cluster=cluster)
-    yield connected
-    await connected.close()
-
-
-@pytest_asyncio.fixture
-async def forge(
-    tmp_path: Path, own_etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[SchedulerCluster]:
-    """A pool shard on the etcd of the test; schedulers are to be started."""
-    running = SchedulerCluster(tmp_path, etcd=own_etcd, cluster=cluster, coordinator=coordinator)
-    running.start_pool()
-    yield running
-    await running.close()
+@pytest.fixture
+def etcd(own_etcd: EtcdServer) -> EtcdServer:
+    """Coordinator and services use the etcd that a test restores."""
+    return own_etcd
 
 
 async def many_revisions(coordinator: Coordinator, count: int) -> None:

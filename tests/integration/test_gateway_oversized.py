@@ -45,9 +45,8 @@ def stack(
     tokenizer = Tokenizer.from_file(file)
     tokenizer.add_tokens([LONG_TOKEN])
     tokenizer.save(file)
-    made.start()
-    yield made
-    made.stop()
+    with made.running():
+        yield made
 
 
 class Memory:

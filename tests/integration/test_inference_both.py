@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from tests.contract import engines
 from tests.contract.engines import (
     BLOCK_TOKENS,
@@ -19,7 +18,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
-from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.inference.cluster import InferenceCluster, Sample, inference_cluster
 from tests.support.inference.table_engine import install_engines
 from tests.support.inference.version_tables import VersionTables
 from tests.support.runtime.etcd import EtcdServer
@@ -35,17 +34,13 @@ async def inference(
 ) -> AsyncIterator[InferenceCluster]:
     """A router and two workers of the role both, with weights."""
     folder = tmp_path_factory.mktemp("both")
-    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="both")
-    cluster = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "both")
-    await cluster.publisher.start()
-    await cluster.publisher.publish(published(reference("qwen3")))
-    cluster.start("router", "--router.local-prefill-tokens", str(LOCAL_TOKENS))
-    for name in [cluster.start("both") for _ in range(2)]:
-        await cluster.registered("decode", name, weight_version="1", role="both")
-    yield cluster
-    await cluster.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(folder, shared_etcd, "both", model=model) as cluster:
+        await cluster.publisher.publish(published(reference("qwen3")))
+        cluster.start("router", "--router.local-prefill-tokens", str(LOCAL_TOKENS))
+        for name in [cluster.start("both") for _ in range(2)]:
+            await cluster.registered("decode", name, weight_version="1", role="both")
+        yield cluster
 
 
 async def reads(inference: InferenceCluster) -> dict[str, int]:

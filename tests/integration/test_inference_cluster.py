@@ -11,14 +11,13 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.inference.worker.frozen_weights import VERSION
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference, with_heads
 from tests.contract.test_contract_engines import greedy_of
-from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample
+from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
@@ -31,14 +30,10 @@ async def running(
 ) -> AsyncIterator[InferenceCluster]:
     """A router and a publisher; processes that one test leaves serve the next."""
     folder = tmp_path_factory.mktemp("inference")
-    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="inference")
-    inference = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "inference")
-    await inference.publisher.start()
-    inference.start("router")
-    yield inference
-    await inference.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(folder, shared_etcd, "inference", model=model) as cluster:
+        cluster.start("router")
+        yield cluster
 
 
 @pytest_asyncio.fixture

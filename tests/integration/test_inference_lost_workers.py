@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
-from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.inference.cluster import InferenceCluster, Sample, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 
 LONG = 450
@@ -26,14 +25,10 @@ async def inference(
 ) -> AsyncIterator[InferenceCluster]:
     """A publisher; a test starts what it needs."""
     folder = tmp_path_factory.mktemp("lost")
-    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster=cluster)
-    running = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, cluster)
-    await running.publisher.start()
-    await running.publisher.publish(published(reference("qwen3")))
-    yield running
-    await running.stop()
-    await coordinator.close()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(folder, shared_etcd, cluster, model=model) as running:
+        await running.publisher.publish(published(reference("qwen3")))
+        yield running
 
 
 async def start_both(inference: InferenceCluster) -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.coordination import Coordinator
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference
-from tests.support.inference.cluster import InferenceCluster, Sample
+from tests.support.inference.cluster import Sample, inference_cluster
 from tests.support.inference.tensorrt_llm import install_stand_in
 from tests.support.runtime.etcd import EtcdServer
 
@@ -24,11 +23,8 @@ async def test_processes_hand_over_and_take_new_weights(
     an answer in flight continues with the next version, each token labelled by its weights."""
     path = [str(install_stand_in(tmp_path)), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path / "model")
-    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="trtllm")
-    cluster = InferenceCluster(tmp_path, tmp_path / "model", coordinator, shared_etcd, "trtllm")
-    try:
-        await cluster.publisher.start()
+    model = engines.CONFIGS["qwen3"]
+    async with inference_cluster(tmp_path, shared_etcd, "trtllm", model=model) as cluster:
         await cluster.publisher.publish(published(reference("qwen3")))
         cluster.start("router")
         workers = {role: cluster.start(role, *WORKER) for role in ("prefill", "decode")}
@@ -48,6 +44,3 @@ async def test_processes_hand_over_and_take_new_weights(
         assert "Misuse" not in cluster.log_of(workers["decode"]) + cluster.log_of(
             workers["prefill"]
         )
-    finally:
-        await cluster.stop()
-        await coordinator.close()

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from forge.runtime.coordination import Coordinator
 from forge.runtime.process.ports import free_ports
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until, until_blocking
@@ -108,16 +106,6 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
     started = Prometheus(folder)
     yield started
     started.stop()
-
-
-@pytest_asyncio.fixture
-async def forge(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[SchedulerCluster]:
-    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    running.start_pool()
-    yield running
-    await running.close()
 
 
 def test_rules_pass_promtool() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,15 @@ class GatewayStack:
         self.pool.start(*self._access("pool"))
         self.start_engine("engine-0")
         self.start_gateway("gateway-0")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Started in here; its processes end with the block."""
+        try:
+            self.start()
+            yield
+        finally:
+            self.stop()
 
     def start_engine(self, name: str, *settings: str) -> None:
         self.processes[name] = start_scripted_engine(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from transformers import PretrainedConfig
 
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator, Instance
@@ -361,3 +362,19 @@ class InferenceCluster:
     async def _router(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         (router, *_) = await self._coordinator.discover("router").wait(timeout_s=START_S)
         return self.stub(router)
+
+
+@asynccontextmanager
+async def inference_cluster(
+    folder: Path, etcd: EtcdServer, name: str, *, model: PretrainedConfig
+) -> AsyncIterator[InferenceCluster]:
+    """A publisher, and the directory of a model without weights; a test starts its processes."""
+    model.save_pretrained(folder / "model")
+    coordinator = await Coordinator.connect(etcd.endpoint, cluster=name)
+    made = InferenceCluster(folder, folder / "model", coordinator, etcd, name)
+    try:
+        await made.publisher.start()
+        yield made
+    finally:
+        await made.stop()
+        await coordinator.close()

@@ -18,15 +18,6 @@ from tests.support.inference.weight_sources import Source, Worker, announcement_
 WEIGHTS = {"a": bytes(range(256)) * 8192, "b": b"tail", "c": b""}
 
 
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in the place of /dev/shm."""
-    directory = tmp_path / "memory"
-    directory.mkdir()
-    monkeypatch.setattr(host_memory, "DIRECTORY", directory)
-    return directory
-
-
 @pytest_asyncio.fixture
 async def trainer() -> AsyncIterator[tuple[Source, str]]:
     """A source of the manifest, and of the data over gRPC."""

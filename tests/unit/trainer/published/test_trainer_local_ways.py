@@ -40,15 +40,6 @@ class Trainer:
         return WeightAnnouncement.decode(self.register.entries[manifest_key()].value).ways
 
 
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in the place of /dev/shm."""
-    directory = tmp_path / "memory"
-    directory.mkdir()
-    monkeypatch.setattr(host_memory, "DIRECTORY", directory)
-    return directory
-
-
 async def test_memory_is_used_while_a_worker_shares_it(memory: Path) -> None:
     """As many files as versions are kept; the trainer sends over gRPC from the same memory."""
     trainer = Trainer(memory_of_worker=host_memory.place())
