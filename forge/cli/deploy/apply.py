@@ -36,7 +36,7 @@ def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[s
     members = Members(cluster, report)
     joining = members.start(needs)
     report(f"{cluster.admin}: users, roles and tokens of etcd")
-    _bootstrap(cluster)
+    _bootstrap(cluster, joining)
     members.join(joining, lost=lost)
     _start(cluster, needs, report)
     _restart(cluster, needs, report)
@@ -53,17 +53,26 @@ def _require_release(cluster: Cluster) -> None:
             )
 
 
-def _bootstrap(cluster: Cluster) -> None:
+def _bootstrap(cluster: Cluster, joining: Collection[str]) -> None:
     deadline_s = cluster.now_s() + cluster.healthy_s
     while True:
         try:
             cluster.forge(cluster.admin, "bootstrap")
             return
-        except StepFailed:
+        except StepFailed as error:
             # A new cluster elects its leader first.
             if cluster.now_s() >= deadline_s:
-                raise
+                raise _without_quorum(error, joining) if joining else error
             cluster.pause(1.0)
+
+
+def _without_quorum(error: StepFailed, joining: Collection[str]) -> StepFailed:
+    """The error of an etcd that does not answer while hosts without data wait to join it."""
+    return StepFailed(
+        f"{error}; {', '.join(joining)}: no data of etcd there, and no member joins before etcd "
+        "answers. Start its other members; if most members have lost their data: "
+        "docs/runbooks/etcd_cluster.md, Most members are lost"
+    )
 
 
 def _start(

@@ -1,7 +1,9 @@
 """`forge deploy prepare-etcd`: the first start of a member of etcd, on its host.
 
 The installed settings name an existing cluster: an empty disk never makes a second one by itself.
-This start alone has other variables, below /run. A member with data ignores them.
+The first start alone has other variables. A reboot keeps them; the unit removes them itself once
+the member is ready, since they must not be there when its disk is lost. A member with data ignores
+them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,17 @@ from typing import Literal
 
 from forge.cli.deploy.host import systemctl
 from forge.core.errors import InvalidArgument
+from forge.runtime.files.private import replace_private_file
 
 DATA = "/var/lib/forge/etcd/member"
-VARIABLES = Path("/run/forge-etcd.env")
-DROP_IN = Path("/run/systemd/system/forge-etcd.service.d/90-start.conf")
+VARIABLES = Path("/etc/forge/etcd-start.env")
+DROP_IN = Path("/etc/systemd/system/forge-etcd.service.d/90-start.conf")
 UNIT = "forge-etcd.service"
+# Of several files with one variable the last wins. `-`: it may be gone at a restart. `+`: as root.
+_START = f"""[Service]
+EnvironmentFile=-{VARIABLES}
+ExecStartPost=+/bin/rm -f {DROP_IN} {VARIABLES}
+"""
 
 
 def prepare(state: Literal["new", "existing"], *, members: str = "") -> None:
@@ -28,9 +36,8 @@ def prepare(state: Literal["new", "existing"], *, members: str = "") -> None:
     lines += [f"ETCD_INITIAL_CLUSTER={members}"] if members else []
     try:
         DROP_IN.parent.mkdir(parents=True, exist_ok=True)
-        VARIABLES.write_text("\n".join(lines) + "\n")
-        # The last file wins.
-        DROP_IN.write_text(f"[Service]\nEnvironmentFile={VARIABLES}\n")
+        replace_private_file(VARIABLES, "\n".join(lines) + "\n")
+        replace_private_file(DROP_IN, _START)
     except OSError as error:
         raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
     systemctl("daemon-reload")

@@ -146,7 +146,10 @@ def _settings_files(inventory: Inventory, host: Host, assets: Assets) -> Iterato
             # A variable may be the key of a judge.
             yield _text(f"{SETTINGS}/{one.env_file}", lines, mode=SECRET)
     if host.etcd:
-        yield _text(f"{SETTINGS}/etcd.env", _etcd_env(inventory, host))
+        yield _text(f"{SETTINGS}/etcd.env", _etcd_env(host))
+        # Its own file, and no input of the unit: a member with data ignores it.
+        members = ",".join(f"{one.name}={_peer_url(one)}" for one in inventory.members)
+        yield _text(f"{SETTINGS}/etcd-members.env", f"ETCD_INITIAL_CLUSTER={members}\n")
     if host.has_key:
         yield _text("/etc/profile.d/forge.sh", _profile(inventory))
     kinds = {one.kind for one in host.instances}
@@ -225,8 +228,7 @@ def _quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _etcd_env(inventory: Inventory, host: Host) -> str:
-    peer = {one.name: f"https://{bracketed(one.address)}:2380" for one in inventory.members}
+def _etcd_env(host: Host) -> str:
     client = f"https://{bracketed(host.address)}:2379"
     return "".join(
         f"{name}={value}\n"
@@ -234,13 +236,16 @@ def _etcd_env(inventory: Inventory, host: Host) -> str:
             "ETCD_NAME": host.name,
             "ETCD_LISTEN_CLIENT_URLS": client,
             "ETCD_ADVERTISE_CLIENT_URLS": client,
-            "ETCD_LISTEN_PEER_URLS": peer[host.name],
-            "ETCD_INITIAL_ADVERTISE_PEER_URLS": peer[host.name],
-            "ETCD_INITIAL_CLUSTER": ",".join(f"{name}={url}" for name, url in peer.items()),
+            "ETCD_LISTEN_PEER_URLS": _peer_url(host),
+            "ETCD_INITIAL_ADVERTISE_PEER_URLS": _peer_url(host),
             # An empty disk makes no second cluster; `etcd_start` makes the first one.
             "ETCD_INITIAL_CLUSTER_STATE": "existing",
         }.items()
     )
+
+
+def _peer_url(host: Host) -> str:
+    return f"https://{bracketed(host.address)}:2380"
 
 
 def _rank_env(inventory: Inventory) -> str:

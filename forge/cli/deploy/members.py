@@ -65,7 +65,8 @@ class Members:
         run = self._cluster.run
         states = {host: run(host, "sh", "-c", STATE).split() for host in self._cluster.manifests}
         with_data = [host for host, state in states.items() if "data" in state]
-        is_new = not with_data
+        # A member that was ever ready has no such variables any more: no quorum was there yet.
+        is_new = all("new" in states[one] for one in with_data)
         if with_data and not {*with_data} & {*self._hosts}:
             raise FailedPrecondition(
                 f"{with_data[0]} has a member of etcd, and no host with services.etcd = 1 has: "

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forge.cli.deploy.etcd_start import VARIABLES
 from forge.cli.deploy.members import STATE
 from forge.cli.deploy.rendered import Manifest
 from forge.cli.deploy.transport import Ended
@@ -65,6 +66,14 @@ class FakeEtcd:
         del self.data[host]
         self.running.discard(host)
 
+    def reboot(self) -> None:
+        """Take the power of all hosts, and start the members, whose units are enabled."""
+        self.running.clear()
+        if VARIABLES.is_relative_to("/run"):
+            self.variables.clear()
+        for host in self.hosts:
+            self._start(host, self.variables.get(host, {}))
+
     def voters(self) -> list[str]:
         """The hosts whose members vote."""
         return sorted(one.host for one in self.members.values() if not one.is_learner)
@@ -90,6 +99,8 @@ class FakeEtcd:
                 return DONE
             case ["systemctl", "is-active", unit] if unit == UNIT:
                 return Ended(code=0, output="active" if host in self.running else "failed")
+            case [_, _, _, "deploy", "bootstrap"] if not self._has_quorum():
+                return Ended(code=1, output="", errors="etcd: no answer")
             case ["env", "ETCDCTL_API=3", *_]:
                 if not self._has_quorum():
                     return Ended(code=1, output="", errors="context deadline exceeded")
@@ -112,6 +123,10 @@ class FakeEtcd:
             f"{one.host}={self._url(one.host)}" for one in self.members.values()
         ):
             self._join(host)
+        if self._has_quorum():
+            # The unit removes them once the member is ready.
+            for one in self.running:
+                self.variables.pop(one, None)
 
     def _make(self, host: str) -> None:
         if not self.members:

@@ -129,7 +129,7 @@ def test_no_member_joins_while_another_is_not_well(
         etcd.silent.add("b")
 
     hosts = hosts_with(manifests, silent)
-    with pytest.raises(StepFailed, match="context deadline exceeded"):
+    with pytest.raises(StepFailed, match="etcd: no answer; c: no data of etcd there"):
         applied(hosts, tmp_path, "c")
     hosts = hosts_with(manifests, lambda etcd: etcd.has("a", "b"))
     hosts.fails = lambda host, words: "health" in words
@@ -140,6 +140,20 @@ def test_no_member_joins_while_another_is_not_well(
     hosts.etcd.running.discard("b")
     applied(hosts, tmp_path)
     assert whole(hosts)
+
+
+def test_apply_without_a_quorum_says_what_brings_one(
+    manifests: dict[str, Manifest], tmp_path: Path
+) -> None:
+    """Two of three members have lost their data: the line names them and the page."""
+
+    def without_most(etcd: FakeEtcd) -> None:
+        without_c(etcd)
+        etcd.lose("b")
+
+    hosts = hosts_with(manifests, without_most)
+    with pytest.raises(StepFailed, match=r"no answer; b, c: no data of etcd .*Most members are"):
+        applied(hosts, tmp_path)
 
 
 def test_second_learner_waits_for_the_first(manifests: dict[str, Manifest], tmp_path: Path) -> None:
@@ -163,13 +177,19 @@ def test_members_of_another_host_make_no_second_cluster(
     assert hosts.etcd.clusters == 1
 
 
+@pytest.mark.parametrize("is_reboot", [False, True])
 @pytest.mark.parametrize(
     ("prepare", "lost"), [(lambda etcd: None, ()), (grown, ()), (without_c, ("c",))]
 )
 def test_members_are_whole_after_a_kill_at_any_command(
-    manifests: dict[str, Manifest], tmp_path: Path, prepare: Prepare, lost: tuple[str, ...]
+    manifests: dict[str, Manifest],
+    tmp_path: Path,
+    prepare: Prepare,
+    lost: tuple[str, ...],
+    is_reboot: bool,
 ) -> None:
-    """The same command continues: a new cluster, one that grows, and a lost member."""
+    """The same command continues: a new cluster, one that grows, and a lost member. So it does if
+    all hosts lose their power then."""
     hosts = hosts_with(manifests, prepare)
     applied(hosts, tmp_path, *lost)
     for number in range(len(hosts.commands)):
@@ -178,6 +198,8 @@ def test_members_are_whole_after_a_kill_at_any_command(
         with pytest.raises(Killed):
             applied(hosts, tmp_path, *lost)
         command = hosts.commands[-1]
+        if is_reboot:
+            hosts.etcd.reboot()
         # A replaced member with data is no longer lost.
         left = [host for host in lost if host not in hosts.etcd.data]
         applied(hosts, tmp_path, *left)

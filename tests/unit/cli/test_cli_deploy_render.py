@@ -81,7 +81,7 @@ def test_rendered_instances_have_role_gpu_and_port(out: Path) -> None:
     assert decode == {"FORGE_ROLE": "decode", "JUDGE": 'a "b" $c'}
     assert variables(out, "beta", "/etc/forge/trainer@1.env") == {"CUDA_VISIBLE_DEVICES": "0"}
     assert variables(out, "alpha", "/etc/forge/gateway@2.env") == {"FORGE_HTTP__PORT": "8101"}
-    etcd = variables(out, "alpha", "/etc/forge/etcd.env")
+    etcd = variables(out, "alpha", "/etc/forge/etcd-members.env")
     assert etcd["ETCD_INITIAL_CLUSTER"] == "alpha=https://10.0.0.1:2380"
 
 
@@ -251,6 +251,27 @@ def test_manifest_names_every_file_and_what_units_read(out: Path) -> None:
         one.path for one in manifest.files
     }
     assert rendered_inventory(out).hosts[0].names == ("alpha.example",)
+
+
+def test_new_member_of_etcd_restarts_no_other_one(tmp_path: Path) -> None:
+    """The list of members is read at the first start alone: what the unit of a running member
+    reads stays."""
+
+    def read_by_alpha() -> dict[str, str]:
+        alpha = rendered_hosts(tmp_path)["alpha"]
+        (etcd,) = (one for one in alpha.units if one.kind == "etcd")
+        return {one.path: one.sha256 for one in alpha.files if one.path in etcd.inputs}
+
+    rendered(TWO_HOSTS, tmp_path)
+    before = read_by_alpha()
+    hosts = "".join(
+        f'[hosts.{name}]\naddress = "10.0.0.{number}"\nservices = {{ etcd = 1 }}\n'
+        for name, number in (("gamma", 3), ("delta", 4))
+    )
+    rendered(TWO_HOSTS.replace("[backup]", hosts + "[backup]"), tmp_path)
+    assert read_by_alpha() == before
+    members = variables(tmp_path, "alpha", "/etc/forge/etcd-members.env")["ETCD_INITIAL_CLUSTER"]
+    assert members.count("=https://") == 3
 
 
 def test_second_render_changes_nothing(tmp_path: Path) -> None:
