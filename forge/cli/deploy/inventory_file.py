@@ -23,6 +23,7 @@ from forge.cli.deploy.kinds import (
     env_name,
     instances_of,
 )
+from forge.cli.deploy.schedule import schedule_fault
 from forge.cli.deploy.table_reader import Table, TableReader
 from forge.core.errors import ConfigError, raise_all
 
@@ -46,7 +47,6 @@ _RENDERED = frozenset(
 """Settings that follow from the rest of the inventory."""
 _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
-_CALENDAR = re.compile(r"[A-Za-z0-9*,.:/~ -]+")
 _DURATION = re.compile(r"[0-9]+(\.[0-9]+)?[smhd]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_DAYS = 3650
@@ -99,8 +99,8 @@ def _backup(reader: TableReader, table: Table) -> Backup | None:
     own = reader.table("", table, "backup")
     reader.known("backup.", own, _BACKUP_KEYS)
     at = reader.text("backup.", own, "at", "hourly")
-    if not _CALENDAR.fullmatch(at):
-        reader.wrong("backup.at", at, 'a time of systemd, like "hourly" or "*-*-* 04:00"')
+    if fault := schedule_fault(at):
+        reader.wrong("backup.at", at, fault)
     full_every = reader.text("backup.", own, "full_every", "7d")
     if not _DURATION.fullmatch(full_every):
         reader.wrong("backup.full_every", full_every, "a time like 12h or 7d")
