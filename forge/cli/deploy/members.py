@@ -24,6 +24,8 @@ STATE = (
 """Prints what a host has: data of a member, a prepared start, that of a new cluster."""
 ETCDCTL = 'ETCDCTL_USER="root:$(cat /etc/forge/etcd-users/root)" exec etcdctl "$@"'
 """Its password is in no list of processes."""
+_NOT_YET = ("unhealthy cluster", "in sync with leader")
+"""Refusals of etcd that end by themselves."""
 _TLS = tuple(
     f"ETCDCTL_{name}=/etc/forge/tls/tls_{file}.pem"
     for name, file in (("CACERT", "ca"), ("CERT", "cert"), ("KEY", "key"))
@@ -132,12 +134,12 @@ class Members:
                     f"or replace the member: forge deploy apply --replace-etcd {host}"
                 )
             self._report(f"{host}: remove its lost member {present.id} from etcd")
-            self._etcdctl(self._clients(within), "member", "remove", present.id)
+            self._change(within, "member", "remove", present.id)
             present = None
         if present is None:
             self._report(f"{host}: announce it as a learner of etcd")
             url = f"--peer-urls={self._peer_url(host)}"
-            self._etcdctl(self._clients(within), "member", "add", host, "--learner", url)
+            self._change(within, "member", "add", host, "--learner", url)
         # etcd compares it with its own list.
         named = [f"{one.name or host}={url}" for one in self._list(within) for url in one.peer_urls]
         self._report(f"{host}: start {UNIT}")
@@ -153,13 +155,19 @@ class Members:
         if found is None or not found.is_learner:
             return
         self._report(f"{host}: promote its member of etcd")
+        self._change(within, "member", "promote", found.id)
+
+    def _change(self, within: Sequence[str], *words: str) -> None:
+        """Change the members, once etcd does: it refuses a learner that lags, and any change until
+        each voter was connected for some seconds. Raises `StepFailed`."""
         deadline_s = self._cluster.now_s() + self._cluster.healthy_s
         while True:
             try:
-                self._etcdctl(self._clients(within), "member", "promote", found.id)
+                self._etcdctl(self._clients(within), *words)
                 return
-            except StepFailed:
-                if self._cluster.now_s() >= deadline_s:
+            except StepFailed as error:
+                refused = any(text in str(error) for text in _NOT_YET)
+                if not refused or self._cluster.now_s() >= deadline_s:
                     raise
                 self._cluster.pause(1.0)
 

@@ -28,6 +28,8 @@ class FakeMember:
     started: bool = False
     is_learner: bool = False
     has_log: bool = True
+    is_new_voter: bool = False
+    """etcd refuses one change of the members: it was not connected for long enough."""
 
 
 @dataclass(slots=True)
@@ -147,6 +149,9 @@ class FakeEtcd:
         match command, rest:
             case "member list", _:
                 return Ended(code=0, output=json.dumps({"members": [*map(self._row, self._all())]}))
+            case "member add", _ if new := [one for one in self._all() if one.is_new_voter]:
+                new[0].is_new_voter = False
+                refused = "etcdserver: unhealthy cluster"
             case "member add", [host, "--learner", _]:
                 assert not any(one.is_learner or not one.started for one in self._all())
                 assert all(self._answers(one.host) for one in self._all())
@@ -154,7 +159,7 @@ class FakeEtcd:
             case "member promote", [id_]:
                 member = self.members[int(id_, 16)]
                 if member.started and member.has_log:
-                    member.is_learner = False
+                    member.is_learner, member.is_new_voter = False, True
                 else:
                     member.has_log = member.started
                     refused = "can only promote a learner member which is in sync with leader"
