@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.systemd.bare_host import BareHost, make_root
+from tests.support.systemd.disk import Disk
 from tests.support.systemd.installed import (
     CPU,
     SMALL,
@@ -15,7 +15,6 @@ from tests.support.systemd.installed import (
     WORKERS,
     Installed,
     documented,
-    remove_tree,
     unpack_repository,
 )
 
@@ -26,13 +25,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     if not STOCK.exists():
         make_root(STOCK)
     root = tmp_path_factory.mktemp("installed") / "debian12"
-    subprocess.run(["cp", "--archive", "--reflink=auto", str(STOCK), str(root)], check=True)
+    disk = Disk(root=STOCK, layers=(STOCK,)).above(root)
     unpack_repository(root / "root" / "forge")
     install, start = documented()
-    BareHost(root).install(install, network=True)
+    BareHost(disk).install(install, network=True)
     for name in WORKERS:
         with (root / f"etc/forge/inference@{name}.env").open("a") as env:
             env.write(CPU)
     (root / "etc/forge/scheduler@1.env").write_text(SMALL)
-    yield Installed(root=root, start=start)
-    remove_tree(root)
+    yield Installed(disk=disk, start=start)
+    disk.remove()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.systemd.bare_host import BareHost, missing
-from tests.support.systemd.installed import Installed, remove_tree
+from tests.support.systemd.installed import Installed
 from tests.support.systemd.work import READ, SESSIONS, TASKS, until
 
 FORGE = "/opt/forge/.venv/bin/forge"
@@ -25,17 +25,17 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "possible h
 @pytest.fixture(scope="module")
 def host(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHost]:
     """The host with everything started and not yet rebooted."""
-    root = installed.copy(tmp_path_factory.mktemp("host") / "debian12")
-    (root / "root/tasks.py").write_text(TASKS)
-    (root / "root/sessions.py").write_text(SESSIONS)
-    host = BareHost(root, shared=installed.software)
+    disk = installed.copy(tmp_path_factory.mktemp("host") / "debian12")
+    (disk.root / "root/tasks.py").write_text(TASKS)
+    (disk.root / "root/sessions.py").write_text(SESSIONS)
+    host = BareHost(disk, shared=installed.software)
     host.boot()
     try:
         host.run("bash", "-c", installed.start)
         yield host
     finally:
         host.stop()
-        remove_tree(root)
+        disk.remove()
 
 
 def enabled(host: BareHost) -> list[str]:

@@ -62,7 +62,7 @@ def _bootstrap(cluster: Cluster, joining: Collection[str]) -> None:
         except StepFailed as error:
             # A new cluster elects its leader first.
             if cluster.now_s() >= deadline_s:
-                raise _without_quorum(error, joining) if joining else error
+                raise (_without_quorum(error, joining) if joining else error) from None
             cluster.pause(1.0)
 
 

@@ -20,7 +20,7 @@ _WORDS = frozenset(
         *("yearly", "annually"),
     }
 )
-_DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()
+_DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
 _WEEKDAYS = {name: number for number, day in enumerate(_DAYS) for name in (day, day[:3])}
 # No line break, and no specifier of systemd: the text becomes a line of a unit.
 _CHARACTERS = re.compile(r"[A-Za-z0-9*,.:/~+_ -]+")

@@ -21,13 +21,14 @@ from types import MappingProxyType
 import psutil
 
 from tests.support.runtime.waiting import StillNotSo, until_blocking
+from tests.support.systemd.disk import Disk
 from tests.support.systemd.network import Network
 
 START_S = 300.0
 GONE_S = 60.0
 REBOOT = 133
 """Exit code of systemd-nspawn for a host that reboots."""
-STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates"
+STOCK = "systemd,systemd-sysv,dbus,python3,ca-certificates,openssh-server,rsync"
 """Packages of every Debian host; nothing of Forge's needs, and no compiler."""
 NSPAWN = ("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--console=pipe")
 HIERARCHIES = tuple(Path("/sys/fs/cgroup", name) for name in ("systemd", "unified", ""))
@@ -90,21 +91,22 @@ def _remove(group: Path) -> None:
 
 
 class BareHost:
-    """One host. `root` is its file system.
+    """One host, with its disk.
 
     `network` connects it to others under its own address; without one it has loopback alone.
     """
 
     def __init__(
         self,
-        root: Path,
+        disk: Disk,
         *,
         name: str = "debian12",
         network: Network | None = None,
         address: str = "",
         shared: Mapping[Path, str] = MappingProxyType({}),
     ) -> None:
-        self.root = root
+        self.disk = disk
+        self.root = root = disk.root
         self.name = name
         self._group = f"forge-test-{os.getpid()}-{name}"
         self._log = root.parent / f"{root.name}.log"
@@ -222,13 +224,13 @@ class BareHost:
 
 
 def boot_copy(
-    stock: Path, root: Path, *, name: str, network: Network, shared: Mapping[Path, str]
+    stock: Disk, root: Path, *, name: str, network: Network, shared: Mapping[Path, str]
 ) -> BareHost:
     """Boot a host with a copy of a disk. Its name, forge-N, gives its address, 10.0.0.N."""
-    subprocess.run(["cp", "--archive", "--reflink=auto", stock, root], check=True)
+    disk = stock.above(root)
     (root / "etc/hostname").write_text(f"{name}\n")
     address = f"10.0.0.{name.rpartition('-')[2]}"
-    host = BareHost(root, name=name, network=network, address=address, shared=shared)
+    host = BareHost(disk, name=name, network=network, address=address, shared=shared)
     host.boot()
     return host
 

@@ -7,8 +7,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.systemd.disk import Disk
+
 ROOT = Path(__file__).parents[3]
-STOCK = ROOT / ".systemd" / "debian12"
+STOCK = ROOT / ".systemd" / "debian12-ssh"
 SOFTWARE = "/opt/forge"
 CPU = "FORGE_DEVICE=cpu\nFORGE_DTYPE=float32\n"
 SMALL = "FORGE_QUEUE__CONCURRENCY=16\nFORGE_QUEUE__BATCH_GROUPS=4\n"
@@ -20,23 +22,23 @@ WORKERS = ("prefill-1", "decode-1", "decode-2", "router-1")
 class Installed:
     """The file system of a host that was never booted."""
 
-    root: Path
+    disk: Disk
     start: str
     """The documented commands that start the services."""
+
+    @property
+    def root(self) -> Path:
+        """Its file system."""
+        return self.disk.root
 
     @property
     def software(self) -> dict[Path, str]:
         """The directory of the releases; hosts share it instead of copying gigabytes."""
         return {self.root / SOFTWARE.lstrip("/"): SOFTWARE}
 
-    def copy(self, root: Path) -> Path:
-        """Make the file system of one more host, without the software."""
-        root.mkdir(parents=True)
-        pack = ["tar", "-C", str(self.root), f"--exclude=.{SOFTWARE}/*", "-c", "."]
-        unpack = ["tar", "-xp", "--numeric-owner", "-C", str(root)]
-        with subprocess.Popen(pack, stdout=subprocess.PIPE) as packed:
-            subprocess.run(unpack, stdin=packed.stdout, check=True)
-        return root
+    def copy(self, root: Path) -> Disk:
+        """Make the disk of one more host, without the software."""
+        return self.disk.above(root, without=[SOFTWARE])
 
 
 def documented() -> tuple[str, str]:
@@ -58,8 +60,3 @@ def unpack_repository(folder: Path) -> None:
     folder.mkdir()
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove the disk of a host: a hundred thousand files take Python minutes."""
-    subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=False)

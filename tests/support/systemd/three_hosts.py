@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.systemd.bare_host import BareHost, boot_copy
-from tests.support.systemd.installed import CPU, ROOT, Installed, remove_tree, unpack_repository
+from tests.support.systemd.disk import remove_tree
+from tests.support.systemd.installed import CPU, ROOT, Installed, unpack_repository
 from tests.support.systemd.network import Network
 from tests.support.systemd.runbook import steps
 from tests.support.systemd.work import TASKS
@@ -21,7 +22,6 @@ _UPGRADE = ROOT / "docs/runbooks/upgrade.md"
 NEXT_RELEASE = "0.2.0"
 NAMES = ("forge-1", "forge-2", "forge-3")
 SSH = """
-apt-get install -y --no-install-recommends openssh-server rsync
 mkdir -p /root/.ssh
 ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519
 cp /root/.ssh/id_ed25519.pub /root/.ssh/authorized_keys
@@ -54,13 +54,15 @@ class ThreeHosts:
         """Boot a new host of this name, with an empty disk."""
         lost = self.hosts[name]
         self.hosts[name] = self._new(name)
-        remove_tree(lost.root)
+        lost.disk.remove()
 
     def close(self) -> None:
         """End all hosts, and remove their disks."""
         for host in self.hosts.values():
             host.kill()
+            host.disk.remove()
         self._network.close()
+        self._stock.remove()
         remove_tree(self._folder)
 
     def status(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class ThreeHosts:
 
     def _prepare(self) -> None:
         """Add ssh, the next release, the drop-ins of TLS and small settings to the stock."""
-        root = self._stock
+        root = self._stock.root
         unpack_repository(root / f"root/forge-{NEXT_RELEASE}")
         project = root / f"root/forge-{NEXT_RELEASE}/pyproject.toml"
         named = re.sub(r'(?m)^version = ".*"', f'version = "{NEXT_RELEASE}"', project.read_text())
@@ -101,7 +103,7 @@ class ThreeHosts:
         units = root / "etc/systemd/system"
         shutil.copytree(ROOT / "deploy/systemd-tls", units, dirs_exist_ok=True)
         (root / "etc/forge/trainer@1.env").write_text(CPU.splitlines()[0] + "\n")
-        BareHost(root, shared=self._installed.software).install(SSH, network=True)
+        BareHost(self._stock, shared=self._installed.software).install(SSH, network=False)
 
     def _install_next_release(self) -> None:
         """As the page does it, on a host that reaches a package index."""

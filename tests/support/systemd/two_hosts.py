@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.systemd.bare_host import BareHost, boot_copy
-from tests.support.systemd.installed import SOFTWARE, Installed, remove_tree
+from tests.support.systemd.installed import SOFTWARE, Installed
 from tests.support.systemd.network import Network
 from tests.support.systemd.three_hosts import SSH
 from tests.support.systemd.work import TASKS
@@ -49,13 +49,13 @@ class TwoHosts:
         # Each host has its own link: the releases alone are shared.
         shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
         stock = self._stock = installed.copy(folder / "stock")
-        (stock / "root/tasks.py").write_text(TASKS)
-        (stock / "mnt/checkpoints").mkdir()
-        with (stock / "etc/hosts").open("a") as hosts:
+        (stock.root / "root/tasks.py").write_text(TASKS)
+        (stock.root / "mnt/checkpoints").mkdir()
+        with (stock.root / "etc/hosts").open("a") as hosts:
             hosts.write("".join(f"10.0.0.{n} forge-{n}\n" for n in range(1, 4)))
         for one in shared.values():
-            (stock / one.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        BareHost(stock, shared=shared).install(SSH + _BARE, network=True)
+            (stock.root / one.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        BareHost(stock, shared=shared).install(SSH + _BARE, network=False)
         self._shared = shared
         self.hosts: dict[str, BareHost] = {}
         for name in NAMES:
@@ -67,7 +67,7 @@ class TwoHosts:
         root = self._folder / name
         if name in self.hosts:
             self.hosts[name].kill()
-            remove_tree(root)
+            self.hosts[name].disk.remove()
         self.hosts[name] = boot_copy(
             self._stock, root, name=name, network=self._network, shared=self._shared
         )
@@ -115,8 +115,9 @@ class TwoHosts:
         """End both hosts, and remove their disks."""
         for host in self.hosts.values():
             host.kill()
+            host.disk.remove()
         self._network.close()
-        remove_tree(self._folder)
+        self._stock.remove()
 
 
 def make_release(of: Path, release: Path) -> None:
