@@ -1,10 +1,11 @@
 """`forge deploy`: a cluster of systemd hosts from one inventory file.
 
-Pure, without files or processes:
+Pure, without files (`schedule` asks systemd):
 
     kinds           what a host can run: units, ports, order
     table_reader    values of TOML tables, and their errors
     inventory       the inventory's content; `inventory_file` reads it
+    schedule        the time of a timer
     contradictions  errors of an inventory as a whole
     rendered        the files and units of a host, and their manifest
     host_files      what the inventory makes of each host
@@ -20,6 +21,7 @@ On the computer that renders:
     apply           installs, starts and restarts; members of etcd by `members`
     check_all       the checks of all hosts
     upgrade         rolls a release, and undoes it
+    lock            keeps two commands from one rendered directory
     command         arguments and output
 
 On a host:

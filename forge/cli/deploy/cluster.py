@@ -25,6 +25,8 @@ HEALTHY_S = 300.0
 _RESTART_S = 900.0
 """A trainer writes a checkpoint at its stop: 11 minutes, see its unit."""
 _INSTALL_S = 300.0
+AWAY_S = 60.0
+"""A connection that breaks is no reason to turn a roll around."""
 _PAUSE_S = 1.0
 
 
@@ -32,6 +34,10 @@ class StepFailed(ForgeError):
     """A step of a roll failed; the message names the host and the reason."""
 
     retryable = True
+
+
+class HostAway(StepFailed):
+    """A host gives no answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +49,8 @@ class Cluster:
     transports: Mapping[str, Transport]
     drain_s: float = 120.0
     healthy_s: float = HEALTHY_S
+    away_s: float = AWAY_S
+    """Longest wait for a host that gives no answer."""
     pause: Callable[[float], None] = time.sleep
     now_s: Callable[[], float] = time.monotonic
     notes: list[str] = field(default_factory=list)
@@ -75,8 +83,15 @@ class Cluster:
                 self.forge(step.host, "bootstrap")
 
     def run(self, host: str, *words: str, stdin: bytes = b"", limit_s: float = 60.0) -> str:
-        """Run a command on a host; return its output. Raises `StepFailed`."""
-        ended = self.transports[host].run(words, stdin=stdin, limit_s=limit_s)
+        """Run a command on a host; return its output. Raises `StepFailed`, `HostAway`."""
+        deadline_s = self.now_s() + self.away_s
+        while True:
+            ended = self.transports[host].run(words, stdin=stdin, limit_s=limit_s)
+            if not ended.is_away:
+                break
+            if self.now_s() >= deadline_s:
+                raise HostAway(f"{host}: {_short(words)}: {ended.reason}")
+            self.pause(_PAUSE_S)
         if ended.code:
             raise StepFailed(f"{host}: {_short(words)}: {ended.reason}")
         return ended.output

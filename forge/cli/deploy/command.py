@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli.command_exit import console, finish, say
+from forge.cli.command_exit import INTERRUPTED, console, finish, say
 from forge.cli.options import duration_s
 from forge.core.errors import InvalidArgument
 
@@ -66,6 +66,8 @@ def render(
     """
     from importlib import metadata
 
+    from forge.cli.deploy.lock import locked
+    from forge.cli.deploy.render import private_folder
     from forge.cli.deploy.render import render as write
     from forge.cli.deploy.secrets import ROTATED
     from forge.core.extras import DISTRIBUTION
@@ -77,13 +79,10 @@ def render(
         text = inventory.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"--inventory {str(inventory)!r}: {error}") from None
-    report = write(
-        text,
-        out,
-        source=str(inventory),
-        release=metadata.version(DISTRIBUTION),
-        rotate=rotate or (),
-    )
+    release = metadata.version(DISTRIBUTION)
+    private_folder(out)
+    with locked(out):
+        report = write(text, out, source=str(inventory), release=release, rotate=rotate or ())
     _show(report)
 
 
@@ -156,12 +155,17 @@ def upgrade(
             return
         if rollback and journal.state == "rolling":
             journal = one.roll_back(journal, "by --rollback")
-        done = one.run(journal)
+        try:
+            done = one.run(journal)
+        except KeyboardInterrupt:
+            _report(one.interrupted())
+            raise typer.Exit(INTERRUPTED) from None
         _show_notes(cluster)
         _report(
             f"every instance has release {journal.to}"
             if done
-            else f"rolled back to release {journal.before}; the reason is above"
+            else f"rolled back to release {journal.before}, which every unit runs; the reason is "
+            "above. Mend it, then repeat the command: it begins a new upgrade"
         )
     raise typer.Exit(0 if done or rollback else 1)
 
@@ -358,17 +362,14 @@ def _show_notes(cluster: Cluster) -> None:
 @contextmanager
 def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
     """Yield the hosts of a rendered cluster; one command at a time changes them."""
-    import fcntl
+    from forge.cli.deploy.lock import locked
 
-    from forge.core.errors import FailedPrecondition
-
-    cluster = _hosts(out, drain=drain, health=health)
-    with (out / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FailedPrecondition(f"another forge deploy works on {out}; wait for it") from None
-        yield cluster
+    try:
+        with locked(out):
+            yield _hosts(out, drain=drain, health=health)
+    except KeyboardInterrupt:
+        _report("interrupted: the last command may still run on its host; repeat this one")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _hosts(out: Path, *, drain: str = "0s", health: str = "5m") -> Cluster:

@@ -62,8 +62,8 @@ def render(
     """
     inventory = read_inventory(text, source=source, release=release)
     assets = read_assets()
-    _private(out)
-    _private(out / HOSTS)
+    private_folder(out)
+    private_folder(out / HOSTS)
     store = SecretStore(folder=out / SECRETS, rotate=rotate)
     secrets = store.load(inventory)
     rendered = [rendered_host(inventory, host, assets, secrets) for host in inventory.hosts]
@@ -109,7 +109,8 @@ def rendered_inventory(out: Path) -> Inventory:
     return read_inventory(text, source=str(file), release=release)
 
 
-def _private(folder: Path) -> None:
+def private_folder(folder: Path) -> None:
+    """Make a directory for its owner alone, if it is absent. Raises `InvalidArgument`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.name == HOSTS:

@@ -25,6 +25,8 @@ class Ended:
     code: int
     output: str
     errors: str = ""
+    is_away: bool = False
+    """Whether the host gave no answer; the outcome of the command is unknown."""
 
     @property
     def reason(self) -> str:
@@ -52,7 +54,8 @@ class Ssh:
         """As `Transport`."""
         ended = _run([*_SSH, self.login, "--", shlex.join(words)], stdin, limit_s)
         if ended.code == _SSH_FAILED:
-            return Ended(code=ended.code, output="", errors=f"ssh {self.login}: {ended.reason}")
+            reason = f"ssh {self.login}: {ended.reason}"
+            return Ended(code=ended.code, output="", errors=reason, is_away=True)
         return ended
 
 

@@ -5,14 +5,15 @@ Owns the journal, by which an interrupted upgrade continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
+from forge.cli.deploy.cluster import Cluster, HostAway, StepFailed, reachable
+from forge.cli.deploy.kinds import RANKS
 from forge.cli.deploy.plan import Step, rollback_steps, upgrade_steps
 from forge.core.errors import FailedPrecondition, raise_all
 from forge.runtime.files.private import replace_private_file
@@ -40,6 +41,15 @@ class Journal:
     def is_open(self) -> bool:
         """Whether steps are left."""
         return self.state in ("rolling", "rolling back")
+
+    @property
+    def progress(self) -> str:
+        """What units run, in a clause."""
+        units = {(one.host, one.unit) for one in self.steps if one.action == "restart"}
+        turned = {(one.host, one.unit) for one in self.steps[: self.done + 1] if one.unit} & units
+        back = {(one.host, one.unit) for one in self.back[: self.undone] if one.action == "check"}
+        have = len(turned - back)
+        return f"{have} of {len(units)} units may run {self.to}, the others run {self.before}"
 
 
 class Upgrade:
@@ -86,7 +96,7 @@ class Upgrade:
     def run(self, journal: Journal) -> bool:
         """Perform what is left; return whether the upgrade is done, False after a rollback.
 
-        Raises `StepFailed` if the rollback itself fails; the same command then continues it.
+        Raises `StepFailed` for a rollback that has steps left; the same command continues it.
         """
         if journal.state == "rolling":
             journal = self._forward(journal)
@@ -114,17 +124,69 @@ class Upgrade:
 
     def _backward(self, journal: Journal) -> Journal:
         self._report(f"rolling back to {journal.before}: {journal.reason}")
+        faults: list[_Fault] = []
         while journal.undone < len(journal.back):
             step = journal.back[journal.undone]
+            if any(one.holds(step) for one in faults):
+                raise StepFailed(self._unfinished(journal, faults))
             self._report(f"back {journal.undone + 1}/{len(journal.back)} {step}")
-            self._cluster.perform(step, release=journal.before)
-            journal = self._save(replace(journal, undone=journal.undone + 1))
+            try:
+                self._cluster.perform(step, release=journal.before)
+            except StepFailed as error:
+                self._report(f"failed: {error}")
+                faults.append(_Fault(step=step, error=error))
+                back = faults[-1].deferred(journal.back, journal.undone)
+                journal = self._save(replace(journal, back=back))
+            else:
+                journal = self._save(replace(journal, undone=journal.undone + 1))
         return self._save(replace(journal, state="rolled back"))
+
+    def _unfinished(self, journal: Journal, faults: Sequence[_Fault]) -> str:
+        left = len(journal.back) - journal.undone
+        return (
+            f"the rollback to {journal.before} is not finished, {left} steps are left: "
+            f"{'; '.join(str(one.error) for one in faults)}. {journal.progress}. "
+            f"Mend that, then repeat: forge deploy upgrade --out {self._cluster.out}"
+        )
+
+    def interrupted(self) -> str:
+        """Return the state that an interruption leaves, and what continues, in a line."""
+        journal = read_journal(self._file)
+        if journal is None or not journal.is_open:
+            return "interrupted: nothing was changed"
+        command = f"forge deploy upgrade --out {self._cluster.out}"
+        if journal.state == "rolling":
+            at = f"at step {journal.done + 1} of {len(journal.steps)}"
+            remedy = f"To continue: {command}; to undo it: {command} --rollback"
+        else:
+            at = f"at step {journal.undone + 1} of {len(journal.back)} of the rollback"
+            remedy = f"To continue: {command}"
+        return f"interrupted {at}, which may still run on its host: {journal.progress}. {remedy}"
 
     def _save(self, journal: Journal) -> Journal:
         # After the step: a kill in between repeats the step, which changes nothing more.
         replace_private_file(self._file, msgspec.json.encode(journal).decode() + "\n")
         return journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fault:
+    """A failed step of a rollback: the other hosts and units are rolled back without it."""
+
+    step: Step
+    error: StepFailed
+
+    def holds(self, one: Step) -> bool:
+        """Return whether a step cannot succeed before this one."""
+        if isinstance(self.error, HostAway) or self.step.action == "back":
+            return one.host == self.step.host
+        if self.step.kind == RANKS:
+            return one.kind == RANKS
+        return (one.host, one.unit) == (self.step.host, self.step.unit)
+
+    def deferred(self, steps: Sequence[Step], begin: int) -> list[Step]:
+        """Return steps with those that this fault holds at the end, from a begin on."""
+        return [*steps[:begin], *sorted(steps[begin:], key=self.holds)]
 
 
 def read_journal(file: Path) -> Journal | None:

@@ -31,12 +31,16 @@ class FakeHosts:
     before: str
     fails: Fault = lambda host, words: False
     kills: Fault = lambda host, words: False
+    away: Fault = lambda host, words: False
+    """Whether a host gives no answer; the command has no effect."""
     links: dict[str, str] = field(default_factory=dict)
     copied: dict[str, str] = field(default_factory=dict)
     units: dict[tuple[str, str], str] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     broken: set[tuple[str, str]] = field(default_factory=set)
     """Units that never start with a release: (unit, release)."""
+    unregistered: set[tuple[str, str]] = field(default_factory=set)
+    """Instances that run with a release and never come into discovery: (instance, release)."""
     needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     """What an installation says of units, by host: `start` and `restart`."""
     commands: list[tuple[str, str]] = field(default_factory=list)
@@ -63,6 +67,7 @@ class FakeHosts:
             manifests=self.manifests,
             transports=self.transports(),
             healthy_s=3.0,
+            away_s=3.0,
             pause=lambda _: None,
             now_s=lambda: float(next(now_s)),
         )
@@ -75,6 +80,8 @@ class FakeHosts:
     def answer(self, host: str, words: Sequence[str]) -> Ended:
         """The effect and the output of a command."""
         self.commands.append((host, " ".join(words)))
+        if self.away(host, words):
+            return Ended(code=255, output="", errors=f"ssh {host}: No route to host", is_away=True)
         if self.fails(host, words):
             return Ended(code=1, output="", errors=f"planted: {words[-1]}")
         ended = self.etcd.answer(host, words) or self._effect(host, list(words))
@@ -129,6 +136,9 @@ class FakeHosts:
                 # The first host leads.
                 kind = {"pool-replica": "pool", "agents": "runner"}.get(unit.kind, unit.kind)
                 leads = unit.kind not in first
+                release = self.units[host, unit.name]
+                if (unit.instance_id, release) in self.unregistered:
+                    continue
                 if not unit.instance_id or (unit.kind == "pool-replica" and not leads):
                     continue
                 first.add(unit.kind)
@@ -139,7 +149,7 @@ class FakeHosts:
                         "role": "leader" if leads and kind in ("scheduler", "trainer") else "",
                         "state": "ready",
                         "error": "",
-                        "version": self.units[host, unit.name],
+                        "version": release,
                         "metadata": {"shard": "s0", "copies": "2"} if kind == "pool" else {},
                     }
                 )
