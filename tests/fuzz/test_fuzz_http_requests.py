@@ -21,6 +21,7 @@ from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
 from services.gateway.http.openai.responses_history import history_of
 from services.gateway.http.openai.responses_turn import head_and_turn
 from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_body import checked_stops
 from tests.support.gateway.chat_templates import make_model
 from tests.support.suite.damaged import damaged_json
 
@@ -148,7 +149,7 @@ def test_chat_completions(body: bytes) -> None:
         request, headers = decode_request(body, chat_schema.ChatCompletionRequest, CHAT_FIELDS)
         chat_schema.sampling_of(request).SerializeToString()
         chat_schema.required_tool(request, MODEL.format)
-        chat_schema.stop_of(request)
+        checked_stops("stop", request.stop)
         chat_schema.choices_of(request)
         messages = chat_schema.messages_of(request, PlaceholderImages())
         list(chat_schema.prefill_of(request, messages)[0])

@@ -119,8 +119,9 @@ def sampling_params(
     return sampling
 
 
-def checked_stops(name: str, stops: list[str]) -> list[str]:
+def checked_stops(name: str, given: str | list[str] | None) -> list[str]:
     """Returns the stop strings; raises `InvalidArgument` for too many or too long ones."""
+    stops = [given] if isinstance(given, str) else given or []
     if len(stops) > MAX_STOPS:
         raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
     if (chars := sum(map(len, stops))) > MAX_STOP_CHARS:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
 from services.gateway.http.heard import Heard, heard_image, heard_message, user_messages
 from services.gateway.http.images import REFUSED, GivenImage, ImagePolicy
+from services.gateway.http.message_array import ArrayReader, with_first
 from services.gateway.http.prefill import split_prefill
 
 _USER = re.compile(rb'"role"\s*:\s*"user"')
@@ -85,9 +86,7 @@ def messages_of(request: CountTokensRequest, images: ImagePolicy = REFUSED) -> H
     if ACCOUNTING.encode() in system:
         system = _without_accounting(system)
     if has_system:
-        # One array, so that the recognized prefix includes the system prompt.
-        comma = b"" if messages[1:].lstrip().startswith(b"]") else b","
-        messages = b'[{"role":"system","content":' + system + b"}" + comma + messages[1:]
+        messages = with_first(b'{"role":"system","content":' + system + b"}", messages)
     return History(messages, _Reader(array=messages, has_system=has_system, images=images))
 
 
@@ -122,45 +121,13 @@ def _without_accounting(system: bytes) -> bytes:
         return system
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    """Decodes the messages of a request, or its last ones."""
+class _Reader(ArrayReader[InputMessage]):
+    item_type = InputMessage
+    array_name = "messages"
+    system_name = "system"
 
-    array: bytes
-    """All messages."""
-    has_system: bool
-    images: ImagePolicy
-
-    def __call__(self, array: bytes, first: int) -> list[Message]:
-        try:
-            return self._read(array, whole=not first)
-        except InvalidArgument:
-            if not first:
-                raise
-            # `first` counts converted messages, and one of the agent's may become several. Only a
-            # decoding of all messages gives the place of the error.
-            return self._read(self.array, whole=True)[first:]
-
-    def _read(self, array: bytes, *, whole: bool) -> list[Message]:
-        try:
-            decoded = msgspec.json.decode(array, type=list[InputMessage])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            wrong = re.sub(r"\$\[(\d+)\]", lambda at: self._where(int(at[1])), str(error))
-            raise InvalidArgument(f"the request body is not valid: {wrong}") from None
-        if whole and len(decoded) == self.has_system:
-            raise InvalidArgument("messages must not be empty")
-        messages: list[Message] = []
-        for at, message in enumerate(decoded):
-            if whole and self.has_system and not at:
-                messages += _system(message)
-            else:
-                messages += _messages(message, self._where(at), self.images)
-        return messages
-
-    def _where(self, at: int) -> str:
-        if self.has_system and not at:
-            return "system"
-        return f"messages[{at - self.has_system}]"
+    def messages(self, item: InputMessage, where: str, *, is_system: bool) -> Iterable[Message]:
+        return _system(item) if is_system else _messages(item, where, self.images)
 
 
 def _system(message: InputMessage) -> Iterable[Message]:

@@ -202,7 +202,7 @@ async def grammar_of(request: CountTokensRequest) -> common_pb2.Grammar | None:
 
 def stops_of(request: MessagesRequest) -> Sequence[str]:
     """Returns the stop strings; raises `InvalidArgument` for too many."""
-    return checked_stops("stop_sequences", request.stop_sequences or [])
+    return checked_stops("stop_sequences", request.stop_sequences)
 
 
 def shown_of(request: CountTokensRequest) -> Shown:

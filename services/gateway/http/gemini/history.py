@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.gemini.schema import GenerateContentRequest, shown
 from services.gateway.http.heard import Heard, heard_image, user_messages
 from services.gateway.http.images import GivenImage, ImagePolicy
+from services.gateway.http.message_array import ArrayReader, with_first
 from services.gateway.http.prefill import split_prefill
 
 _RESULTS = frozenset({"result", "output"})
@@ -94,9 +94,7 @@ def messages_of(request: GenerateContentRequest, images: ImagePolicy) -> History
         raise InvalidArgument("contents must be an array")
     has_system = system != b"null"
     if has_system:
-        # One array, so that the recognized prefix includes the system instruction.
-        comma = b"" if contents[1:].lstrip().startswith(b"]") else b","
-        contents = b"[" + _as_system(system) + comma + contents[1:]
+        contents = with_first(_as_system(system), contents)
     return History(contents, _Reader(array=contents, has_system=has_system, images=images))
 
 
@@ -122,43 +120,13 @@ def _as_system(system: bytes) -> bytes:
     return msgspec.json.encode({"role": "system", "parts": parts})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    """Decodes the messages of a request, or its last ones."""
+class _Reader(ArrayReader[Content]):
+    item_type = Content
+    array_name = "contents"
+    system_name = "systemInstruction"
 
-    array: bytes
-    """All messages."""
-    has_system: bool
-    images: ImagePolicy
-
-    def __call__(self, array: bytes, first: int) -> list[Message]:
-        try:
-            return self._read(array, whole=not first)
-        except InvalidArgument:
-            if not first:
-                raise
-            # `first` counts messages, and one content may become several. Only a decoding of all
-            # gives the place of the error.
-            return self._read(self.array, whole=True)[first:]
-
-    def _read(self, array: bytes, *, whole: bool) -> list[Message]:
-        try:
-            decoded = msgspec.json.decode(array, type=list[Content])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            wrong = re.sub(r"\$\[(\d+)\]", lambda at: self._where(int(at[1])), str(error))
-            raise InvalidArgument(f"the request body is not valid: {wrong}") from None
-        if whole and len(decoded) == self.has_system:
-            raise InvalidArgument("contents must not be empty")
-        return [
-            message
-            for at, content in enumerate(decoded)
-            for message in _messages(content, self._where(at), self.images)
-        ]
-
-    def _where(self, at: int) -> str:
-        if self.has_system and not at:
-            return "systemInstruction"
-        return f"contents[{at - self.has_system}]"
+    def messages(self, item: Content, where: str, *, is_system: bool) -> Iterable[Message]:
+        return _messages(item, where, self.images)
 
 
 def _messages(content: Content, where: str, images: ImagePolicy) -> Iterable[Message]:

@@ -203,7 +203,7 @@ async def grammar_of(config: GenerationConfig) -> common_pb2.Grammar | None:
 
 def stops_of(config: GenerationConfig) -> Sequence[str]:
     """Returns the stop strings; raises `InvalidArgument` for too many."""
-    return checked_stops("stopSequences", config.stop_sequences or [])
+    return checked_stops("stopSequences", config.stop_sequences)
 
 
 def candidates_of(config: GenerationConfig) -> int:

@@ -31,6 +31,7 @@ from services.gateway.http.openai.completion_object import (
 )
 from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_body import checked_stops
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -73,7 +74,7 @@ class ChatCompletions:
             parallel_calls=asked.parallel_tool_calls is not False,
             required_tool=chat_schema.required_tool(asked, turns.model.format),
             sampling=sampling,
-            stop=chat_schema.stop_of(asked),
+            stop=checked_stops("stop", asked.stop),
             stream=bool(asked.stream),
             arrived=arrived,
         )

@@ -25,7 +25,6 @@ from services.gateway.http.openai.guided import Guided, guided_grammar_of
 from services.gateway.http.parameters import add_ignored
 from services.gateway.http.prefill import split_prefill
 from services.gateway.http.request_body import (
-    checked_stops,
     sampling_params,
     tool_to_call,
     top_logprobs_of,
@@ -244,12 +243,6 @@ async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Gramma
         strict=bool(described and described.strict),
         field="response_format.json_schema.schema",
     )
-
-
-def stop_of(request: ChatCompletionRequest) -> list[str]:
-    """Returns the stop strings; raises `InvalidArgument` for too many."""
-    stop = request.stop or []
-    return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
 
 
 def choices_of(request: ChatCompletionRequest) -> int:

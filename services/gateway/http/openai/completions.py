@@ -29,6 +29,7 @@ from services.gateway.http.openai.completion_object import (
 )
 from services.gateway.http.openai.fields import COMPLETIONS
 from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_body import checked_stops
 from services.gateway.turns.answer_parser import TokenLogprob
 from services.gateway.turns.types import Piece, Turn
 
@@ -56,7 +57,7 @@ class Completions:
         asked, headers = decode_request(body, schema.CompletionRequest, COMPLETIONS)
         turns = edge.models.turns(claims, asked.model)
         model = turns.model
-        sampling, stop = await schema.sampling_of(asked), schema.stop_of(asked)
+        sampling, stop = await schema.sampling_of(asked), checked_stops("stop", asked.stop)
         limit = turns.context_limit(claims)
         prompts = [
             TurnRequest(

@@ -10,7 +10,7 @@ from forge.core.token_columns import int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.http.openai.chat_schema import StreamOptions
 from services.gateway.http.openai.guided import Guided, guided_grammar_of
-from services.gateway.http.request_body import checked_stops, sampling_params, within
+from services.gateway.http.request_body import sampling_params, within
 from services.gateway.model.chat_model import ChatModel
 
 MAX_PROMPTS = 128
@@ -70,12 +70,6 @@ async def sampling_of(request: CompletionRequest) -> common_pb2.SamplingParams:
             )
     sampling.MergeFrom(common_pb2.SamplingParams(grammar=await guided_grammar_of(request)))
     return sampling
-
-
-def stop_of(request: CompletionRequest) -> list[str]:
-    """Returns the stop strings; raises `InvalidArgument` for too many."""
-    stop = request.stop or []
-    return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
 
 
 def answers_of(request: CompletionRequest) -> int:

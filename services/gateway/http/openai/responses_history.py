@@ -25,6 +25,7 @@ from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
 from services.gateway.http.images import REFUSED, ImagePolicy
+from services.gateway.http.message_array import with_first
 from services.gateway.http.openai.content import Part, content_of, text_of
 from services.gateway.http.openai.responses_items import RAW_CUSTOM, key_of_item
 from services.gateway.http.openai.responses_tools import arguments_of, flat_name
@@ -91,10 +92,8 @@ def history_of(
         before = [Message(role="system", content=instructions)] if instructions else []
         return [*before, *messages_of(items_of(given))]
     if instructions:
-        # One array, so that the recognized prefix includes the instructions.
         item = msgspec.json.encode({"role": "system", "content": instructions})
-        comma = b"" if array[1:].lstrip().startswith(b"]") else b","
-        array = b"[" + item + comma + array[1:]
+        array = with_first(item, array)
     reader = _Reader(array=array, instructed=bool(instructions), images=images)
     return _InputHistory(array, reader)
 

@@ -13,6 +13,7 @@ from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
+from services.gateway.http.request_body import checked_stops
 from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -85,7 +86,7 @@ def understand(body: bytes) -> None:
     request = request_body.decode(body, chat_schema.ChatCompletionRequest)
     chat_schema.required_tool(request, MODEL.format)
     chat_schema.sampling_of(request).SerializeToString()
-    chat_schema.stop_of(request)
+    checked_stops("stop", request.stop)
     chat_schema.choices_of(request)
     conversation = Conversation(model=MODEL)
     draft = conversation.draft(
@@ -164,7 +165,7 @@ def test_request_with_every_field_is_accepted() -> None:
     assert sampling.seed == 2**64 - 1
     assert sampling.HasField("temperature")
     assert not sampling.HasField("top_p")
-    assert chat_schema.stop_of(request) == ["END"]
+    assert checked_stops("stop", request.stop) == ["END"]
 
 
 @pytest.mark.parametrize(
