@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from forge.cli.command_exit import console, finish, say
+from forge.cli.options import Insecure, TlsCert, TlsKey
 
 etcd_app = typer.Typer(
     no_args_is_help=True,
@@ -58,20 +59,9 @@ def apply(
     tls_ca: Annotated[
         str, typer.Option(envvar="FORGE_TLS_CA", help="PEM certificates that verify etcd.")
     ] = "",
-    tls_cert: Annotated[
-        str, typer.Option(envvar="FORGE_TLS_CERT", help="PEM certificate chain of this host.")
-    ] = "",
-    tls_key: Annotated[
-        str, typer.Option(envvar="FORGE_TLS_KEY", help="PEM private key of --tls-cert.")
-    ] = "",
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            envvar="FORGE_INSECURE",
-            help="Allow plain TCP beyond the loopback interface.",
-        ),
-    ] = False,
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    insecure: Insecure = False,
 ) -> None:
     """Make the users and roles of a cluster, then enable authentication.
 

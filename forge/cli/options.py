@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
+TlsCert = Annotated[
+    str, typer.Option(envvar="FORGE_TLS_CERT", help="PEM certificate chain of this host.")
+]
+TlsKey = Annotated[str, typer.Option(envvar="FORGE_TLS_KEY", help="PEM private key of --tls-cert.")]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        envvar="FORGE_INSECURE",
+        help="Allow plain TCP beyond the loopback interface.",
+    ),
+]
+
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -70,20 +83,9 @@ class SystemOptions:
             envvar="FORGE_TLS_CA", help="With --etcd: PEM certificates that verify its hosts."
         ),
     ] = ""
-    tls_cert: Annotated[
-        str, typer.Option(envvar="FORGE_TLS_CERT", help="PEM certificate chain of this host.")
-    ] = ""
-    tls_key: Annotated[
-        str, typer.Option(envvar="FORGE_TLS_KEY", help="PEM private key of --tls-cert.")
-    ] = ""
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            envvar="FORGE_INSECURE",
-            help="Allow plain TCP beyond the loopback interface.",
-        ),
-    ] = False
+    tls_cert: TlsCert = ""
+    tls_key: TlsKey = ""
+    insecure: Insecure = False
     accept_unsigned: Annotated[
         bool,
         typer.Option(

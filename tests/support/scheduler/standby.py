@@ -38,22 +38,11 @@ class StoreScans(PoolShards):
         return frozenset(self.stores)
 
     async def scan(
-        self,
-        shard: str,
-        *,
-        since: str = "",
-        settled_limit: int = 0,
-        count_settled: bool = False,
-        erased_only: bool = False,
+        self, shard: str, **options: Any
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         store = self.stores[shard]
         servicer = make_servicer(store, readers=AtOnce())
-        request = pool_pb2.ScanGroupsRequest(
-            since=since,
-            settled_limit=settled_limit,
-            count_settled=count_settled,
-            erased_only=erased_only,
-        )
+        request = pool_pb2.ScanGroupsRequest(**options)
         self.sent.append(0)
         number = 0
         async for response in servicer.ScanGroups(request, None):
@@ -68,13 +57,7 @@ class WholeScans(StoreScans):
     """The same of shards of an earlier version, which leave nothing out."""
 
     async def scan(
-        self,
-        shard: str,
-        *,
-        since: str = "",
-        settled_limit: int = 0,
-        count_settled: bool = False,
-        erased_only: bool = False,
+        self, shard: str, *, since: str = "", **_: Any
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         async for response in super().scan(shard, since=since):
             yield response

@@ -86,15 +86,7 @@ class FakeShards(PoolShards):
     async def raise_fence(self, shard: str, *, term: int) -> None:
         await self._answer(shard)
 
-    async def scan(
-        self,
-        shard: str,
-        *,
-        since: str = "",
-        settled_limit: int = 0,
-        count_settled: bool = False,
-        erased_only: bool = False,
-    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
+    async def scan(self, shard: str, **_: Any) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         await self._answer(shard)
         yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))
         async for response in self.scan_settled(shard):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,16 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
-from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from services.trainer.actors.checkpointing import Flush, Prune, Write
 from services.trainer.actors.learner import Restore, TakeSnapshot
-from services.trainer.actors.training import Advance
+from services.trainer.actors.training import Advance, Training
 from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.data.batch_source import Claim, PreparedBatch
 from services.trainer.data.samples import BatchSamples
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Snapshot
 
@@ -228,3 +232,34 @@ class Run:
             if self.world.disk.is_set():
                 await self.writer.ask(Flush(), timeout_s=30)
         return list(self.world.events)
+
+
+@asynccontextmanager
+async def run_in(
+    world: World, *, max_steps: int, clock: RunClock | None = None
+) -> AsyncIterator[Run]:
+    """One trainer process, which saves a checkpoint every second step."""
+    actors = ActorSystem("test")
+    record = TrainingRecord(max_steps=max_steps, metrics_file="")
+    learner = await actors.spawn(lambda: FakeLearner(world), name="learner")
+    writer = await actors.spawn(lambda: FakeWriter(world), name="checkpoints")
+    source: Any = FakeSource(world)
+    publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
+    evaluator: Any = FakeEvaluator(world)
+    lineage: Any = FakeLineage()
+    training = await actors.spawn(
+        lambda: Training(
+            TrainerConfig(max_steps=max_steps, checkpoint=CheckpointSettings(every_steps=2)),
+            learner=learner,
+            writer=writer,
+            source=source,
+            record=record,
+            lineage=lineage,
+            make_publisher=publisher,
+            evaluator=evaluator,
+            clock=clock,
+        ),
+        name="training",
+    )
+    yield Run(world=world, record=record, training=training, writer=writer)
+    await actors.stop()

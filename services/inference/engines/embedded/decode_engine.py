@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from forge.core.errors import ForgeError
-from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor import ThreadActor
+from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines.base import (
     EngineStatus,
     FetchKv,
@@ -23,49 +24,30 @@ from services.inference.engines.base import (
     RefusedHandOff,
     Tokens,
 )
-from services.inference.engines.cache_log import CacheLog
-from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.role_engine import NEVER_RESTART, RoleEngine
+from services.inference.engines.embedded.role_engine import EngineParts, RoleEngine
 from services.inference.engines.embedded.wiring import (
-    build_policy,
     decode_actor,
-    kv_store,
-    prefix_cache,
 )
-from services.inference.engines.kv_store.store import KvStore
-from services.inference.engines.provider import EngineOptions
 
 
 class EmbeddedDecode(RoleEngine):
     """Samples; fetches the keys and values that its prefix cache lacks."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        actor: ActorRef,
-        options: EngineOptions,
-        store: KvStore | None,
-        cache_log: CacheLog,
-    ) -> None:
-        super().__init__(policy, actor, options, store, cache_log)
-        self.capacity = options.max_running
+    role = "decode"
+
+    def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
+        super().__init__(parts, actor)
+        self.capacity = parts.options.max_running
         self._fetching: dict[bytes, asyncio.Event] = {}
 
     @classmethod
-    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedDecode:
-        """Build the model and start the actor."""
-        policy = await asyncio.to_thread(build_policy, options)
-        store, log = kv_store(options, policy), CacheLog()
-
-        def actor() -> DecodeActor:
-            cache = prefix_cache(options, policy, log)
-            return decode_actor(options, policy, cache, store, kv_bytes=options.kv_bytes)
-
-        ref = await actors.spawn(actor, name="decode", restart=NEVER_RESTART)
-        return cls(policy, ref, options, store, log)
+    def make_actor(cls, parts: EngineParts) -> ThreadActor:
+        """As `RoleEngine.make_actor`."""
+        kv_bytes = parts.options.kv_bytes
+        cache = parts.prefix_cache()
+        return decode_actor(parts.options, parts.policy, cache, parts.store, kv_bytes=kv_bytes)
 
     def status(self) -> EngineStatus:
         """Count requests beyond `capacity` as queued."""

@@ -13,29 +13,22 @@ from functools import partial
 from typing import ClassVar
 
 from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
-from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.actor import ThreadActor
+from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
-from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.embedded.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.messages import Abort, HeldPrompt
-from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import (
     PartRead,
-    PrefillActor,
     Read,
 )
-from services.inference.engines.embedded.role_engine import NEVER_RESTART, RoleEngine
+from services.inference.engines.embedded.role_engine import EngineParts, RoleEngine
 from services.inference.engines.embedded.wiring import (
-    build_policy,
-    kv_store,
     prefill_actor,
-    prefix_cache,
 )
 from services.inference.engines.grammar_masks import Matcher
-from services.inference.engines.kv_store.store import KvStore
-from services.inference.engines.provider import EngineOptions
 
 _INLINE_BYTES = 1 << 18
 """Keys and values up to this size are copied on the event loop; a thread takes longer to start."""
@@ -51,33 +44,21 @@ class EmbeddedPrefill(RoleEngine):
     held_share: ClassVar[float] = 1.0
     """Share of the memory for keys and values that held prompts may take."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        actor: ActorRef,
-        options: EngineOptions,
-        store: KvStore | None,
-        cache_log: CacheLog,
-    ) -> None:
-        super().__init__(policy, actor, options, store, cache_log)
+    role = "prefill"
+
+    def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
+        super().__init__(parts, actor)
         self._held = HeldPrompts(
-            capacity_bytes=int(options.kv_bytes * self.held_share),
-            token_bytes=policy.kv_shape.token_bytes,
+            capacity_bytes=int(parts.options.kv_bytes * self.held_share),
+            token_bytes=parts.policy.kv_shape.token_bytes,
             on_release=partial(self._work.add, -1),
         )
         self._early = EarlyReads()
 
     @classmethod
-    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
-        """Build the model and start the actor."""
-        policy = await asyncio.to_thread(build_policy, options)
-        store, log = kv_store(options, policy), CacheLog()
-
-        def actor() -> PrefillActor:
-            return prefill_actor(options, policy, prefix_cache(options, policy, log), store)
-
-        ref = await actors.spawn(actor, name="prefill", restart=NEVER_RESTART)
-        return cls(policy, ref, options, store, log)
+    def make_actor(cls, parts: EngineParts) -> ThreadActor:
+        """As `RoleEngine.make_actor`."""
+        return prefill_actor(parts.options, parts.policy, parts.prefix_cache(), parts.store)
 
     @property
     def stored_tokens(self) -> int:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Self
 
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.actors.actor import ThreadActor
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.stored_kv import architecture
-from services.inference.engines.embedded.wiring import CAPABILITIES
+from services.inference.engines.embedded.wiring import (
+    CAPABILITIES,
+    build_policy,
+    kv_store,
+    prefix_cache,
+)
 from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.kv_store.store import KvStore
 from services.inference.engines.provider import EngineOptions
@@ -42,24 +52,49 @@ class Work:
             self.none.set()
 
 
-class RoleEngine:
-    """Shared by both roles: limits, weights and the count of requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine of any role."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        actor: ActorRef,
-        options: EngineOptions,
-        store: KvStore | None,
-        cache_log: CacheLog,
-    ) -> None:
+    policy: Policy
+    options: EngineOptions
+    store: KvStore | None
+    cache_log: CacheLog
+
+    def prefix_cache(self) -> KvCache:
+        """Make an empty prefix cache."""
+        return prefix_cache(self.options, self.policy, self.cache_log)
+
+
+class RoleEngine(ABC):
+    """Shared by all roles: start, limits, weights and the count of requests."""
+
+    role: ClassVar[str]
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> Self:
+        """Build the model and start the actor."""
+        policy = await asyncio.to_thread(build_policy, options)
+        store = kv_store(options, policy)
+        parts = EngineParts(policy=policy, options=options, store=store, cache_log=CacheLog())
+        # The thread of the actor makes the prefix cache.
+        make = partial(cls.make_actor, parts)
+        return cls(parts, await actors.spawn(make, name=cls.role, restart=NEVER_RESTART))
+
+    @classmethod
+    @abstractmethod
+    def make_actor(cls, parts: EngineParts) -> ThreadActor:
+        """Return the actor of the role."""
+
+    def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
+        policy, options = parts.policy, parts.options
         self.limits: ModelLimits = policy.limits
         self.capabilities = replace(CAPABILITIES, routed_experts=policy.kv_shape.routes is not None)
         self._policy = policy
         self._actor = actor
         self._options = options
-        self._store = store
-        self.cache_reports = cache_log
+        self._store = parts.store
+        self.cache_reports = parts.cache_log
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = Work()
         context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes

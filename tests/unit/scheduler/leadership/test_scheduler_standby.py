@@ -148,15 +148,7 @@ class OlderScans(ShardScans):
     def live(self) -> frozenset[str]:
         return frozenset({"s0"})
 
-    async def scan(
-        self,
-        shard: str,
-        *,
-        since: str = "",
-        settled_limit: int = 0,
-        count_settled: bool = False,
-        erased_only: bool = False,
-    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
+    async def scan(self, shard: str, **_: Any) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         yield pool_pb2.ScanGroupsResponse(group=make_group())
 
 

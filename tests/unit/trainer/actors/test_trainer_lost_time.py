@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from forge.runtime.actors.actor_system import ActorSystem
-from services.trainer.actors.training import Training
-from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_clock import RunClock
-from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.step_metrics import training_yield
 from tests.support.trainer.world import (
-    FakeEvaluator,
-    FakeLearner,
-    FakeLineage,
-    FakePublisher,
-    FakeSource,
-    FakeWriter,
     Run,
     World,
+    run_in,
 )
 
 TAKES_S = {"take": 1.0, "step": 2.0, "copy": 0.5, "capture": 3.0, "restore": 7.0}
@@ -43,36 +33,14 @@ def world() -> World:
 @asynccontextmanager
 async def process(world: World, folder: Path) -> AsyncIterator[tuple[Run, RunClock]]:
     """One trainer process: ten steps at most, a checkpoint every second one."""
-    actors = ActorSystem("test")
-    record = TrainingRecord(max_steps=10, metrics_file="")
     clock = RunClock(
         folder / "run-clock.json",
         # Only differences of a monotonic clock mean anything, and only within one process.
         monotonic_s=lambda began=world.now_s: world.now_s - began + 5.0,  # type: ignore[misc]
         unix_s=lambda: world.now_s,
     )
-    learner = await actors.spawn(lambda: FakeLearner(world), name="learner")
-    writer = await actors.spawn(lambda: FakeWriter(world), name="checkpoints")
-    source: Any = FakeSource(world)
-    publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
-    evaluator: Any = FakeEvaluator(world)
-    lineage: Any = FakeLineage()
-    training = await actors.spawn(
-        lambda: Training(
-            TrainerConfig(max_steps=10, checkpoint=CheckpointSettings(every_steps=2)),
-            learner=learner,
-            writer=writer,
-            source=source,
-            record=record,
-            lineage=lineage,
-            make_publisher=publisher,
-            evaluator=evaluator,
-            clock=clock,
-        ),
-        name="training",
-    )
-    yield Run(world=world, record=record, training=training, writer=writer), clock
-    await actors.stop()
+    async with run_in(world, max_steps=10, clock=clock) as run:
+        yield run, clock
 
 
 def seconds(run: Run) -> float:

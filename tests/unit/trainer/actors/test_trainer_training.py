@@ -5,30 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 import structlog
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from forge.runtime.actors.actor_system import ActorSystem
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
+from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint
 from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
-from services.trainer.config import CheckpointSettings, TrainerConfig
-from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Superseded
 from tests.support.trainer.world import (
-    FakeEvaluator,
-    FakeLearner,
-    FakeLineage,
-    FakePublisher,
-    FakeSource,
-    FakeWriter,
     Run,
     World,
+    run_in,
 )
 
 
@@ -37,30 +28,9 @@ async def run() -> AsyncIterator[Run]:
     """Three steps, a checkpoint every second one."""
     world = World()
     world.disk.set()
-    actors = ActorSystem("test")
-    record = TrainingRecord(max_steps=3, metrics_file="")
-    learner = await actors.spawn(lambda: FakeLearner(world), name="learner")
-    writer = await actors.spawn(lambda: FakeWriter(world), name="checkpoints")
-    source: Any = FakeSource(world)
-    publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
-    evaluator: Any = FakeEvaluator(world)
-    lineage: Any = FakeLineage()
-    training = await actors.spawn(
-        lambda: Training(
-            TrainerConfig(max_steps=3, checkpoint=CheckpointSettings(every_steps=2)),
-            learner=learner,
-            writer=writer,
-            source=source,
-            record=record,
-            lineage=lineage,
-            make_publisher=publisher,
-            evaluator=evaluator,
-        ),
-        name="training",
-    )
-    yield Run(world=world, record=record, training=training, writer=writer)
-    world.disk.set()
-    await actors.stop()
+    async with run_in(world, max_steps=3) as started:
+        yield started
+        world.disk.set()
 
 
 RESUME = ["restore", "rewind 0", "publish 0"]
