@@ -289,6 +289,8 @@ def _secret_files(inventory: Inventory, host: Host, secrets: Secrets) -> Iterato
             yield _password(unit, secrets.passwords[owner])
     if host == inventory.admin:
         yield _password("forge-admin", secrets.passwords["admin"])
+        # Where the run-books read it.
+        yield _password("root", secrets.passwords["root"])
         for service, password in secrets.passwords.items():
             name = service if service == "root" else f"forge-{service}"
             yield _password(name, password, directory=ADMIN_PASSWORDS)

@@ -106,7 +106,8 @@ def test_rendered_host_has_the_secrets_of_its_services_alone(out: Path) -> None:
     ]
     assert not file(out, "beta", "/etc/forge/etcd-users").exists()
     users = file(out, "alpha", "/etc/forge/etcd-users")
-    assert (users / "root").exists()
+    root = (users / "root").read_text()
+    assert file(out, "alpha", "/etc/forge/etcd/root").read_text() == root
     agents = file(out, "beta", "/etc/forge/etcd/forge-agents").read_text()
     assert agents == (users / "forge-runner@beta").read_text()
     assert not list((out / "hosts").rglob("ca-key.pem"))
