@@ -727,6 +727,7 @@ class DecodeRequest(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_ids: _builtins.bytes
     stream: _builtins.bool
@@ -737,6 +738,10 @@ class DecodeRequest(_message.Message):
     early: _builtins.bool
     """The prompt is still computed: `first` is unset and comes with the KV (FetchKvRequest.early). Only
     to an instance with the hand-off kind `kv_blocks_early`.
+    """
+    prefill: _builtins.bool
+    """The instance reads the prompt itself: `prefill_address`, `first` and `early` are unset. Only to an
+    instance with `prefills_in_decode` in its metadata.
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
@@ -755,10 +760,11 @@ class DecodeRequest(_message.Message):
         first: _common_pb2.SampledTokens | None = ...,
         session_id: _builtins.str = ...,
         early: _builtins.bool = ...,
+        prefill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "first", b"first", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "first", b"first", "prefill", b"prefill", "prefill_address", b"prefill_address", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,6 +780,7 @@ class DecodeResponse(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     queue_s: _builtins.float
     decode_s: _builtins.float
@@ -784,6 +791,12 @@ class DecodeResponse(_message.Message):
     fetch_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...
+    @_builtins.property
+    def prefilled(self) -> Global___PrefillResponse:
+        """Of a request with `prefill`, in the first response, which has no `tokens`: the read prompt and its
+        first token. With a finish reason, if that token ends the answer.
+        """
+
     def __init__(
         self,
         *,
@@ -793,10 +806,11 @@ class DecodeResponse(_message.Message):
         decode_s: _builtins.float = ...,
         fetched_tokens: _builtins.int = ...,
         fetch_s: _builtins.float = ...,
+        prefilled: Global___PrefillResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefilled", b"prefilled", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "prefilled", b"prefilled", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -396,7 +396,8 @@ class DecodeServiceServicer(object):
     def Decode(self, request, context):
         """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
         Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-        instance is gone: the router prefills again on another one.
+        instance is gone: the router prefills again on another one. With `prefill`, which needs the role
+        both, it is Prefill and Decode in one call, with the errors of both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -217,7 +217,8 @@ class DecodeServiceStub:
     Decode: _grpc.UnaryStreamMultiCallable[_inference_pb2.DecodeRequest, _inference_pb2.DecodeResponse]
     """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
     Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-    instance is gone: the router prefills again on another one.
+    instance is gone: the router prefills again on another one. With `prefill`, which needs the role
+    both, it is Prefill and Decode in one call, with the errors of both.
     """
 
 @_typing.type_check_only
@@ -228,7 +229,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Decode: _aio.UnaryStreamMultiCallable[_inference_pb2.DecodeRequest, _inference_pb2.DecodeResponse]  # type: ignore[assignment]
     """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
     Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-    instance is gone: the router prefills again on another one.
+    instance is gone: the router prefills again on another one. With `prefill`, which needs the role
+    both, it is Prefill and Decode in one call, with the errors of both.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -242,7 +244,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.DecodeResponse], _abc.AsyncIterator[_inference_pb2.DecodeResponse]]:
         """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
         Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-        instance is gone: the router prefills again on another one.
+        instance is gone: the router prefills again on another one. With `prefill`, which needs the role
+        both, it is Prefill and Decode in one call, with the errors of both.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

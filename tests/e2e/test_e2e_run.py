@@ -264,15 +264,13 @@ async def test_one_sample_is_one_trace_through_every_service(observed: Observed)
         assert (root.name, root.service, root.parent_id) == ("rollout", "forge-runner", "")
         services = {span.name.split(" ")[0]: span.service for span in spans}
         assert services["chat"] == "forge-gateway"
-        assert (
-            services["sample"] == services["forge.v1.PrefillService/Prefill"] == "forge-inference"
-        )
+        assert services["sample"] == services["forge.v1.DecodeService/Decode"] == "forge-inference"
         assert services["append_turn"] == "forge-pool"
         assert services["train_rollout"] == "forge-trainer"
         for span in spans:
             if span.name in ("append_turn", "sample", "train_rollout"):
                 assert ids[span.parent_id].name.startswith(("chat ", "text_completion "))
-            if span.name.startswith("forge.v1.PrefillService"):
+            if span.name == "forge.v1.DecodeService/Decode":
                 assert ids[span.parent_id].name == "sample"
             if span.name == "train_rollout":
                 (step,) = span.links

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,6 +39,8 @@ class CacheLog:
         self._number = 0
         self._cleared_at = 0
         """Number of the last clearance."""
+        self._wakers: list[Callable[[], object]] = []
+        """Of readers that wait for the next change; from any thread."""
 
     def stored(self, chains: list[bytes]) -> None:
         """Note new blocks."""
@@ -45,12 +48,14 @@ class CacheLog:
             for chain in chains:
                 self._present[chain] = None
                 self._add(chain, stored=True)
+            self._wake()
 
     def removed(self, chain: bytes) -> None:
         """Note an evicted block."""
         with self._lock:
             self._present.pop(chain, None)
             self._add(chain, stored=False)
+            self._wake()
 
     def cleared(self) -> None:
         """Note that all blocks are gone."""
@@ -59,16 +64,36 @@ class CacheLog:
             self._entries.clear()
             self._number += 1
             self._cleared_at = self._number
+            self._wake()
 
     async def changes(self) -> AsyncGenerator[CacheChange, None]:
         """See `CacheReports`."""
         at, change = self._since(-1)
         yield change
         while True:
+            await self._changed(at)
             await asyncio.sleep(INTERVAL_S)
             at, change = self._since(at)
             if change.anew or change.stored or change.removed:
                 yield change
+
+    async def _changed(self, at: int) -> None:
+        """Wait for a change after the number `at`: a reader of an idle cache costs nothing."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        with self._lock:
+            if self._number != at:
+                return
+            self._wakers.append(wake)
+        try:
+            await woken.wait()
+        finally:
+            with self._lock:
+                if wake in self._wakers:
+                    self._wakers.remove(wake)
 
     def _since(self, at: int) -> tuple[int, CacheChange]:
         """Return the number of the last change, and all after the number `at`."""
@@ -85,6 +110,12 @@ class CacheLog:
             removed=tuple(chain for chain, stored in last.items() if not stored),
             stored=tuple(chain for chain, stored in last.items() if stored),
         )
+
+    def _wake(self) -> None:
+        for wake in self._wakers:
+            with suppress(RuntimeError):  # the reader's loop is closed
+                wake()
+        self._wakers.clear()
 
     def _add(self, chain: bytes, *, stored: bool) -> None:
         self._number += 1

@@ -235,6 +235,8 @@ class RouterActor(Actor):
         costs.of(engine).store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
+        if done.decode is not None:
+            self._occupy(worker, done.decode, done.placement.session)
 
     def _decoded(self, done: Decoded) -> None:
         placement, now_s = done.placement, self._clock()

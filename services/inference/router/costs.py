@@ -54,7 +54,10 @@ class Costs:
 
     def of(self, engine: str) -> EngineCosts:
         """Return the rates of an engine."""
-        return self._by_engine.setdefault(engine, EngineCosts())
+        found = self._by_engine.get(engine)
+        if found is None:
+            found = self._by_engine[engine] = EngineCosts()
+        return found
 
     def prefill_s(self, engine: str, own: Times) -> float:
         """Return the seconds per computed token of a worker with the times `own`."""

@@ -73,6 +73,9 @@ class Prefilled:
     prefill_s: float
     stored_tokens: int = 0
     stored_s: float = 0.0
+    decode: Placement | None = None
+    """Of the decode that the same call continues with, on the same worker; Decoded, Failed or
+    Abandoned must follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,8 @@ class Worker:
     stored_tokens: int = 0
     """Capacity of the KV store that it shares; 0: none."""
     reports_cache: bool = False
+    prefills_in_decode: bool = False
+    """It reads and samples in one call."""
     draining: bool = False
     """An operator drains it."""
     calls: OpenCalls = field(default_factory=OpenCalls)
@@ -129,6 +131,7 @@ def new_worker(one: Instance) -> Worker:
         ),
         stored_tokens=int(one.metadata.get("stored_tokens", 0)),
         reports_cache=one.metadata.get("cache_reports") == "1",
+        prefills_in_decode=one.metadata.get("prefills_in_decode") == "1",
     )
 
 

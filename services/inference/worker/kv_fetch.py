@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, cast
 
 from forge.core.errors import (
@@ -91,11 +91,14 @@ class KvFetch:
         damaged ones, Unavailable when the prefill worker is silent, NotFound when it has none."""
         local = self._fetcher.local
         if local is not None and not self._request.early:
-            with suppress(NotFound):
+            try:
                 fetch = getattr(local, "local_kv", local.fetch_kv)
                 held: KvSpan = await fetch(self._request.request_id, from_token=from_token)
                 local.release(self._request.request_id)
                 return held
+            except NotFound:
+                if self._request.prefill:
+                    raise
         address = self._request.prefill_address
         try:
             async with aclosing(self._spans(address, from_token)) as spans:

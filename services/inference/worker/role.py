@@ -79,6 +79,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
     if config.role == "both":
         both = await start_both(config.engine, context.actors, options)
         context.metadata["role"] = "both"
+        context.metadata["prefills_in_decode"] = "1"
         _serve_prefill(context, both)
         _serve_decode(context, both, local=both)
         return both

@@ -30,8 +30,10 @@ from services.inference.engines.base import (
     DecodeEngine,
     EarlyDecodeEngine,
     EarlyPrefillEngine,
+    Finish,
     KvSpan,
-    Piece,
+    ModelLimits,
+    Prefilled,
     PrefillEngine,
     Prompt,
     Tokens,
@@ -43,6 +45,9 @@ from services.inference.worker.kv_fetch import KvFetcher
 
 MAX_PROMPT_ROUTE_BYTES = 2 << 20
 """Most experts of a prompt in the answer to Prefill, which is one message."""
+
+_OWN_HOLD_S = 3600.0
+"""Longest time from a prompt's read to its decode in the same call; its end releases the prompt."""
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -69,18 +74,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             if self._on_broken is not None:
                 await self._on_broken()
             raise
-        current_span().set(
-            {"gen_ai.usage.input_tokens": prompt.tokens, "forge.cached_tokens": read.cached_tokens}
-        )
-        first = _with_shares(read.first, prompt, self._engine.capabilities)
-        return pb.PrefillResponse(
-            first=codec.write_tokens(_with_last_routes(first)),
-            cached_tokens=read.cached_tokens,
-            queue_s=read.queue_s,
-            prefill_s=read.prefill_s,
-            stored_tokens=read.stored_tokens,
-            stored_s=read.stored_s,
-        )
+        return _prefilled(read, prompt, self._engine.capabilities)
 
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
@@ -110,6 +104,21 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         """Drop a held prompt."""
         self._engine.release(request.request_id)
         return pb.ReleaseKvResponse()
+
+
+def _prefilled(read: Prefilled, prompt: Prompt, able: Capabilities) -> pb.PrefillResponse:
+    current_span().set(
+        {"gen_ai.usage.input_tokens": prompt.tokens, "forge.cached_tokens": read.cached_tokens}
+    )
+    first = _with_shares(read.first, prompt, able)
+    return pb.PrefillResponse(
+        first=codec.write_tokens(_with_last_routes(first)),
+        cached_tokens=read.cached_tokens,
+        queue_s=read.queue_s,
+        prefill_s=read.prefill_s,
+        stored_tokens=read.stored_tokens,
+        stored_s=read.stored_s,
+    )
 
 
 def require_early(able: Capabilities) -> None:
@@ -185,6 +194,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         process's own engine of the role prefill, if it has one; `on_broken` observes each answer
         that ends with a log-prob that is not finite."""
         self._engine = engine
+        self._local = local
         self._on_broken = on_broken
         self.fetcher = KvFetcher(
             engine, channels, silence_s=silence_s, landing_bytes=landing_bytes, local=local
@@ -193,16 +203,47 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
-        """Fetch the keys and values, then sample."""
+        """Fetch the keys and values, then sample; with `prefill` read the prompt before."""
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
-        first = self._first(request)
+        if request.prefill:
+            responses = self._prefill_and_decode(request, prompt)
+        else:
+            responses = self._decode(request, prompt, self._first(request))
+        async with aclosing(responses):
+            async for response in self._observed(responses):
+                yield response
+
+    async def _prefill_and_decode(
+        self, request: pb.DecodeRequest, prompt: Prompt
+    ) -> AsyncGenerator[pb.DecodeResponse, None]:
+        """Read a prompt with this process's own engine, then sample."""
+        if self._local is None:
+            raise InvalidArgument("prefill = true: this worker does not have the role both")
+        if not request.request_id:
+            raise InvalidArgument("request_id is empty")
+        try:
+            read = await self._local.prefill(prompt, hold_s=_OWN_HOLD_S)
+            finish = _finish_with(read.first, prompt, self._engine.limits)
+            yield pb.DecodeResponse(
+                prefilled=_prefilled(read, prompt, self._engine.capabilities),
+                finish_reason=codec.write_finish(finish),
+            )
+            if finish is None:
+                async with aclosing(self._decode(request, prompt, read.first)) as responses:
+                    async for response in responses:
+                        yield response
+        finally:
+            self._local.release(request.request_id)
+
+    async def _decode(
+        self, request: pb.DecodeRequest, prompt: Prompt, first: Tokens | None
+    ) -> AsyncGenerator[pb.DecodeResponse, None]:
         fetch = self.fetcher.fetch(request, to_token=prompt.tokens)
         # Without `first` it has been found to be one.
         engine = cast(EarlyDecodeEngine, self._engine)
-        pieces = engine.decode(prompt, first, fetch, stream=request.stream)
-        async with aclosing(pieces):
-            async for piece in self._observed(pieces):
+        async with aclosing(engine.decode(prompt, first, fetch, stream=request.stream)) as pieces:
+            async for piece in pieces:
                 tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
                 if piece.finish:
                     current_span().set(
@@ -231,14 +272,24 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
         return first
 
-    async def _observed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    async def _observed(
+        self, responses: AsyncIterator[pb.DecodeResponse]
+    ) -> AsyncIterator[pb.DecodeResponse]:
         try:
-            async for piece in pieces:
-                yield piece
+            async for response in responses:
+                yield response
         except BrokenWeights:
             if self._on_broken is not None:
                 await self._on_broken()
             raise
+
+
+def _finish_with(first: Tokens, prompt: Prompt, limits: ModelLimits) -> Finish | None:
+    """Return why the first token ends the answer; None if it does not."""
+    if first.ids[-1] in prompt.sampling.stop_ids:
+        return Finish.STOP
+    most_tokens = min(prompt.sampling.max_tokens, limits.context_tokens - prompt.tokens)
+    return Finish.LENGTH if most_tokens < 2 else None
 
 
 def _with_last_routes(tokens: Tokens) -> Tokens:

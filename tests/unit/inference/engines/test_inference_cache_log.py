@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -77,6 +78,24 @@ async def test_reader_looks_at_new_changes_alone() -> None:
         log.removed(B)
         assert await anext(changes) == CacheChange(stored=(A,), removed=(B,))
     assert entries.seen == 2
+
+
+async def test_reader_of_an_idle_cache_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at the cache again after a change alone, which comes from the engine's thread."""
+    monkeypatch.setattr(cache_log, "INTERVAL_S", 0.0)
+    log = CacheLog()
+    async with aclosing(log.changes()) as changes:
+        await anext(changes)
+        looks: list[int] = []
+        since = log._since
+        monkeypatch.setattr(log, "_since", lambda at: looks.append(at) or since(at))
+        following = asyncio.create_task(anext(changes))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not looks
+        await asyncio.to_thread(log.stored, [A])
+        assert await following == CacheChange(stored=(A,))
+        assert len(looks) == 1
 
 
 def test_large_change_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""Prefill and decode in one call, on workers of the role both: real gRPC, an engine that counts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from forge.core.errors import InvalidArgument, ResourceExhausted
+from forge.core.token_columns import int32_bytes
+from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams
+from services.inference import codec
+from services.inference.config import InferenceConfig
+from services.inference.engines.base import FetchKv, ModelLimits, Piece, Prefilled, Prompt, Tokens
+from services.inference.engines.provider import EngineOptions
+from services.inference.router.messages import Report
+from services.inference.router.request import Run
+from services.inference.worker.service import DecodeServicer, PrefillServicer
+from tests.support.inference.counting_engine import CountingEngine
+from tests.support.inference.router import Harness, announced
+from tests.support.inference.weight_sources import SECURITY
+from tests.support.runtime.waiting import until
+
+LIMITS = ModelLimits(context_tokens=100, vocabulary=1000)
+
+
+class Engine(CountingEngine):
+    """Counts its calls, and fails as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            EngineOptions(
+                model_path="", dtype="float32", context_tokens=100, request_timeout_s=60.0
+            )
+        )
+        self.calls: list[str] = []
+        self.failing: list[str] = []
+
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        self._enter("prefill")
+        return await super().prefill(prompt, hold_s=hold_s)
+
+    async def decode(
+        self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        self._enter("decode")
+        async for piece in super().decode(prompt, first, fetch_kv, stream=stream):
+            yield piece
+
+    def _enter(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.failing:
+            self.failing.remove(call)
+            raise ResourceExhausted(f"{call} has no memory", retry_after_s=0.01)
+
+    @property
+    def held(self) -> int:
+        return len(self._prompts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """A router actor and one worker of the role both."""
+
+    engine: Engine
+    harness: Harness
+    router: Any
+    channels: Channels
+    rpcs: list[str] = field(default_factory=list)
+
+    def run(self, **sampling: Any) -> AsyncGenerator[pb.SampleResponse, None]:
+        params = SamplingParams(temperature=0.0, top_p=1.0, **{"max_tokens": 5, **sampling})
+        request = pb.SampleRequest(
+            request_id="r",
+            prompt_ids=int32_bytes([1, 2, 3]),
+            sampling=params,
+            stream=True,
+            session_id="s:0:0",
+        )
+        prompt = codec.read_prompt(request, LIMITS, seed=1)
+        return Run(
+            request,
+            prompt,
+            context_tokens=100,
+            router=self.router,
+            channels=self.channels,
+            config=InferenceConfig(),
+        ).responses()
+
+    async def answer(self, **sampling: Any) -> tuple[list[int], int]:
+        """Tokens and finish reason."""
+        ids: list[int] = []
+        async for response in self.run(**sampling):
+            ids += codec.read_tokens(response.tokens).ids
+        return ids, response.finish_reason
+
+    async def is_idle(self) -> bool:
+        """No prompt is held, and the router counts no load."""
+        await self.router.ask(Report(), timeout_s=10)
+        return not self.engine.held and [one.running for one in self.harness.workers] == [0]
+
+
+@asynccontextmanager
+async def cluster(*, announces: bool = True) -> AsyncIterator[Cluster]:
+    """`announces`: the worker says that it can; one of an earlier release does not."""
+    engine, system = Engine(), ActorSystem("test")
+    server = RpcServer(service="decode", host="127.0.0.1", port=0, security=SECURITY)
+    channels = Channels(SECURITY)
+    rpcs: list[str] = []
+
+    class Prefills(PrefillServicer):
+        async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+            rpcs.append("Prefill")
+            return await super().Prefill(request, context)
+
+    class Decodes(DecodeServicer):
+        async def Decode(
+            self, request: pb.DecodeRequest, context: Any
+        ) -> AsyncIterator[pb.DecodeResponse]:
+            rpcs.append("Decode")
+            async for response in super().Decode(request, context):
+                yield response
+
+    server.add_service(
+        rpc.add_PrefillServiceServicer_to_server,
+        Prefills(engine),
+        full_name="forge.v1.PrefillService",
+    )
+    server.add_service(
+        rpc.add_DecodeServiceServicer_to_server,
+        Decodes(engine, channels, silence_s=10, local=engine),
+        full_name="forge.v1.DecodeService",
+    )
+    address = await server.start()
+    can = {"prefills_in_decode": "1"} if announces else {}
+    harness = Harness(announced("b0", "decode", address=address, role="both", **can))
+    router = await system.spawn(lambda: harness.actor, name="router")
+    try:
+        yield Cluster(engine=engine, harness=harness, router=router, channels=channels, rpcs=rpcs)
+    finally:
+        await system.stop()
+        await channels.close()
+        await server.stop(grace_s=0)
+
+
+@pytest.mark.parametrize(
+    ("announces", "rpcs"), [(True, ["Decode"]), (False, ["Prefill", "Decode"])]
+)
+async def test_answer_takes_one_call_of_a_worker_that_can(announces: bool, rpcs: list[str]) -> None:
+    """A worker of an earlier release gets two; the answers are equal."""
+    async with cluster(announces=announces) as served:
+        assert await served.answer() == ([4, 5, 6, 7, 8], FINISH_REASON_LENGTH)
+        assert served.rpcs == rpcs
+        assert await served.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "finish"),
+    [({"max_tokens": 1}, FINISH_REASON_LENGTH), ({"stop_token_ids": [4]}, FINISH_REASON_STOP)],
+)
+async def test_first_token_may_end_the_answer(sampling: dict[str, Any], finish: int) -> None:
+    """Nothing is decoded then."""
+    async with cluster() as served:
+        assert await served.answer(**sampling) == ([4], finish)
+        assert (served.rpcs, served.engine.calls) == (["Decode"], ["prefill"])
+        assert await served.is_idle()
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+async def test_failed_call_is_made_again(failing: str) -> None:
+    """The second one continues behind the tokens of the first; neither leaves a held prompt or
+    load."""
+    async with cluster() as served:
+        served.engine.failing = [failing]
+        assert await served.answer() == ([4, 5, 6, 7, 8], FINISH_REASON_LENGTH)
+        assert served.rpcs == ["Decode", "Decode"]
+        assert await served.is_idle()
+
+
+async def test_caller_that_leaves_after_the_first_token_leaves_nothing() -> None:
+    """The held prompt is released, and the worker's load is taken back."""
+    async with cluster() as served:
+        responses = served.run()
+        assert codec.read_tokens((await anext(responses)).tokens).ids[0] == 4
+        await responses.aclose()
+        await until(served.is_idle)
+
+
+async def test_worker_without_the_role_both_refuses_to_read() -> None:
+    """By name of the field, before anything is done."""
+    engine = Engine()
+    servicer = DecodeServicer(engine, Channels(SECURITY), silence_s=10)
+    request = pb.DecodeRequest(request_id="r", prompt_ids=int32_bytes([1]), prefill=True)
+    request.sampling.max_tokens = 1
+    with pytest.raises(InvalidArgument, match="prefill"):
+        async for _ in servicer.Decode(request, None):
+            pass
+    assert not engine.calls
