@@ -197,6 +197,7 @@ class RouterActor(Actor):
         )
         tokens = len(wanted.ids) // TOKEN_BYTES
         placement = wanted.placement
+        placement.prompt = prompt
         placement.tokens = max(1, tokens - worker.cached.tokens(prompt, now_s=now_s))
         # Expected now, so that concurrent requests of the same group follow.
         worker.cached.expect(prompt, until_s=now_s + EXPECTED_S)
@@ -236,6 +237,7 @@ class RouterActor(Actor):
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
         if done.decode is not None:
+            done.decode.prompt = done.placement.prompt
             self._occupy(worker, done.decode, done.placement.session)
 
     def _decoded(self, done: Decoded) -> None:
@@ -247,7 +249,8 @@ class RouterActor(Actor):
             engine, worker.times, seconds=done.decode_s, tokens=done.tokens, running=beside
         )
         costs.of(engine).transfer.observe(seconds=done.fetch_s, units=done.fetched_tokens)
-        worker.cached.expect(PromptChains(done.ids), until_s=now_s + EXPECTED_S)
+        whole = PromptChains(done.ids, after=placement.prompt)
+        worker.cached.expect(whole, until_s=now_s + EXPECTED_S)
         self._fleet.homes.rest(placement.session, now_s=now_s)
         costs.of(engine).store.observe(done.ids)
 

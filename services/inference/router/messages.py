@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from forge.core.placement.chains import PromptChains
 from services.inference.engines.base import CacheChange
 from services.inference.router.needs import NO_NEEDS, Needs
 from services.inference.router.workers import Worker
@@ -40,6 +41,8 @@ class Placement:
     session: str = ""
     beside: int = 0
     """Requests of the worker at the placement, with this one."""
+    prompt: PromptChains | None = None
+    """Of a prefill, and of the decode in the same call."""
 
     @property
     def worker(self) -> Worker:

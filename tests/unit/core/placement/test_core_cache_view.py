@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge.core.placement import chains
 from forge.core.placement.cache_view import CacheView
 from forge.core.placement.chains import PromptChains
 from forge.core.placement.homes import Homes
@@ -97,3 +98,20 @@ def test_step_time_of_a_request_is_never_negative() -> None:
     for running, seconds in ((2, 0.030), (8, 0.010)) * 10:
         step.observe(running=running, seconds=seconds)
     assert 0 < step.each_s < 0.001
+
+
+@pytest.mark.parametrize("known_tokens", [0, 3, 4, 17, 40])
+def test_hashes_of_a_continued_prompt_are_those_of_the_whole(
+    known_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known blocks are not hashed again."""
+    known = PromptChains(PROMPT.ids[: 4 * known_tokens])
+    known.of(4)
+    hashed: list[bytes] = []
+    real = chains.chain_hash
+    monkeypatch.setattr(
+        chains, "chain_hash", lambda before, block: hashed.append(block) or real(before, block)
+    )
+    continued = PromptChains(PROMPT.ids, after=known).of(4)
+    assert len(hashed) == 10 - known_tokens // 4
+    assert continued == PromptChains(PROMPT.ids).of(4)
