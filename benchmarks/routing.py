@@ -1,26 +1,32 @@
 """Placement of multi-turn group traffic over four workers: the router against four simpler rules.
 
-    python -m benchmarks.routing [--quick] [--json FILE]
+    python -m benchmarks.routing [--quick] [--json FILE] [--seeds N] [--only TRAFFIC...]
     python -m benchmarks.routing --measure SHAPE
 
 Virtual time: the workers have the role both, a real prefix cache, and passes and steps at the
 measured costs of the embedded engine (`--measure` renews them); the router is the real one, with
 its reports and rates. Rivals: round robin, fewest requests, hash of the group, hash of the session.
-Traffic: `recorded`, the groups of a `forge run` of the tiny model with all lengths times 16, and
-`agents`, eight rollouts of about six turns per group, both at the costs of a small model;
-`recorded_tiny` is the first at those of the tiny model. Each with and without publications, which
-empty all prefix caches. `clairvoyant` knows all further turns of a session, `least_work` is a time
-that no placement beats. `--seed` draws other groups, and another order of the recorded ones.
+Each seed draws other traffic, and all placements get the same: figures are medians of the ratios
+over the seeds, with the least and the greatest.
+
+    recorded       the groups of a `forge run` of the tiny model, all lengths times 16
+    agents         eight rollouts of about six turns per group
+    recorded_tiny  `recorded` at the costs of the tiny model; the others have those of a small one
+    long_prompts   `agents` with prompts of 3,000 tokens per group
+    uneven         `agents` with groups of 2 to 16, and far more unlike lengths
+    slow_worker    `agents`, one worker half as fast
+    lost_worker    `agents`, one worker is lost on the way
+
+The first three also with publications, which empty all prefix caches. `clairvoyant` knows all
+further turns of a session; `one_cache` has workers that share caches and computed tokens at no
+cost, so that nothing but load decides; `least_work` is a time that no placement beats.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from random import Random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -35,194 +41,116 @@ from benchmarks.support.routing_rivals import (
     RoundRobin,
     Router,
 )
-from benchmarks.support.routing_simulation import (
-    EngineCosts,
-    Outcome,
-    Placement,
-    Rollout,
-    Simulation,
-    Turn,
-)
+from benchmarks.support.routing_simulation import Outcome, Placement, Simulation
+from benchmarks.support.routing_traffic import NAMES, Traffic, traffics
 
-WORKERS = 4
-SCALE = 16
-RECORDED = Path(__file__).parent / "support" / "recorded_groups.json"
-# `--measure`, two cores of an AMD EPYC, torch 2.13, CPU seconds of one thread.
-TINY = EngineCosts(
-    pass_s=5.8e-3, token_s=3.6e-5, context_s=6.4e-8, step_s=4.8e-3, row_s=3.4e-5, kv_s=2.0e-7
-)
-SMALL = EngineCosts(
-    pass_s=2.8e-2, token_s=8.1e-4, context_s=7.6e-7, step_s=1.8e-2, row_s=2.5e-3, kv_s=1.5e-6
-)
 RIVALS: dict[str, Callable[[int], Placement]] = {
     "round_robin": RoundRobin,
     "least_loaded": FewestRequests,
     "hash": HashOfGroup,
     "hash_session": HashOfSession,
 }
+PUBLISHED = ("recorded", "agents", "recorded_tiny")
+"""Traffic that runs with publications, too."""
+BOUNDED = ("recorded", "agents", "recorded_tiny")
+"""Traffic whose bounds are computed: those of workers that are alike and stay."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Groups, and the engine that serves them."""
-
-    groups: Sequence[Sequence[Rollout]]
-    costs: EngineCosts
-    concurrency: int
-    publish_every_s: float
-    """Of the runs with publications."""
-
-
-def recorded(*, groups: int, seed: int = 0) -> list[list[Rollout]]:
-    """Return the first recorded groups, with all lengths times SCALE; in another order for each
-    seed but 0."""
-    found = []
-    for number, group in enumerate(json.loads(RECORDED.read_text())[:groups]):
-        rollouts = []
-        for index, turns in enumerate(group["rollouts"]):
-            scaled = tuple(
-                Turn(new_tokens=new * SCALE, answer_tokens=answer * SCALE, pause_s=pause)
-                for new, answer, pause in turns
-            )
-            rollouts.append(
-                Rollout(
-                    group=f"g{number}",
-                    session=f"g{number}:{index}:0",
-                    common_tokens=0,
-                    group_tokens=group["shared"] * SCALE,
-                    turns=scaled,
-                )
-            )
-        found.append(rollouts)
-    if seed:
-        Random(seed).shuffle(found)
-    return found
-
-
-def agents(*, groups: int, seed: int = 0) -> list[list[Rollout]]:
-    """Return groups of eight rollouts, about six turns of 120 new and 60 sampled tokens on a prompt
-    of 500; lengths are lognormal, and a group has a difficulty of its own."""
-    random = Random(seed)
-
-    def near(mean: float, sigma: float) -> int:
-        return max(1, round(mean * random.lognormvariate(0, sigma)))
-
-    found = []
-    for number in range(groups):
-        prompt, hard = near(400, 0.4), random.lognormvariate(0, 0.4)
-        rollouts = []
-        for index in range(8):
-            turns = [
-                Turn(
-                    new_tokens=near(120, 0.5) if turn else 1,
-                    answer_tokens=near(60 * hard, 0.6),
-                    pause_s=2.0 * random.lognormvariate(0, 0.8) if turn else 0.0,
-                )
-                for turn in range(near(6, 0.4))
-            ]
-            rollouts.append(
-                Rollout(
-                    group=f"g{number}",
-                    session=f"g{number}:{index}:0",
-                    common_tokens=64,
-                    group_tokens=prompt,
-                    turns=tuple(turns),
-                )
-            )
-        found.append(rollouts)
-    return found
-
-
-def traffics(*, quick: bool, seed: int = 0) -> dict[str, Traffic]:
-    """Return the traffic by name."""
-    half = 2 if quick else 1
-    return {
-        "recorded": Traffic(
-            groups=recorded(groups=88 // half, seed=seed),
-            costs=SMALL,
-            concurrency=8,
-            publish_every_s=60.0,
-        ),
-        "agents": Traffic(
-            groups=agents(groups=48 // half, seed=seed),
-            costs=SMALL,
-            concurrency=8,
-            publish_every_s=60.0,
-        ),
-        # A step costs the same for one request as for many, and reading next to nothing.
-        "recorded_tiny": Traffic(
-            groups=recorded(groups=88 // half, seed=seed),
-            costs=TINY,
-            concurrency=8,
-            publish_every_s=10.0,
-        ),
-    }
-
-
-def run(traffic: Traffic, placement: Placement, *, publishes: bool) -> Outcome:
+def run(traffic: Traffic, make: Callable[[int], Placement], *, publishes: bool) -> Outcome:
     """Run a traffic to its end."""
-    return Simulation(
-        traffic.groups,
-        placement,
-        traffic.costs,
-        workers=WORKERS,
-        concurrency=traffic.concurrency,
-        publish_every_s=traffic.publish_every_s if publishes else 0.0,
-    ).run()
+    return Simulation(traffic, make(len(traffic.speeds)), publishes=publishes).run()
 
 
 def clairvoyant(traffic: Traffic, *, publishes: bool) -> Outcome:
     """Return the best run with foresight."""
-    rules = [
-        Clairvoyant(WORKERS, traffic.costs, weight=weight, move_weight=move_weight)
-        for weight, move_weight in WEIGHTS
+    runs = [
+        run(
+            traffic,
+            lambda workers, w=weight, m=move: Clairvoyant(  # type: ignore[misc]
+                workers, traffic.costs, weight=w, move_weight=m
+            ),
+            publishes=publishes,
+        )
+        for weight, move in WEIGHTS
     ]
-    runs = [run(traffic, rule, publishes=publishes) for rule in rules]
     return min(runs, key=lambda outcome: outcome.completion_s)
+
+
+def outcomes(name: str, traffic: Traffic, *, publishes: bool) -> Iterator[tuple[str, Outcome]]:
+    """Yield each placement of one case with its outcome, the router first."""
+    yield "router", run(traffic, Router, publishes=publishes)
+    for rival, make in RIVALS.items():
+        yield rival, run(traffic, make, publishes=publishes)
+    if name in BOUNDED:
+        yield "clairvoyant", clairvoyant(traffic, publishes=publishes)
+        idlest = FewestRequests(len(traffic.speeds))
+        yield "one_cache", Simulation(traffic, idlest, publishes=publishes, one_cache=True).run()
+
+
+def cases(names: list[str]) -> list[tuple[str, str, bool]]:
+    """Return case, traffic, and whether weights are published."""
+    return [
+        (f"{name}_published" if publishes else name, name, publishes)
+        for name in names
+        for publishes in (False, True)
+        if not publishes or name in PUBLISHED
+    ]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments(__doc__ or "", quick="half of the groups")
+    parser = arguments(__doc__ or "", quick="half of the groups, one seed")
     parser.add_argument("--measure", choices=sorted(SHAPES), help="measure the costs of a shape")
-    parser.add_argument("--seed", type=int, default=0, help="draws other traffic")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of traffic")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=[*NAMES])
     options = parser.parse_args()
     if options.measure:
         print(options.measure, measure(options.measure, quick=options.quick))
         return
-    numbers: dict[str, float] = {}
-    table = Table(
+    found: dict[str, list[float]] = defaultdict(list)
+    for seed in range(1 if options.quick else options.seeds):
+        drawn = traffics(quick=options.quick, seed=seed)
+        for case, name, publishes in cases(options.only):
+            traffic, router_s = drawn[name], 0.0
+            for placement, outcome in outcomes(name, traffic, publishes=publishes):
+                router_s = router_s or outcome.completion_s
+                found[f"{case}.over_{placement}"].append(outcome.completion_s / router_s)
+                found[f"{case}.{placement}.completion_s"].append(outcome.completion_s)
+                found[f"{case}.{placement}.hit_rate"].append(outcome.hit_rate)
+                found[f"{case}.{placement}.computed_over_new"].append(outcome.computed_over_new)
+                found[f"{case}.{placement}.turn_s"].append(statistics.mean(outcome.turn_s))
+            if name in BOUNDED and not publishes:
+                found[f"{name}.least_work_s"].append(least_work_s(traffic))
+    numbers = {key: statistics.median(values) for key, values in found.items()}
+    for key, values in found.items():
+        if ".over_" in key:
+            numbers[f"{key}.least"], numbers[f"{key}.most"] = min(values), max(values)
+    for rival in RIVALS:
+        over = [numbers.get(f"{case}.over_{rival}") for case, _, _ in cases([*NAMES[:3]])]
+        numbers[f"over_{rival}"] = min(one for one in over if one is not None) if any(over) else 0.0
+    Console(width=120).print(table(found))
+    keep(numbers, options.json)
+
+
+def table(found: dict[str, list[float]]) -> Table:
+    """Return the figures for people."""
+    shown = Table(
         "traffic", "placement", "completion s", "over the router", "hit rate", "computed / new"
     )
-    for name, traffic in traffics(quick=options.quick, seed=options.seed).items():
-        for publishes in (False, True):
-            case = f"{name}_published" if publishes else name
-            ours = run(traffic, Router(WORKERS), publishes=publishes)
-            rows = {"router": ours}
-            for rival, make in RIVALS.items():
-                rows[rival] = run(traffic, make(WORKERS), publishes=publishes)
-            rows["clairvoyant"] = clairvoyant(traffic, publishes=publishes)
-            for rival, outcome in rows.items():
-                over = outcome.completion_s / ours.completion_s
-                if rival != "router":
-                    numbers[f"{case}.over_{rival}"] = over
-                numbers[f"{case}.{rival}.hit_rate"] = outcome.hit_rate
-                numbers[f"{case}.{rival}.computed_over_new"] = outcome.computed_over_new
-                numbers[f"{case}.{rival}.turn_s"] = statistics.mean(outcome.turn_s)
-                table.add_row(
-                    case, rival, f"{outcome.completion_s:.1f}", f"{over:.2f}",
-                    f"{outcome.hit_rate:.3f}", f"{outcome.computed_over_new:.2f}",
-                )  # fmt: skip
-        numbers[f"{name}.least_work_s"] = least_work_s(
-            traffic.groups, traffic.costs, workers=WORKERS, concurrency=traffic.concurrency
-        )
-        table.add_row(name, "least work", f"{numbers[f'{name}.least_work_s']:.1f}", "", "", "")
-    for rival in RIVALS:
-        numbers[f"over_{rival}"] = min(
-            value for key, value in numbers.items() if key.endswith(f".over_{rival}")
-        )
-    Console(width=120).print(table)
-    keep(numbers, options.json)
+    for key, values in found.items():
+        case, _, placement = key.partition(".over_")
+        if not placement:
+            continue
+        mean = {
+            name: statistics.median(found[f"{case}.{placement}.{name}"])
+            for name in ("completion_s", "hit_rate", "computed_over_new")
+        }
+        shown.add_row(
+            case, placement, f"{mean['completion_s']:.1f}",
+            f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})",
+            f"{mean['hit_rate']:.3f}", f"{mean['computed_over_new']:.2f}",
+        )  # fmt: skip
+    return shown
 
 
 if __name__ == "__main__":

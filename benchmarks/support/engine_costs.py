@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from benchmarks.support.routing_simulation import EngineCosts
+from benchmarks.support.routing_traffic import EngineCosts
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import (

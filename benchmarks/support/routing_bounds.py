@@ -9,14 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.support.routing_rivals import Rule
-from benchmarks.support.routing_simulation import (
-    BLOCK_TOKENS,
-    PASS_TOKENS,
-    EngineCosts,
-    Request,
-    Rollout,
-    Turn,
-)
+from benchmarks.support.routing_traffic import EngineCosts, Traffic, Turn
+from benchmarks.support.routing_worker import BLOCK_TOKENS, PASS_TOKENS, Request
 
 WEIGHTS: tuple[tuple[float, float | None], ...] = ((4, None), (8, None), (8, 4), (8, 8))
 """Settings of `Clairvoyant` that are tried; the best one counts."""
@@ -38,14 +32,13 @@ def answer_s(costs: EngineCosts, prompt: int, answer: int, *, batch: float) -> f
     return steps * (costs.row_s + costs.step_s / batch) + read * costs.kv_s
 
 
-def least_work_s(
-    groups: Sequence[Sequence[Rollout]], costs: EngineCosts, *, workers: int, concurrency: int
-) -> float:
+def least_work_s(traffic: Traffic) -> float:
     """Return the least completion time: the cluster computes each token once, in full passes,
     no session pauses, and a step of a worker serves its share of all sessions."""
-    batch = concurrency * max(map(len, groups)) / workers
+    costs, workers = traffic.costs, len(traffic.speeds)
+    batch = traffic.concurrency * max(map(len, traffic.groups)) / workers
     work_s, common_seen = 0.0, False
-    for group in groups:
+    for group in traffic.groups:
         for place, rollout in enumerate(group):
             history = shared = rollout.common_tokens + rollout.group_tokens
             known = shared if place else rollout.common_tokens if common_seen else 0
@@ -97,7 +90,7 @@ class Clairvoyant(Rule):
             return self._rest_s[worker] + weight * anew_s
 
         movable = home is None or self._move_weight is not None
-        chosen = min(range(self.workers), key=work_s) if movable or home is None else home[0]
+        chosen = min(self.workers, key=work_s) if movable or home is None else home[0]
         self._groups[chosen].add(rollout.group)
         self._homes[request.session] = (chosen, rest_s)
         self._rest_s[chosen] += rest_s

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Coroutine, Sequence
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.support.routing_simulation import BLOCK_TOKENS, Request
+from benchmarks.support.routing_worker import BLOCK_TOKENS, Request
 from forge.runtime.coordination import Instance
 from services.inference.engines.base import CacheChange
 from services.inference.router.actor import RouterActor
 from services.inference.router.messages import (
     CacheReported,
     Decoded,
+    Failed,
     FleetChanged,
-    PlaceDecode,
     Placement,
     PlacePrefill,
     Prefilled,
@@ -26,7 +27,8 @@ class Rule:
     """A rule that observes nothing but its own open requests."""
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
+        self.workers = list(range(workers))
+        """Those that are not lost."""
         self.open = [0] * workers
         self._places: dict[Request, int] = {}
 
@@ -55,6 +57,12 @@ class Rule:
     def swapped(self, worker: int, version: int, now_s: float) -> None:
         """Nothing."""
 
+    def lost(self, worker: int, requests: Sequence[Request], now_s: float) -> None:
+        """Choose it no longer."""
+        self.workers.remove(worker)
+        for request in requests:
+            del self._places[request]
+
 
 class RoundRobin(Rule):
     """One worker after the other."""
@@ -64,7 +72,7 @@ class RoundRobin(Rule):
     def rule(self, request: Request) -> int:
         """Return the next worker."""
         self._next += 1
-        return self._next % self.workers
+        return self.workers[self._next % len(self.workers)]
 
 
 class FewestRequests(Rule):
@@ -72,7 +80,7 @@ class FewestRequests(Rule):
 
     def rule(self, request: Request) -> int:
         """Return the idlest worker."""
-        return min(range(self.workers), key=lambda worker: self.open[worker])
+        return min(self.workers, key=lambda worker: self.open[worker])
 
 
 class HashOfGroup(Rule):
@@ -91,8 +99,9 @@ class HashOfSession(Rule):
         return _hash(request.session, self.workers)
 
 
-def _hash(name: str, workers: int) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") % workers
+def _hash(name: str, workers: Sequence[int]) -> int:
+    """Rendezvous hashing: without a worker, only its names have another."""
+    return max(workers, key=lambda worker: blake2b(f"{name} {worker}".encode()).digest())
 
 
 class Router:
@@ -101,6 +110,7 @@ class Router:
     def __init__(self, workers: int) -> None:
         self._now_s = 0.0
         self._versions = [1] * workers
+        self._lost: set[int] = set()
         self._discovery = SimpleNamespace(kind="decode", instances=())
         self._workers: dict[str, Any] = {}
         self._places: dict[Request, Placement] = {}
@@ -126,15 +136,15 @@ class Router:
     def prefilled(self, request: Request, now_s: float) -> None:
         """See `Placement`."""
         read = self._places[request]
+        decode = self._places[request] = Placement(chosen=read.worker)
         done = Prefilled(
             placement=read,
             ids=request.ids,
             cached_tokens=request.cached,
             prefill_s=request.compute_s,
+            decode=decode,
         )
         self._ask(done, now_s)
-        decode = PlaceDecode(ids=request.ids, session=request.session, read_by=read.worker)
-        self._places[request] = self._ask(decode, now_s)
 
     def finished(self, request: Request, now_s: float, ids: bytes) -> None:
         """See `Placement`."""
@@ -150,6 +160,8 @@ class Router:
         self, worker: int, stored: list[bytes], removed: list[bytes], anew: bool, now_s: float
     ) -> None:
         """See `Placement`."""
+        if worker in self._lost:
+            return
         change = CacheChange(stored=stored, removed=removed, anew=anew)
         self._ask(CacheReported(worker=self._workers[str(worker)], change=change), now_s)
 
@@ -158,6 +170,16 @@ class Router:
         self._versions[worker] = version
         self._announce()
         self._ask(FleetChanged(), now_s)
+
+    def lost(self, worker: int, requests: Sequence[Request], now_s: float) -> None:
+        """See `Placement`."""
+        for request in requests:
+            self._ask(Failed(placement=self._places.pop(request), dead=True), now_s)
+        self._lost.add(worker)
+        self._announce()
+        self._now_s = now_s
+        # The actor starts a task, which ends at once: the worker has no request.
+        asyncio.run(self._actor.receive(FleetChanged()))
 
     def _announce(self) -> None:
         self._discovery.instances = tuple(
@@ -175,6 +197,7 @@ class Router:
                 },
             )
             for worker, version in enumerate(self._versions)
+            if worker not in self._lost
         )
 
     def _ask(self, message: object, now_s: float) -> Any:

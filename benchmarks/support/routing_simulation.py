@@ -1,8 +1,8 @@
-"""Workers of the role both in virtual time, and the traffic of groups of multi-turn rollouts.
+"""Workers of the role both in virtual time, under the traffic of groups of multi-turn rollouts.
 
-Owns the simulated engine: passes, steps and a real prefix cache, at the measured costs of the
-embedded engine. The placement under test comes from outside. Not here: the network, which costs all
-placements the same.
+Owns the order of events. The placement under test comes from outside. Not here: the engine
+(`routing_worker`), the traffic (`routing_traffic`), the network, which costs all placements the
+same.
 """
 
 from __future__ import annotations
@@ -16,84 +16,15 @@ from itertools import count
 from random import Random
 from typing import Protocol
 
-from forge.core.placement.prefix_cache import PrefixCache
+from benchmarks.support.routing_traffic import Rollout, Traffic
+from benchmarks.support.routing_worker import Request, Worker, common_blocks
 from forge.core.token_columns import TOKEN_BYTES, int32_bytes
 
-BLOCK_TOKENS = 16
-PASS_TOKENS = 512
+CACHE_TOKENS = 200_000
 REPORT_DELAY_S = 0.02
 """From a change of a cache until the router knows."""
 SWAP_STAGGER_S = 0.05
 """Between the swaps of two workers after a publication."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCosts:
-    """Seconds of the embedded engine on one core."""
-
-    pass_s: float
-    """Of a prefill pass, beside its tokens."""
-    token_s: float
-    """Per computed token."""
-    context_s: float
-    """Per computed token and token before it."""
-    step_s: float
-    """Of a decode step, beside its requests."""
-    row_s: float
-    """Per running request."""
-    kv_s: float
-    """Per token of context that a step reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request of a session."""
-
-    new_tokens: int
-    """Tokens after the answer before; of the first turn: all that its group does not share."""
-    answer_tokens: int
-    pause_s: float
-    """From the answer before to this request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One session."""
-
-    group: str
-    session: str
-    common_tokens: int
-    """First tokens that all groups share."""
-    group_tokens: int
-    """Tokens after them that its group shares."""
-    turns: tuple[Turn, ...]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Request:
-    """One turn on its way."""
-
-    rollout: Rollout
-    turn: int
-    ids: bytes
-    arrived_s: float = 0.0
-    cached: int = 0
-    left: int = 0
-    compute_s: float = 0.0
-    source: Request | None = None
-    version: int = 0
-    sampled: int = 0
-    began_s: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.ids) // TOKEN_BYTES
-
-    @property
-    def session(self) -> str:
-        """The session."""
-        return self.rollout.session
 
 
 class Placement(Protocol):
@@ -116,90 +47,8 @@ class Placement(Protocol):
     def swapped(self, worker: int, version: int, now_s: float) -> None:
         """Observe the announcement of new weights."""
 
-
-@dataclass(slots=True)
-class _Changes:
-    """Listener of one cache."""
-
-    stored_: list[bytes] = field(default_factory=list)
-    removed_: list[bytes] = field(default_factory=list)
-    anew: bool = False
-
-    def stored(self, chains: list[bytes]) -> None:
-        self.stored_ += chains
-
-    def removed(self, chain: bytes) -> None:
-        self.removed_.append(chain)
-
-    def cleared(self) -> None:
-        self.stored_, self.removed_, self.anew = [], [], True
-
-
-class _Worker:
-    """The engine of one worker."""
-
-    def __init__(self, costs: EngineCosts, cache_tokens: int) -> None:
-        self.changes = _Changes()
-        self.cache = PrefixCache(
-            block_tokens=BLOCK_TOKENS, capacity_tokens=cache_tokens, listener=self.changes
-        )
-        self.version = 1
-        self.pending: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.is_busy = False
-        self.busy_s = 0.0
-        self._costs = costs
-
-    def join(self, request: Request) -> None:
-        limit = request.tokens - 1
-        request.cached = self.cache.match(request.ids, limit_tokens=limit).tokens
-        shared, source = 0, None
-        for other in self.pending:
-            same = _common_blocks(other.ids, request.ids, limit)
-            if same > shared:
-                shared, source = same, other
-        if source is not None and shared > request.cached:
-            request.cached, request.source = shared, source
-        request.left = request.tokens - request.cached
-        request.version = self.version
-        self.pending.append(request)
-
-    def plan(self) -> tuple[float, list[tuple[Request, int]]]:
-        """Return the time of the next pass and step, and the tokens of the pass."""
-        costs, spans = self._costs, list[tuple[Request, int]]()
-        took_s, room = 0.0, PASS_TOKENS
-        ready = [one for one in self.pending if one.source is None or one.source.left == 0]
-        if ready:
-            oldest, *others = ready
-            others.sort(key=lambda one: one.left)
-            for one in (oldest, *others):
-                most = room if one is not oldest or not others else (room + 1) // 2
-                tokens = min(one.left, most)
-                if tokens:
-                    spans.append((one, tokens))
-                    room -= tokens
-            took_s += costs.pass_s
-            for one, tokens in spans:
-                context = one.tokens - one.left + tokens / 2
-                own_s = tokens * (costs.token_s + costs.context_s * context)
-                one.compute_s += own_s + costs.pass_s * tokens / (PASS_TOKENS - room)
-                took_s += own_s
-        if self.running:
-            kv = sum(one.tokens + one.sampled for one in self.running)
-            took_s += costs.step_s + costs.row_s * len(self.running) + costs.kv_s * kv
-        return took_s, spans
-
-
-def _common_blocks(a: bytes, b: bytes, limit: int) -> int:
-    size = BLOCK_TOKENS * TOKEN_BYTES
-    blocks = 0
-    most = min(len(a), len(b), limit * TOKEN_BYTES) // size
-    while (
-        blocks < most
-        and a[blocks * size : (blocks + 1) * size] == b[blocks * size : (blocks + 1) * size]
-    ):
-        blocks += 1
-    return blocks * BLOCK_TOKENS
+    def lost(self, worker: int, requests: Sequence[Request], now_s: float) -> None:
+        """Observe that a worker is lost, with its requests; they are placed again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,26 +76,28 @@ class Outcome:
 
 
 class Simulation:
-    """Runs groups over workers: `concurrency` of them at once, in order."""
+    """Runs a traffic over its workers, groups in order."""
 
     def __init__(
         self,
-        groups: Sequence[Sequence[Rollout]],
+        traffic: Traffic,
         placement: Placement,
-        costs: EngineCosts,
         *,
-        workers: int = 4,
-        concurrency: int = 16,
-        cache_tokens: int = 200_000,
-        publish_every_s: float = 0.0,
-        seed: int = 0,
+        publishes: bool = False,
+        one_cache: bool = False,
     ) -> None:
-        self._waiting = deque(groups)
+        """`one_cache`: all workers have the cached and the computed tokens of each other, at no
+        cost."""
+        self._traffic = traffic
+        self._waiting = deque(traffic.groups)
         self._placement = placement
-        self._workers = [_Worker(costs, cache_tokens) for _ in range(workers)]
-        self._concurrency = concurrency
-        self._publish_every_s = publish_every_s
-        self._random = Random(seed)
+        self._workers = [Worker(traffic.costs, CACHE_TOKENS, speed) for speed in traffic.speeds]
+        self._one_cache = one_cache
+        if one_cache:
+            for worker in self._workers:
+                worker.cache = self._workers[0].cache
+        self._publish_every_s = traffic.publish_every_s if publishes else 0.0
+        self._random = Random(0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._now_s = 0.0
@@ -259,10 +110,12 @@ class Simulation:
         """Run to the end."""
         for worker in range(len(self._workers)):
             self._report(worker, first=True)
-        for _ in range(self._concurrency):
+        for _ in range(self._traffic.concurrency):
             self._start_group()
         if self._publish_every_s:
             self._at(self._publish_every_s, self._publish)
+        if self._traffic.lost_after_s:
+            self._at(self._traffic.lost_after_s, self._lose)
         while self._left or self._waiting:
             self._now_s, _, act = heapq.heappop(self._events)
             act()
@@ -291,11 +144,50 @@ class Simulation:
         if turn == 0 and rollout.group not in self._seen:
             self._seen.add(rollout.group)
             self._outcome.new_tokens += rollout.group_tokens
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
         chosen = self._placement.choose(request, self._now_s)
         worker = self._workers[chosen]
         worker.join(request)
+        if self._one_cache:
+            self._find_anywhere(request)
         if not worker.is_busy:
             self._cycle(chosen)
+
+    def _find_anywhere(self, request: Request) -> None:
+        """Count as cached what any worker computes."""
+        limit = request.tokens - 1
+        others = [one for worker in self._workers for one in worker.pending if one is not request]
+        shared = max((common_blocks(one.ids, request.ids, limit) for one in others), default=0)
+        request.cached, request.source = max(request.cached, shared), None
+        request.left = request.tokens - request.cached
+
+    def _lose(self) -> None:
+        """The last worker leaves; its requests continue behind their tokens elsewhere."""
+        index = len(self._workers) - 1
+        worker = self._workers[index]
+        requests = [*worker.pending, *worker.running]
+        worker.is_lost = True
+        self._placement.lost(index, requests, self._now_s)
+        for one in requests:
+            ids = one.ids + self._answer(one)[: one.sampled * TOKEN_BYTES]
+            self._place(
+                Request(
+                    rollout=one.rollout,
+                    turn=one.turn,
+                    ids=ids,
+                    arrived_s=one.arrived_s,
+                    answered=one.answered + one.sampled,
+                )
+            )
+
+    @staticmethod
+    def _answer(request: Request) -> bytes:
+        """Return the tokens that are missing from the answer."""
+        rollout, turn = request.rollout, request.turn
+        whole = _own(rollout.session, turn, "answer", rollout.turns[turn].answer_tokens)
+        return whole[request.answered * TOKEN_BYTES :]
 
     def _cycle(self, index: int) -> None:
         worker = self._workers[index]
@@ -308,9 +200,11 @@ class Simulation:
 
     def _cycled(self, index: int, spans: list[tuple[Request, int]], stepped: list[Request]) -> None:
         worker = self._workers[index]
+        if worker.is_lost:
+            return
         for request in stepped:
             request.sampled += 1
-            if request.sampled >= request.rollout.turns[request.turn].answer_tokens:
+            if request.sampled >= request.to_sample:
                 worker.running.remove(request)
                 self._finish(worker, request)
         for request, tokens in spans:
@@ -321,22 +215,21 @@ class Simulation:
         self._report(index)
         self._cycle(index)
 
-    def _prefilled(self, worker: _Worker, request: Request) -> None:
+    def _prefilled(self, worker: Worker, request: Request) -> None:
         if request.version == worker.version:
             worker.cache.insert(request.ids)
         self._outcome.prompt_tokens += request.tokens
         self._outcome.cached_tokens += request.cached
         self._placement.prefilled(request, self._now_s)
         request.sampled, request.began_s = 1, self._now_s
-        if request.rollout.turns[request.turn].answer_tokens <= 1:
+        if request.to_sample <= 1:
             self._finish(worker, request)
         else:
             worker.running.append(request)
 
-    def _finish(self, worker: _Worker, request: Request) -> None:
+    def _finish(self, worker: Worker, request: Request) -> None:
         rollout, turn = request.rollout, request.turn
-        answer = _own(rollout.session, turn, "answer", rollout.turns[turn].answer_tokens)
-        ids = request.ids + answer
+        ids = request.ids + self._answer(request)
         if request.version == worker.version:
             worker.cache.insert(ids[:-TOKEN_BYTES])
         self._placement.finished(request, self._now_s, ids)
@@ -365,11 +258,15 @@ class Simulation:
         self._version += 1
         version = self._version
         for index in range(len(self._workers)):
-            self._at(index * SWAP_STAGGER_S, lambda i=index: self._swap(i, version))  # type: ignore[misc]
+            # One cache is emptied once.
+            delay_s = 0.0 if self._one_cache else index * SWAP_STAGGER_S
+            self._at(delay_s, lambda i=index: self._swap(i, version))  # type: ignore[misc]
         self._at(self._publish_every_s, self._publish)
 
     def _swap(self, index: int, version: int) -> None:
         worker = self._workers[index]
+        if worker.is_lost:
+            return
         worker.version = version
         worker.cache.clear()
         self._report(index)
