@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from forge.core.placement import chains
@@ -107,11 +109,8 @@ def test_hashes_of_a_continued_prompt_are_those_of_the_whole(
     """The known blocks are not hashed again."""
     known = PromptChains(PROMPT.ids[: 4 * known_tokens])
     known.of(4)
-    hashed: list[bytes] = []
-    real = chains.chain_hash
-    monkeypatch.setattr(
-        chains, "chain_hash", lambda before, block: hashed.append(block) or real(before, block)
-    )
+    chain_hash = mock.Mock(wraps=chains.chain_hash)
+    monkeypatch.setattr(chains, "chain_hash", chain_hash)
     continued = PromptChains(PROMPT.ids, after=known).of(4)
-    assert len(hashed) == 10 - known_tokens // 4
+    assert chain_hash.call_count == 10 - known_tokens // 4
     assert continued == PromptChains(PROMPT.ids).of(4)

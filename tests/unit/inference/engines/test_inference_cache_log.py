@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -86,16 +87,15 @@ async def test_reader_of_an_idle_cache_costs_nothing(monkeypatch: pytest.MonkeyP
     log = CacheLog()
     async with aclosing(log.changes()) as changes:
         await anext(changes)
-        looks: list[int] = []
-        since = log._since
-        monkeypatch.setattr(log, "_since", lambda at: looks.append(at) or since(at))
+        look = mock.Mock(wraps=log._since)
+        monkeypatch.setattr(log, "_since", look)
         following = asyncio.create_task(anext(changes))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert not looks
+        assert not look.called
         await asyncio.to_thread(log.stored, [A])
         assert await following == CacheChange(stored=(A,))
-        assert len(looks) == 1
+        assert look.call_count == 1
 
 
 def test_large_change_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ class Cluster:
 async def cluster(*, announces: bool = True) -> AsyncIterator[Cluster]:
     """`announces`: the worker says that it can; one of an earlier release does not."""
     engine, system = Engine(), ActorSystem("test")
+    served: Any = engine
     server = RpcServer(service="decode", host="127.0.0.1", port=0, security=SECURITY)
     channels = Channels(SECURITY)
     rpcs: list[str] = []
@@ -131,17 +132,17 @@ async def cluster(*, announces: bool = True) -> AsyncIterator[Cluster]:
 
     server.add_service(
         rpc.add_PrefillServiceServicer_to_server,
-        Prefills(engine),
+        Prefills(served),
         full_name="forge.v1.PrefillService",
     )
     server.add_service(
         rpc.add_DecodeServiceServicer_to_server,
-        Decodes(engine, channels, silence_s=10, local=engine),
+        Decodes(served, channels, silence_s=10, local=served),
         full_name="forge.v1.DecodeService",
     )
     address = await server.start()
-    can = {"prefills_in_decode": "1"} if announces else {}
-    harness = Harness(announced("b0", "decode", address=address, role="both", **can))
+    can: Any = {"role": "both"} | ({"prefills_in_decode": "1"} if announces else {})
+    harness = Harness(announced("b0", "decode", address=address, **can))
     router = await system.spawn(lambda: harness.actor, name="router")
     try:
         yield Cluster(engine=engine, harness=harness, router=router, channels=channels, rpcs=rpcs)
