@@ -15,7 +15,7 @@ from transformers import GenerationConfig, Qwen3Config
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import KvSpan, Prompt, Sampling
-from services.inference.engines.embedded.device_pass import DevicePass
+from services.inference.engines.embedded.device.forward_pass import DevicePass
 from services.inference.engines.embedded.engine import EmbeddedBoth
 from services.inference.engines.provider import EngineOptions
 
@@ -61,7 +61,7 @@ class Engine:
                 super().__init__(*given)
                 made.append(self)
 
-        with patch("services.inference.engines.embedded.wiring.DevicePass", Recorded):
+        with patch("services.inference.engines.embedded.roles.wiring.DevicePass", Recorded):
             chosen = EngineOptions(
                 model_path=str(folder), request_timeout_s=3600.0, max_running=512, **options
             )

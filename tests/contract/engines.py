@@ -45,7 +45,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
-from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED_CAPABILITIES
+from services.inference.engines.embedded.roles.wiring import CAPABILITIES as EMBEDDED_CAPABILITIES
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.refusals import check_request
 from services.inference.engines.tensor_bytes import to_named

@@ -13,7 +13,7 @@ import pytest_asyncio
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.v1 import inference_pb2 as pb
 from services.inference.engines.base import RefusedHandOff
-from services.inference.engines.embedded import early_reads
+from services.inference.engines.embedded.roles import early_reads
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.worker.metrics import HAND_OFFS
 from tests.contract import engines

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import Probe, UnfitWeights
-from services.inference.engines.embedded.device_pass import DevicePass
+from services.inference.engines.embedded.device.forward_pass import DevicePass
 from services.inference.engines.embedded.engine import EmbeddedBoth
 from services.inference.engines.embedded.kv.device_attention import device_attention
 from services.inference.engines.embedded.kv.shape import KvShape

@@ -64,7 +64,7 @@ EVERY = ("encodings.idna",)
 WORKER = (
     "services.inference.worker.role",
     "services.inference.engines.embedded.family_check",
-    "services.inference.engines.embedded.wiring",
+    "services.inference.engines.embedded.roles.wiring",
     "llguidance.hf",
     *TORCH_MODELS,
 )

@@ -32,7 +32,7 @@ from services.inference.engines.embedded.messages import (
     Reserve,
     Swap,
 )
-from services.inference.engines.embedded.probe import adopt
+from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.tensor_bytes import from_bytes

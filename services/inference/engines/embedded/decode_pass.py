@@ -13,8 +13,8 @@ import torch
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import Drawn, draw
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import Drawn, draw
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft
 

@@ -27,8 +27,8 @@ from services.inference.engines.embedded.metrics import (
     DRAFT_GAIN,
     DRAFTED,
 )
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import Drawn, DrawnToken
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import Drawn, DrawnToken
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import Draft, Drafter

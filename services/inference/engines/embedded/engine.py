@@ -5,11 +5,11 @@ from __future__ import annotations
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import EngineStatus
 from services.inference.engines.embedded import family_check
-from services.inference.engines.embedded.both import BothActor
-from services.inference.engines.embedded.decode_engine import EmbeddedDecode
-from services.inference.engines.embedded.prefill_engine import EmbeddedPrefill
-from services.inference.engines.embedded.role_engine import EngineParts
-from services.inference.engines.embedded.wiring import (
+from services.inference.engines.embedded.roles.both import BothActor
+from services.inference.engines.embedded.roles.decode_engine import EmbeddedDecode
+from services.inference.engines.embedded.roles.prefill_engine import EmbeddedPrefill
+from services.inference.engines.embedded.roles.role_engine import EngineParts
+from services.inference.engines.embedded.roles.wiring import (
     decode_actor,
     prefill_actor,
 )

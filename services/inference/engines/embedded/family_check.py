@@ -42,7 +42,7 @@ from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import HeldPrompt, Join, Reserve
-from services.inference.engines.embedded.model import Policy, read_config
+from services.inference.engines.embedded.model.policy import Policy, read_config
 from services.inference.engines.embedded.prefill import PrefillActor, Read
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser

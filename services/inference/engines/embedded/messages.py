@@ -10,7 +10,7 @@ import torch
 
 from forge.core.errors import ForgeError
 from services.inference.engines.base import KvSpan, Piece, Prefilled, Probe, Prompt, Tokens
-from services.inference.engines.embedded.model import StagedWeights
+from services.inference.engines.embedded.model.policy import StagedWeights
 from services.inference.engines.grammar_masks import Matcher
 
 Deliver = Callable[[Piece | ForgeError], None]

@@ -22,7 +22,9 @@ from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Abort, HeldPrompt, Swap
-from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.probe import adopt
+from services.inference.engines.embedded.model.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.prefill_pass import PrefillPass
 from services.inference.engines.embedded.prefill_schedule import (
     Reading,
@@ -30,8 +32,6 @@ from services.inference.engines.embedded.prefill_schedule import (
     WaitingPrefixes,
     next_pass,
 )
-from services.inference.engines.embedded.probe import adopt
-from services.inference.engines.embedded.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.grammar_masks import Matcher
 

@@ -14,7 +14,7 @@ from services.inference.engines.base import Finish, Prompt, Tokens
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.shared_prefixes import Branch
 from services.inference.engines.embedded.messages import Deliver
-from services.inference.engines.embedded.sampler import DrawnToken, tokens_of
+from services.inference.engines.embedded.model.sampler import DrawnToken, tokens_of
 from services.inference.engines.grammar_masks import Matcher
 
 STREAM_INTERVAL_S = 0.05

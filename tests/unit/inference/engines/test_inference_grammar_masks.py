@@ -23,7 +23,7 @@ from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhau
 from forge.core.token_columns import int32_bytes
 from services.inference.engines import grammar_masks as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
-from services.inference.engines.embedded.sampler import draw
+from services.inference.engines.embedded.model.sampler import draw
 from services.inference.engines.grammar_masks import (
     GrammarMatcher,
     Grammars,

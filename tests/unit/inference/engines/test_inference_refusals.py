@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import InvalidArgument
 from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
-from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED
+from services.inference.engines.embedded.roles.wiring import CAPABILITIES as EMBEDDED
 from services.inference.engines.refusals import check_request
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=9, stop_ids=frozenset({0}), seed=1)

@@ -15,7 +15,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
-from services.inference.engines.embedded.wiring import CAPABILITIES as EMBEDDED
+from services.inference.engines.embedded.roles.wiring import CAPABILITIES as EMBEDDED
 from services.inference.router.answer import Answer
 from services.inference.router.canary import Canary
 from services.inference.router.costs import Costs, Times

@@ -16,7 +16,7 @@ from forge.core.named_tensor import NamedTensor as Received
 from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.model.policy import Policy
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore

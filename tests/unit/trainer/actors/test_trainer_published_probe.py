@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.inference.engines.base import Probe, UnfitWeights
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.probe import adopt
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.probe import adopt
 from services.trainer.actors.learner import TakeSnapshot
 from services.trainer.config import LoraSettings
 from services.trainer.weight_publisher import Snapshot

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import draw
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import draw
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.mask_tape import MaskTape
 from services.inference.engines.grammar_masks import Matcher

@@ -22,8 +22,8 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.heads import MtpHeads
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.probe import logprobs
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.probe import logprobs
 from services.inference.engines.tensor_bytes import to_named
 
 _TOKENS = 40

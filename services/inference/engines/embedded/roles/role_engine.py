@@ -18,14 +18,14 @@ from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Swap
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.stored_kv import architecture
-from services.inference.engines.embedded.wiring import (
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.roles.wiring import (
     CAPABILITIES,
     build_policy,
     kv_store,
     prefix_cache,
 )
+from services.inference.engines.embedded.stored_kv import architecture
 from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.kv_store.store import KvStore
 from services.inference.engines.provider import EngineOptions

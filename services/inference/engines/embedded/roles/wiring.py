@@ -11,9 +11,9 @@ from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
-from services.inference.engines.embedded.device_drafter import DeviceDrafter
-from services.inference.engines.embedded.device_graphs import DeviceGraphs
-from services.inference.engines.embedded.device_pass import DevicePass
+from services.inference.engines.embedded.device.drafter import DeviceDrafter
+from services.inference.engines.embedded.device.forward_pass import DevicePass
+from services.inference.engines.embedded.device.graphs import DeviceGraphs
 from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.kv.device_attention import (
     device_attention,
@@ -23,7 +23,7 @@ from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
-from services.inference.engines.embedded.model import Policy
+from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import HeadDrafter

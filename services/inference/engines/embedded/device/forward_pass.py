@@ -22,14 +22,14 @@ from forge.rl.numerics import is_narrow
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
-from services.inference.engines.embedded.device_graphs import DeviceGraphs, rows_for
-from services.inference.engines.embedded.device_rows import columns, draw_numbers, heats
-from services.inference.engines.embedded.fused_layers import FusedLayers
+from services.inference.engines.embedded.device.fused_layers import FusedLayers
+from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
+from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
 from services.inference.engines.embedded.kv.attention import Heads
 from services.inference.engines.embedded.kv.device_attention import ExtentAttention
 from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.sampler import Drawn, is_uncut
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import Drawn, is_uncut
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft
 

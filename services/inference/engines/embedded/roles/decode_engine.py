@@ -26,8 +26,8 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve
-from services.inference.engines.embedded.role_engine import EngineParts, RoleEngine
-from services.inference.engines.embedded.wiring import (
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.wiring import (
     decode_actor,
 )
 

@@ -17,7 +17,7 @@ from services.inference.engines.embedded.kv.attention import (
     attention_bias,
     exact_type,
 )
-from services.inference.engines.embedded.model import Policy, StagedWeights
+from services.inference.engines.embedded.model.policy import Policy, StagedWeights
 from services.inference.engines.probes import check_probe, probe_ids
 
 

@@ -25,12 +25,12 @@ from forge.rl.mtp.heads import PREFIX
 from forge.rl.routing import RoutePass, find_routing, routed
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, ModelLimits
-from services.inference.engines.embedded.device_weights import host_copy, overwrite
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import Heads, KvPass
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.model_head import DraftHeads, ModelHead
-from services.inference.engines.embedded.packed_linears import (
+from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
+from services.inference.engines.embedded.model.head import DraftHeads, ModelHead
+from services.inference.engines.embedded.model.packed_linears import (
     Packed,
     pack,
     packable,

@@ -17,15 +17,15 @@ from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
-from services.inference.engines.embedded.early_reads import EarlyRead, EarlyReads
-from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.messages import Abort, HeldPrompt
 from services.inference.engines.embedded.prefill import (
     PartRead,
     Read,
 )
-from services.inference.engines.embedded.role_engine import EngineParts, RoleEngine
-from services.inference.engines.embedded.wiring import (
+from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
+from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.wiring import (
     prefill_actor,
 )
 from services.inference.engines.grammar_masks import Matcher

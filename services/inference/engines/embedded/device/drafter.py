@@ -15,11 +15,11 @@ import torch
 
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
-from services.inference.engines.embedded.device_graphs import DeviceGraphs, rows_for
-from services.inference.engines.embedded.device_rows import columns, draw_numbers, heats
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.model_head import DraftHeads
-from services.inference.engines.embedded.sampler import is_uncut
+from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
+from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
+from services.inference.engines.embedded.model.head import DraftHeads
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import is_uncut
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft, HeadDrafter
 

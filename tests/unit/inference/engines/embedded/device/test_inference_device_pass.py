@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from services.inference.engines.base import Reweighting
-from services.inference.engines.embedded import wiring
 from services.inference.engines.embedded.kv.attention import Heads, attention
 from services.inference.engines.embedded.kv.device_attention import plain_attention
+from services.inference.engines.embedded.roles import wiring
 from tests.contract.engines import (
     GREEDY,
     SAMPLED,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from services.inference.engines.embedded import packed_linears
-from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.probe import logprobs
+from services.inference.engines.embedded.model import packed_linears
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.probe import logprobs
 from services.inference.engines.tensor_bytes import to_named
 
 IDS = tuple(range(1, 40))
