@@ -29,7 +29,7 @@ from benchmarks.support.scaffold_results import (
     read,
     table,
 )
-from forge.cli.presets import preset_for
+from forge.cli.local_run.presets import preset_for
 
 QUICK_STEPS = 3
 QUICK_TASKS = 8

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from forge.cli.dataset import held_out_tasks, training_tasks
-from forge.cli.display import RunDisplay
-from forge.cli.models import ensure_model
-from forge.cli.presets import Preset, Settings, merged, preset_for
+from forge.cli.local_run.dataset import held_out_tasks, training_tasks
+from forge.cli.local_run.display import RunDisplay
+from forge.cli.local_run.models import ensure_model
+from forge.cli.local_run.presets import Preset, Settings, merged, preset_for
+from forge.cli.local_run.stack import StackPlan
+from forge.cli.local_run.training_run import run_settings, running
 from forge.cli.rundir import RunDirectory, RunState
-from forge.cli.stack import StackPlan
-from forge.cli.training_run import run_settings, running
 from forge.client.operator import Operator
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2

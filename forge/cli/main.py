@@ -10,18 +10,18 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.certs import certs_app
 from forge.cli.command_exit import Commands, finish, say
 from forge.cli.command_exit import console as terminal
 from forge.cli.connection import Connection, of_run
+from forge.cli.credentials.certs import certs_app
+from forge.cli.credentials.etcd import etcd_app
+from forge.cli.credentials.token import token_app
 from forge.cli.deploy.command import deploy_app
-from forge.cli.etcd import etcd_app
+from forge.cli.local_run.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.options import SystemOptions, duration_s, with_options
-from forge.cli.pool import pool_app
-from forge.cli.queue import Json, queue_app
-from forge.cli.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
-from forge.cli.token import token_app
-from forge.cli.trajectories import trajectories_app
+from forge.cli.pool.command import pool_app
+from forge.cli.pool.trajectories import trajectories_app
+from forge.cli.queue.command import Json, queue_app
 from forge.cli.weights import weights_app
 from forge.core.errors import InvalidArgument
 from forge.core.extras import require_extra
@@ -73,7 +73,7 @@ def run(options: RunOptions) -> None:
     Starts every service as a separate process, measures held-out tasks, trains, measures
     again and stops everything. After an interruption the same command resumes the run.
     """
-    from forge.cli.training_run import train
+    from forge.cli.local_run.training_run import train
 
     finish(lambda: train(options), "Interrupted. Run the same command again to resume.")
 
@@ -85,7 +85,7 @@ def up(options: RunOptions) -> None:
 
     For your tasks and agents: submit with the client SDK, point agents at the gateway.
     """
-    from forge.cli.training_run import serve
+    from forge.cli.local_run.training_run import serve
 
     finish(lambda: serve(options), "Stopped.")
 
@@ -102,7 +102,7 @@ def status(
     With --json one object with the keys cluster, services, missing, problems, errors, scheduler,
     inference and trainer; the last three have the fields of the services' status responses.
     """
-    from forge.cli.status import show_status
+    from forge.cli.status.command import show_status
 
     async def main() -> None:
         await show_status(of_run(directory) if directory else system.resolved(), as_json=json)
@@ -120,7 +120,7 @@ def top(
 
     Without a terminal it prints one snapshot.
     """
-    from forge.cli.top import show_top
+    from forge.cli.status.top import show_top
 
     finish(lambda: show_top(at, every_s=duration_s("every", every) or 2.0), "")
 
@@ -149,7 +149,7 @@ def console(
     On loopback it needs no login and changes nothing; beyond it readers log in with a token of
     [bold]forge token issue[/bold], and operators can steer.
     """
-    from forge.cli.web_console import serve_console
+    from forge.cli.local_run.web_console import serve_console
 
     serve_console(at, host=host, port=port, model_path=model, compare=compare or ())
 
@@ -169,7 +169,7 @@ def targets(
 
     With --every the file follows the directory in etcd, until Ctrl-C.
     """
-    from forge.cli.targets import write_targets
+    from forge.cli.status.targets import write_targets
 
     every_s = duration_s("every", every)
     finish(lambda: write_targets(at, file=file, every_s=every_s), "Stopped.")
@@ -187,7 +187,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draw a run's curves: reward, entropy, staleness, merging and time over optimizer steps."""
-    from forge.cli.plot import draw
+    from forge.cli.local_run.plot import draw
     from forge.cli.rundir import RunDirectory
 
     first = runs[0]
@@ -229,11 +229,11 @@ def doctor(
     code is then 1.
     """
     if engine:
-        from forge.cli.engine_doctor import examine_engine
+        from forge.cli.doctor.engine_doctor import examine_engine
 
         raise typer.Exit(examine_engine(engine, python=engine_python, model=model))
 
-    from forge.cli.doctor import examine
+    from forge.cli.doctor.machine import examine
     from forge.cli.finding import report
 
     named = system.resolved() if system.named else None
@@ -262,7 +262,7 @@ def support_bundle(
     [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the
     systemd journal. Services may be down; MANIFEST.txt says what is missing.
     """
-    from forge.cli.bundle_command import make_bundle
+    from forge.cli.doctor.bundle_command import make_bundle
 
     finish(lambda: make_bundle(system, settings=settings, out=out), "Interrupted.")
 
@@ -338,7 +338,7 @@ def model_export(
 
     transformers and other engines load the directory; adapters are merged into the weights.
     """
-    from forge.cli.model_export import export_model
+    from forge.cli.local_run.model_export import export_model
 
     kept = export_model(source, out)
     say(f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}")
@@ -357,7 +357,7 @@ def agents(context: typer.Context) -> None:
 
 
 def _model(name: str, seed: int, root: Path) -> None:
-    from forge.cli.models import ensure_model
+    from forge.cli.local_run.models import ensure_model
 
     async def main() -> None:
         path = await ensure_model(name, seed=seed, root=root)

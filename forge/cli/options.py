@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forge.cli.connection import Connection, newest_run, of_run
-from forge.cli.run_options import Root
+from forge.cli.local_run.run_options import Root
 from forge.core.errors import InvalidArgument
 from forge.runtime.security.bearer import bearer_of
 

@@ -16,7 +16,7 @@ import typer
 from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
-from forge.cli.queue import Json
+from forge.cli.queue.command import Json
 
 if TYPE_CHECKING:
     from forge.client.weights import WeightSteering

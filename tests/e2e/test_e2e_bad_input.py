@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli.stack import etcd_binary
+from forge.cli.local_run.stack import etcd_binary
 from forge.core.errors import NotFound
 from tests.support.suite.forge_run import FORGE, ForgeRun
 from tests.support.suite.starting_weights import make_starting_weights

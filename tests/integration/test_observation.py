@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from forge.cli import support_bundle
-from forge.cli.bundle_command import make_bundle
+from forge.cli.doctor import support_bundle
+from forge.cli.doctor.bundle_command import make_bundle
 from forge.cli.options import SystemOptions
 from forge.cli.rundir import RunDirectory
 from forge.client.reward_events import reward_event

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY, Authority
+from forge.cli.credentials.certs_authority import HOST_CA, HOST_CERT, HOST_KEY, Authority
 from forge.core.errors import ConfigError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge.cli.outages import Outages
-from forge.cli.submission import Submission
-from forge.cli.submitting import Submitter
+from forge.cli.queue.outages import Outages
+from forge.cli.queue.submission import Submission
+from forge.cli.queue.submitting import Submitter
 from forge.client.operator import Operator
 from tests.support.scheduler.cluster import START_S, SchedulerCluster
 

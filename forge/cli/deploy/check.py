@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.certificate_doctor import CertificateFiles, certificate_findings
-from forge.cli.cluster_doctor import cluster_findings
 from forge.cli.connection import Connection
 from forge.cli.deploy.comparison import differences
 from forge.cli.deploy.host import HostDirectory, clock_is_synchronized, read_host
 from forge.cli.deploy.host_files import KEY, SETTINGS
 from forge.cli.deploy.rendered import Manifest
+from forge.cli.doctor.cluster_doctor import cluster_findings
 from forge.cli.finding import Finding
 from forge.runtime.process.clock_watch import REMEDY
 

@@ -1,7 +1,7 @@
 """The secrets of a cluster in a directory of the computer that renders it.
 
 Owns their files: an existing secret stays, an expiring certificate or token is replaced. Not here:
-X.509 (`forge.cli.certs_authority`), signatures of tokens (`forge.runtime.security`).
+X.509 (`forge.cli.credentials.certs_authority`), signatures of tokens (`forge.runtime.security`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from forge.cli.certificate_doctor import RENEW
-from forge.cli.certs_authority import CA_CERT, HOST_CERT, HOST_KEY, Authority
+from forge.cli.credentials.certs_authority import CA_CERT, HOST_CERT, HOST_KEY, Authority
 from forge.cli.deploy.host_files import HostSecrets, Secrets
 from forge.cli.deploy.inventory import Host, Inventory
 from forge.cli.deploy.rendered import TokenEntry

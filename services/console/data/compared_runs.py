@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cli.plot import read_steps
+from forge.cli.local_run.plot import read_steps
 from forge.core.errors import ForgeError
 
 FIELDS = ("step", "mean_reward", "entropy", "staleness_mean")

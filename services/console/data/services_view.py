@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from forge.cli.system_state import Service, read_state
+from forge.cli.status.system_state import Service, read_state
 from forge.client.pool import PoolReader
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator

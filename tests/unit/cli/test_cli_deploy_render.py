@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from forge.cli.certs_authority import Authority
+from forge.cli.credentials.certs_authority import Authority
 from forge.cli.deploy.render import rendered_hosts, rendered_inventory
 from forge.cli.deploy.rendered import Manifest, digest
 from forge.cli.main import app

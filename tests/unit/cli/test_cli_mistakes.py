@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from forge.cli.display import RunDisplay
+from forge.cli.local_run.display import RunDisplay
 from forge.cli.main import app
 from forge.runtime.process.child_processes import ProcessEvent
 

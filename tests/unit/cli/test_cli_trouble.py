@@ -6,8 +6,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from forge.cli.campaign import Progress
-from forge.cli.display import RunDisplay
+from forge.cli.local_run.campaign import Progress
+from forge.cli.local_run.display import RunDisplay
 from forge.cli.trouble import troubles
 from forge.v1 import scheduler_pb2
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from forge.cli import plot
+from forge.cli.local_run import plot
 from forge.cli.main import app
 from forge.core.entry_points import load_entry_point
 from forge.core.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
+from forge.cli.credentials.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
 from forge.cli.deploy.assets import read_assets
 from forge.runtime.coordination.etcd_roles import ROLES
 from forge.runtime.coordination.etcd_users import password_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli.presets import PROCESSES
+from forge.cli.local_run.presets import PROCESSES
 
 SLOW = {"torch", "transformers", "grpc", "etcd3aio", "lmdb", "aiohttp", "numpy"}
 """Packages that take long to import."""

@@ -1,0 +1,1 @@
+"""`forge token`, `forge certs` and `forge etcd`: tokens, certificates, users of etcd."""

@@ -1,0 +1,220 @@
+"""`forge doctor`: checks of this machine, each with a remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from forge.agents.control_groups import delegated_group
+from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox import REMEDY as SANDBOX_REMEDY
+from forge.agents.sandbox import SANDBOX
+from forge.cli.connection import Connection
+from forge.cli.doctor.cluster_doctor import cluster_findings
+from forge.cli.finding import Finding, findings_of
+from forge.cli.local_run.stack import etcd_binary
+from forge.cli.service_settings import print_settings, programs_in
+from forge.cli.settings_doctor import GIB, disk, settings_findings
+from forge.core.errors import ForgeError
+from forge.core.extras import DISTRIBUTION, missing_packages, requirements
+
+EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
+"""Extras that a run on one machine needs, besides the core and an etcd."""
+INSTALL = 'Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".'
+_GATEWAY = "services.gateway"
+_DRIVER = Path("/proc/driver/nvidia/version")
+_TORCH = """
+import torch
+devices = (torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
+print(torch.__version__, *devices, sep=", ")
+"""
+
+
+def examine(
+    root: Path,
+    *,
+    cluster: Connection | None = None,
+    settings: Path | None = None,
+    model: Path | None = None,
+) -> Iterator[Finding]:
+    """Yields all findings about this machine; with `settings` also about its services, with `model`
+    about a chat template, with `cluster` about etcd and clocks. Raises `InvalidArgument` for a
+    directory without settings."""
+    programs = programs_in(settings) if settings else []
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _packages,
+        _import_names,
+        _torch,
+        _etcd,
+        _loopback,
+        lambda: disk(root, remedy="name another directory with --root"),
+        _memory,
+        _files,
+        _sandbox,
+        _process_sandbox,
+        control_groups,
+        containers,
+    ]
+    for check in checks:
+        yield check()
+    printed = print_settings(programs, check=True)
+    yield from settings_findings(printed)
+    models = {str(model)} if model else set()
+    models |= {str(one.value("model_path")) for one in printed if one.program.module == _GATEWAY}
+    for path in sorted(models - {""}):
+        yield from template_findings(path)
+    if cluster is not None:
+        yield from asyncio.run(cluster_findings(cluster))
+
+
+def template_findings(model: str) -> Iterator[Finding]:
+    """Yields the findings about a model's chat template, from a program of its own: the gateway
+    alone imports transformers."""
+    command = [sys.executable, "-m", "services.gateway.model.doctor", model]
+    return findings_of(command, remedy=INSTALL)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding(
+        ok=sys.version_info >= (3, 11), text=f"Python {version}", remedy="Use Python 3.11 or newer."
+    )
+
+
+def _packages() -> Finding:
+    missing = missing_packages(EXTRAS)
+    wrong = {f"{name} is missing" for name in missing}
+    for package in requirements(EXTRAS):
+        version = "" if package.name in missing else metadata.version(package.name)
+        if version and not package.specifier.contains(version, prereleases=True):
+            wrong.add(f"{package.name} {version} is not {package.specifier}")
+    return Finding(
+        ok=not wrong,
+        text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",
+        remedy=INSTALL,
+    )
+
+
+def _import_names() -> Finding:
+    """Two distributions can have one package name; pip keeps the files installed last."""
+    owners = metadata.packages_distributions()
+    others = {
+        f"{owner} {metadata.version(owner)} has a package {name} too"
+        for name in ("forge", "services")
+        for owner in owners.get(name, ())
+        if owner != DISTRIBUTION
+    }
+    return Finding(
+        ok=not others,
+        text=", ".join(sorted(others)) or f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}",
+        remedy=f"Uninstall it, then: pip install --force-reinstall --no-deps {DISTRIBUTION}",
+    )
+
+
+def _torch() -> Finding:
+    # In a separate process: the import takes seconds, and a broken torch may crash its process.
+    tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
+    if tried.returncode:
+        reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
+        return Finding(
+            ok=False,
+            text=f"torch cannot be imported: {reason}",
+            remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
+        )
+    version, *gpus = tried.stdout.strip().split(", ")
+    driver = _DRIVER.exists()
+    return Finding(
+        ok=bool(gpus) or not driver,
+        text=f"torch {version}, {', '.join(gpus) or 'no GPU'}"
+        + ("" if gpus or not driver else f", although {_DRIVER} exists"),
+        remedy="Install a torch built for this driver, and check CUDA_VISIBLE_DEVICES.",
+    )
+
+
+def _etcd() -> Finding:
+    try:
+        return Finding(ok=True, text=f"etcd at {etcd_binary()}")
+    except ForgeError as error:
+        return Finding(ok=False, text="etcd", remedy=str(error))
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+        return Finding(ok=True, text="127.0.0.1 accepts connections")
+    except OSError as error:
+        return Finding(ok=False, text=f"127.0.0.1: {error}", remedy="Bring the lo interface up.")
+
+
+def _memory() -> Finding:
+    available = psutil.virtual_memory().available
+    return Finding(
+        ok=available > 4 * GIB,
+        text=f"{available / GIB:.0f} GiB of memory available, {psutil.cpu_count()} CPUs",
+        remedy="The tiny run needs about 4 GiB, smollm2 about 10.",
+    )
+
+
+def _files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Finding(
+        ok=soft >= 1024,
+        text=f"{soft} open files allowed",
+        remedy="Raise it with `ulimit -n 4096`.",
+    )
+
+
+def _sandbox() -> Finding:
+    problem, _, remedy = asyncio.run(SANDBOX.problem()).partition("; ")
+    return Finding(
+        ok=not problem,
+        text=problem or "sandbox for programs of models: bubblewrap, allow-list of system calls",
+        remedy=f"To do: {remedy}.",
+    )
+
+
+def _process_sandbox() -> Finding:
+    box = asyncio.run(ProcessSandbox(tmp_bytes=1 << 20).fitted())
+    problem = asyncio.run(box.problem())
+    proc = "a private" if box.proc else "no"
+    return Finding(
+        ok=not problem,
+        text=f"no sandbox for commands and reward functions: {problem}"
+        if problem
+        else "sandbox for commands and reward functions: bubblewrap, deny-list of system calls, "
+        f"{proc} /proc",
+        remedy=f"To do: {SANDBOX_REMEDY}.",
+    )
+
+
+def control_groups() -> Finding:
+    """Tells whether sandboxes of a runner started here have groups; a unit may have them."""
+    try:
+        text = f"control groups of sandboxes: {delegated_group()} is delegated"
+    except ForgeError as error:
+        text = f"no control groups for sandboxes, resource limits instead: {error}"
+    return Finding(ok=True, text=text)
+
+
+def containers() -> Finding:
+    """Tells the container engine; only command_sandbox = container needs one."""
+    for engine in ("podman", "docker"):
+        if shutil.which(engine) is None:
+            continue
+        tried = subprocess.run([engine, "version"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            return Finding(ok=True, text=f"containers for commands: {engine}")
+        reason = (tried.stderr.strip() or f"exit code {tried.returncode}").splitlines()[-1]
+        return Finding(ok=True, text=f"no containers for commands: {engine} version: {reason}")
+    return Finding(ok=True, text="no containers for commands: neither podman nor docker")

@@ -1,0 +1,117 @@
+"""The options of `forge run` and `forge up`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forge.cli.local_run.presets import CPU, EMBEDDED, Settings, parse_overrides
+from forge.cli.local_run.run_models import RunModels
+
+Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
+Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
+OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
+"""Options of a run that a stack without a campaign lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of one run. Raises `InvalidArgument` for a wrong `--set`."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="tiny, smollm2, a directory, or a hub id with a chat template.",
+            show_default="that of --run-dir, or tiny",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seeds the weights, the tasks and the order.",
+            show_default="that of --run-dir, or 0",
+        ),
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps. Default: the model's preset.")
+    ] = None
+    eval_tasks: Annotated[
+        int | None, typer.Option(min=1, help="Held-out tasks per domain. Default: the preset's.")
+    ] = None
+    eval_every_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also measure held-out tasks every N steps of training."),
+    ] = None
+    root: Root = Path(".forge")
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
+    ] = None
+    etcd: Annotated[
+        str, typer.Option(help="host:port[,host:port] of an etcd on loopback. Default: start one.")
+    ] = ""
+    gateways: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Torch device of the trainer and the workers: cpu, cuda:0, or cuda (each trainer "
+            "process its own GPU). On a GPU the trainer computes in bfloat16.",
+        ),
+    ] = CPU
+    trainer_processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes of the trainer (ranks), started by torchrun. They compute each tree "
+            "together, or divide the model with --set trainer.mesh.dp_shard=N (docs/scaling.md).",
+        ),
+    ] = 1
+    console: Annotated[
+        bool, typer.Option(help="Serve the web console on a free port of loopback.")
+    ] = True
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with tables [models.NAME]: models beside the policy, which the run "
+            "serves too (docs/models.md)."
+        ),
+    ] = None
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine of the worker: embedded, vllm, or one of a package. Others than "
+            "embedded get one worker of the role both (docs/engines.md)."
+        ),
+    ] = EMBEDDED
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python of the engine's environment. Default: .venv-ENGINE/bin/python if it "
+            "exists, else this one.",
+        ),
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable.",
+        ),
+    ] = None
+    settings: Settings = field(init=False)
+    """The parsed `overrides`."""
+    other_models: RunModels = field(init=False)
+    """The content of `models`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", parse_overrides(self.overrides or []))
+        others = RunModels.read(self.models) if self.models else RunModels(tables={})
+        object.__setattr__(self, "other_models", others)

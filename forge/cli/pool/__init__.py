@@ -1,0 +1,1 @@
+"""`forge pool` and `forge trajectories`: shards, and the trajectories in them."""

@@ -1,0 +1,1 @@
+"""`forge queue`: the generation queue, and the submission of tasks to it."""

@@ -1,0 +1,52 @@
+"""What `forge doctor` says about the sandboxes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.agents import bubblewrap
+from forge.cli.doctor import machine as doctor
+from forge.core.errors import FailedPrecondition
+
+
+def test_missing_sandbox_of_commands_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names what is missing; with it, the line names the strength."""
+
+    def absent() -> str:
+        raise FailedPrecondition("there is no bwrap")
+
+    monkeypatch.setattr(bubblewrap, "executable", absent)
+    finding = doctor._process_sandbox()
+    assert not finding.ok
+    assert "commands and reward functions: there is no bwrap" in finding.text
+    assert "install bubblewrap" in finding.remedy
+
+
+def test_absent_control_groups_are_named_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no fault: resource limits replace them."""
+
+    def absent() -> Path:
+        raise FailedPrecondition("it is not delegated")
+
+    monkeypatch.setattr(doctor, "delegated_group", absent)
+    finding = doctor.control_groups()
+    assert finding.ok
+    assert "resource limits instead: it is not delegated" in finding.text
+
+
+def test_container_engine_is_named_or_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """podman before docker; an engine without its daemon says so."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither podman nor docker" in doctor.containers().text
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho 'no daemon' >&2\nexit 1\n")
+    docker.chmod(0o755)
+    assert doctor.containers().text.endswith("docker version: no daemon")
+    podman = tmp_path / "podman"
+    podman.write_text("#!/bin/sh\n")
+    podman.chmod(0o755)
+    assert doctor.containers().text.endswith(": podman")
