@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 from forge.rl.device import device_of
@@ -33,8 +34,12 @@ def _check_engine(config: InferenceConfig) -> None:
     """Ask the engine whether it can serve the model."""
     from services.inference.engines.registry import get_engine
 
-    if (check := getattr(get_engine(config.engine), "check", None)) is not None:
-        check(config.model_path, context_tokens=config.context_tokens)
+    if (check := getattr(get_engine(config.engine), "check", None)) is None:
+        return
+    known = {name: getattr(config, name) for name in ("context_tokens", "device", "dtype")}
+    # An engine names what it wants to know; those of earlier releases want less.
+    taken = signature(check).parameters
+    check(config.model_path, **{name: known[name] for name in known if name in taken})
 
 
 if __name__ == "__main__":

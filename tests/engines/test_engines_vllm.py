@@ -86,6 +86,7 @@ async def test_answers_go_on_through_swaps_and_a_lost_engine(inference: Inferenc
     await inference.sampling(*calls)
     engine_of(inference, worker).send_signal(signal.SIGKILL)
     assert inference.exit_code(worker) == 1
+    assert "vLLM's process ended: SIGKILL" in inference.log_of(worker)
     second = inference.start("both", *VLLM)
     await inference.registered("decode", second, weight_version="4")
     for ids, sample in zip(prompts, await asyncio.gather(*calls), strict=True):

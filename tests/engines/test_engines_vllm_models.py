@@ -1,5 +1,6 @@
 """Models with experts, sinks or recurrent layers on vLLM: weights come by the stream, and their
-log-probs are those of the model. The embedded engine refuses two of them.
+log-probs are those of the model. The embedded engine refuses two of them. Models that vLLM would
+serve wrongly, or end with, are refused.
 
 Runs in the environment of `make engine-vllm` alone: `make test-engines`.
 """
@@ -14,16 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MiMoV2FlashConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, Unavailable
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.provider import EngineOptions
+from services.inference.engines.vllm import provider
 from tests.contract import engines
 from tests.contract.engines import CONTEXT_TOKENS, SAMPLED, VOCABULARY, prompt_ids, published
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
 
+if engines.ON_VLLM:
+    arguments: Any = import_module("services.inference.engines.vllm.arguments")
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -103,9 +113,87 @@ async def test_linear_attention_in_float32_is_refused(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"linear_key_head_dim": 32, "linear_value_head_dim": 32}, "linear_key_head_dim = 32"),
+        ({"linear_value_head_dim": 64}, "linear_value_head_dim = 64"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3"),
+    ],
+)
+def test_linear_attention_of_other_sizes_is_refused(
+    changed: dict[str, int], named: str, tmp_path: Path
+) -> None:
+    """By `--check` and at the start, with the fields and the words of vLLM's kernel: its process
+    would end at the first request. On a GPU other kernels compute them."""
+    config = CONFIGS["qwen3_next"].to_diff_dict() | changed
+    Qwen3NextConfig(**config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{named}.*refuses them .*serve this model on a GPU"):
+        provider.check(str(tmp_path), context_tokens=0, dtype="bfloat16")
+    provider.check(str(tmp_path), context_tokens=0, dtype="bfloat16", device="cuda:0")
+
+
+def mimo(**own: Any) -> MiMoV2FlashConfig:
+    """A small MiMo V2: sinks, and experts in stacks."""
+    return MiMoV2FlashConfig(
+        **_SHAPE | {"num_hidden_layers": 2, "v_head_dim": engines.HEAD_SIZE},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"],
+        sliding_window=16,
+        **own,
+    )
+
+
+VLLM_FIELDS: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": engines.HEAD_SIZE,
+    "sliding_window_size": 16,
+    "layernorm_epsilon": 1e-5,
+    "add_swa_attention_sink_bias": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+"""Of a MiMo V2 as its authors publish it."""
+
+
+async def test_weights_that_no_update_would_reach_are_refused(tmp_path: Path) -> None:
+    """At the start, by a reload without data. The probe might not find them: sinks of a new model
+    are near those that vLLM makes up."""
+    mimo(**VLLM_FIELDS).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"never update .*attention_sink_bias and 2 more"):
+        async with engines.ENGINES["vllm"](tmp_path):
+            pass
+
+
+async def test_start_that_fails_names_the_error_of_vllms_process(tmp_path: Path) -> None:
+    """Here it misses a field of the model's config. The worker ends with exit code 1."""
+    mimo().save_pretrained(tmp_path)
+    with pytest.raises(Unavailable, match=r"did not start: AttributeError: .*hybrid_layer_pattern"):
+        async with engines.ENGINES["vllm"](tmp_path):
+            pass
+
+
+async def test_end_of_vllms_process_names_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here at the first request, since the check of the model is off."""
+    monkeypatch.setattr(arguments, "_check_delta_net", lambda *_, **__: None)
+    config = CONFIGS["qwen3_next"].to_diff_dict()
+    config |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    Qwen3NextConfig(**config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**config), dtype=torch.float32)
+    async with engines.ENGINES["vllm"](tmp_path, dtype="bfloat16") as pair:
+        with pytest.raises(Unavailable, match="ended: RuntimeError: Unexpected head dim size, 32"):
+            await pair.load(published(model), version=1)
+
+
 async def test_drafts_by_weights_are_refused(tmp_path: Path) -> None:
     """A publication has no weights for vLLM's own drafters: they would draft by random ones."""
-    arguments: Any = import_module("services.inference.engines.vllm.arguments")
     engines.CONFIGS["llama"].save_pretrained(tmp_path)
     limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)
     for chosen in ({"method": "medusa"}, {"model": "draft"}, {"method": "mtp"}):

@@ -240,15 +240,7 @@ async def train(options: RunOptions) -> None:
     """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
     directory = directory_of(options)
-    await check_run(options, directory)
-    with directory.locked():
-        state = await open_run(options, directory)
-        preset = preset_of(options, state)
-        plan = await started_plan(options, directory, state, preset)
-        with RunDisplay(console, total_steps=preset.steps) as display:
-            if state.phase != "before":
-                display.say(f"Resuming {directory.path}")
-            result, measured = await _campaign(plan, preset, state.seed, display)
+    result, measured = await run_campaign(options, directory)
     console.print(result_table(result, measured))
     with suppress(ForgeError):
         if evaluations := read_evaluations(directory.path):
@@ -260,6 +252,22 @@ async def train(options: RunOptions) -> None:
     with suppress(ForgeError):
         draw([directory.path], directory.curves)
         say(f"Curves {directory.curves}")
+
+
+async def run_campaign(
+    options: RunOptions, directory: RunDirectory
+) -> tuple[CampaignResult, MeasuredModel]:
+    """Starts a run, or resumes that of the directory, and runs it to the end. Raises `ForgeError`
+    with a remedy."""
+    await check_run(options, directory)
+    with directory.locked():
+        state = await open_run(options, directory)
+        preset = preset_of(options, state)
+        plan = await started_plan(options, directory, state, preset)
+        with RunDisplay(console, total_steps=preset.steps) as display:
+            if state.phase != "before":
+                display.say(f"Resuming {directory.path}")
+            return await _campaign(plan, preset, state.seed, display)
 
 
 async def _campaign(

@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Where `engine_output` looks for errors.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     # A fork of this process would have gRPC's threads without their work.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Sends nothing to another host.
@@ -62,7 +64,7 @@ def architecture_of(model_path: str) -> str:
     return found
 
 
-def check_model(model_path: str, *, device: str = "cpu") -> None:
+def check_model(model_path: str, *, device: str, dtype: str = "auto") -> None:
     """Raises ConfigError for a model that vLLM does not have, or not on this device."""
     from vllm import ModelRegistry
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -73,16 +75,63 @@ def check_model(model_path: str, *, device: str = "cpu") -> None:
             f"model_path = {model_path!r}: vLLM has no {name}; engine = 'embedded' runs any model "
             "of transformers that it computes exactly"
         )
+    if device != "cpu":
+        return
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     # vLLM accepts such a model and ends at its first request.
-    if device == "cpu" and size and size not in sizes:
+    if size and size not in sizes:
         raise ConfigError(
             f"model_path = {model_path!r}: heads of {size}; vLLM's attention on CPUs has "
             f"{', '.join(map(str, sizes))}"
         )
+    if hasattr(config, _DELTA_NET):
+        _check_delta_net(model_path, config, dtype=served_dtype(model_path, dtype))
+
+
+def served_dtype(model_path: str, chosen: str) -> str:
+    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits."""
+    if chosen != "auto":
+        return chosen
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def _check_delta_net(model_path: str, config: Any, *, dtype: str) -> None:
+    """Compute one token as vLLM's linear attention does, which accepts such a model and ends at its
+    first request. Raises ConfigError."""
+    import torch
+    from vllm._custom_ops import chunk_gated_delta_rule_cpu
+
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"dtype = {dtype!r}: vLLM's linear attention on CPUs computes in bfloat16 alone"
+        )
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+    try:
+        chunk_gated_delta_rule_cpu(
+            query=torch.zeros(1, 1, keys, key_size, dtype=torch.bfloat16),
+            key=torch.zeros(1, 1, keys, key_size, dtype=torch.bfloat16),
+            value=torch.zeros(1, 1, values, value_size, dtype=torch.bfloat16),
+            g=torch.zeros(1, 1, values),
+            beta=torch.zeros(1, 1, values, dtype=torch.bfloat16),
+            initial_state=torch.zeros(1, values, key_size, value_size),
+            output_final_state=True,
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            head_first=False,
+            use_qk_l2norm_in_kernel=True,
+            initial_state_indices=torch.zeros(1, dtype=torch.int32),
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model_path = {model_path!r}: linear_num_key_heads = {keys}, linear_num_value_heads = "
+            f"{values}, linear_key_head_dim = {key_size}, linear_value_head_dim = {value_size}: "
+            f"vLLM's linear attention on CPUs refuses them ({str(error).splitlines()[0]}); serve "
+            "this model on a GPU"
+        ) from error
 
 
 def block_size(options: EngineOptions) -> int:
@@ -149,20 +198,6 @@ def meta_model(model_path: str) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
 
 
-def _dtype(options: EngineOptions) -> str:
-    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits. Raises
-    ConfigError for a type that the model cannot have on this device."""
-    config = AutoConfig.from_pretrained(options.model_path).get_text_config()
-    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    chosen = own if options.dtype == "auto" else options.dtype
-    # vLLM accepts it and ends at its first request.
-    if chosen != "bfloat16" and not caches_prefixes(options):
-        raise ConfigError(
-            f"dtype = {chosen!r}: vLLM's linear attention on CPUs computes in bfloat16 alone"
-        )
-    return chosen
-
-
 def engine_arguments(
     options: EngineOptions, limits: ModelLimits, *, role: Role, events: Any
 ) -> dict[str, Any]:
@@ -182,7 +217,7 @@ def engine_arguments(
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
     ours: dict[str, Any] = {
         "model": options.model_path,
-        "dtype": _dtype(options),
+        "dtype": served_dtype(options.model_path, options.dtype),
         "hf_overrides": {"architectures": [architecture_of(options.model_path)]},
         # The first weights come as all others do.
         "load_format": "dummy",

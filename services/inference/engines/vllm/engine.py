@@ -7,7 +7,6 @@ their probe; tokens of a version on trial leave the engine only after it.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
@@ -45,6 +43,7 @@ from services.inference.engines.vllm.cache_events import (
     EventSockets,
 )
 from services.inference.engines.vllm.kv_format import Layout
+from services.inference.engines.vllm.processes import Processes
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
 
 CAPABILITIES = Capabilities(
@@ -95,7 +94,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """vLLM's process has ended."""
+    """vLLM is lost."""
 
     reason: str
 
@@ -104,10 +103,10 @@ class _ProcessWatch(Actor):
     """Fails when vLLM's process has ended: the worker ends, and its supervisor starts both."""
 
     async def receive(self, message: Any) -> Any:
-        """Raise the end of the process."""
+        """Raise the reason."""
         match message:
             case _Ended(reason):
-                raise RuntimeError(f"vLLM's process ended: {reason}")
+                raise RuntimeError(reason)
             case _:
                 return await super().receive(message)
 
@@ -117,7 +116,8 @@ class VllmEngine:
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        processes: Processes,
+        checkpoint: Checkpoint,
         follower: CacheFollower,
         limits: ModelLimits,
         options: EngineOptions,
@@ -128,14 +128,13 @@ class VllmEngine:
         self.capabilities = capabilities_of(options, role)
         self.capacity = options.max_running
         self.version = 0
-        self._llm = llm
+        self._processes = processes
+        self._llm = processes.llm
         self._follower = follower
         self._cached = follower.events
         self.cache_reports = self._cached.reports
         self._timeout_s = options.request_timeout_s
-        self._checkpoint = Checkpoint(
-            arguments.meta_model(options.model_path), served=llm.model_config.dtype
-        )
+        self._checkpoint = checkpoint
         self._grammars = Grammars(options.model_path, vocabulary=limits.vocabulary)
         self._end_token = _end_token(options.model_path)
         self._served: Staged | None = None
@@ -154,27 +153,33 @@ class VllmEngine:
     async def start(
         cls, actors: ActorSystem, options: EngineOptions, role: Role = "both"
     ) -> VllmEngine:
-        """Start vLLM's process, without weights. Raises ConfigError."""
+        """Start vLLM's process, without weights. Raises ConfigError, Unavailable if the process
+        ends."""
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
-        arguments.check_model(options.model_path, device=options.device)
+        arguments.check_model(options.model_path, device=options.device, dtype=options.dtype)
         arguments.prepare_environment(options.threads)
         sockets = EventSockets()
         follower = CacheFollower(sockets, CacheEvents(block_tokens=options.block_tokens))
+        processes = None
         try:
             chosen = arguments.engine_arguments(options, limits, role=role, events=sockets.config())
             # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are
             # made on, and the worker serves nothing before.
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
-            await llm.collective_rpc("forge_end_with", args=(os.getpid(),))
-            if not arguments.drafts(options):
-                await llm.collective_rpc("forge_answer_sampler")
+            processes = Processes.start(AsyncEngineArgs(**chosen))
+            model = arguments.meta_model(options.model_path)
+            checkpoint = Checkpoint(model, served=processes.llm.model_config.dtype)
+            await processes.prepare(
+                checkpoint, model=options.model_path, answers=not arguments.drafts(options)
+            )
             await follower.start()
         except BaseException:
             await follower.close()
+            if processes is not None:
+                processes.llm.shutdown()
             raise
         watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
         log.info("vllm_started", capabilities=capabilities_of(options, role).described())
-        return cls(llm, follower, limits, options, role, watch)
+        return cls(processes, checkpoint, follower, limits, options, role, watch)
 
     @property
     def cache_tokens(self) -> int:
@@ -238,7 +243,7 @@ class VllmEngine:
                     yield Piece(tokens=tokens, finish=finish, cached_tokens=cached)
         except EngineDeadError as error:
             finished = True
-            raise Unavailable(f"vLLM's process ended: {error}") from error
+            raise Unavailable(self._processes.why_ended()) from error
         finally:
             if not finished:
                 await self._llm.abort(collector.request_id, internal=True)
@@ -259,7 +264,7 @@ class VllmEngine:
         try:
             return await self._llm.add_request(prompt.request_id, inputs, params)
         except EngineDeadError as error:
-            raise Unavailable(f"vLLM's process ended: {error}") from error
+            raise Unavailable(self._processes.why_ended()) from error
         except (VLLMClientError, ValueError) as error:
             raise UnsupportedByEngines(f"the engine vllm refuses the request: {error}") from error
 
@@ -311,12 +316,16 @@ class VllmEngine:
                 await llm.resume_generation()
         except Exception as error:
             # Some layers may have new weights and some old ones: nothing of it may serve.
-            log.error("vllm_update_failed", weight_version=staged.version, error=str(error))
-            self._end(f"update to weights {staged.version} failed: {error}")
-            raise Unavailable(f"vLLM failed to load weights {staged.version}: {error}") from error
+            dead = isinstance(error, EngineDeadError)
+            found = self._processes.why_ended() if dead else str(error)
+            failed = f"vLLM failed to load weights {staged.version}: {found}"
+            log.error("vllm_update_failed", weight_version=staged.version, error=found)
+            self._end(failed)
+            raise Unavailable(failed) from error
 
     async def _try(self, staged: Staged, probe: Probe | None) -> None:
-        """Compute the probe by the new weights. Raises UnfitWeights, BrokenWeights."""
+        """Compute the probe by the new weights. Raises UnfitWeights, BrokenWeights,
+        Unavailable if vLLM ends."""
         ids = probe_ids(probe, self.limits, version=staged.version)
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True
@@ -326,8 +335,11 @@ class VllmEngine:
             cache_salt=f"probe {staged.version}",
         )
         name = f"probe-{staged.version}"
-        async with aclosing(self._llm.generate(inputs, params, name)) as outputs:
-            *_, last = [output async for output in outputs]
+        try:
+            async with aclosing(self._llm.generate(inputs, params, name)) as outputs:
+                *_, last = [output async for output in outputs]
+        except EngineDeadError as error:
+            raise Unavailable(self._processes.why_ended()) from error
         entries = zip(ids[1:], last.prompt_logprobs[1:], strict=False)
         found = [entry[token].logprob for token, entry in entries]
         if probe is not None and len(found) < len(probe.logprobs):
@@ -338,7 +350,7 @@ class VllmEngine:
         # vLLM says it to requests alone; an idle worker must end, too.
         while not self._llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(_WATCH_S)
-        self._end(str(self._llm.dead_error))
+        self._end(self._processes.why_ended())
 
     def _end(self, reason: str) -> None:
         if self._watch.alive:

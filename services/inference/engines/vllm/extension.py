@@ -50,6 +50,21 @@ class WorkerExtension:
         """Have the model runner sample with `AnswerSampler`."""
         install(self.model_runner)  # type: ignore[attr-defined]
 
+    def forge_lost_weights(
+        self, tensors: list[tuple[str, str, list[int]]]
+    ) -> tuple[str, list[str]]:
+        """Return why a reload of these tensors (name, dtype, shape) could not be tried, empty if it
+        could, and the parameters that it would not change."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        zeros = (
+            (name, torch.zeros(shape, dtype=getattr(torch, dtype)))
+            for name, dtype, shape in tensors
+        )
+        try:
+            return "", reload.lost(runner.get_model(), runner.model_config, zeros)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", []
+
 
 def _end_after(process: int) -> None:
     select.select([process], [], [])

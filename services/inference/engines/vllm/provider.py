@@ -42,13 +42,15 @@ async def start_decode(actors: ActorSystem, options: EngineOptions) -> VllmDecod
     return await VllmDecode.start(actors, options, "decode")
 
 
-def check(model_path: str, *, context_tokens: int) -> None:
+def check(
+    model_path: str, *, context_tokens: int, device: str = "cpu", dtype: str = "auto"
+) -> None:
     """Raises ConfigError without vLLM, for the second model runner, and for a model that vLLM does
-    not have."""
+    not have, or not on this device."""
     _require_vllm()
     from services.inference.engines.vllm.arguments import check_model
 
-    check_model(model_path)
+    check_model(model_path, device=device, dtype=dtype)
 
 
 def _require_vllm() -> None:

@@ -51,6 +51,14 @@ class Checkpoint:
         self._weights = tuple(_weights_of(model))
         self._served = served
 
+    @property
+    def tensors(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each tensor of a publication, in the model's order."""
+        return [
+            (weight.names[0], str(weight.dtype).removeprefix("torch."), list(weight.shape))
+            for weight in self._weights
+        ]
+
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Staged:
         """Check a set of weights. Tied weights may have any or all of their names; draft heads are
         left out. Raises UnfitWeights, BrokenWeights for NaN or infinity."""

@@ -1,0 +1,83 @@
+"""vLLM's processes: their start, and why they ended.
+
+Every error of a process names the last line of vLLM's own error, which is in its output alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.telemetry import log
+from services.inference.engines.vllm.engine_output import EngineOutput
+from services.inference.engines.vllm.staging import Checkpoint
+
+_FAILED_CORES = re.compile(r"'[^']*': (-?\d+)")
+"""In the error of a start: names of processes, and exit codes."""
+_MOST_CHARACTERS = 500
+
+
+class Processes:
+    """vLLM, and the output of its processes."""
+
+    def __init__(self, llm: AsyncLLM, output: EngineOutput) -> None:
+        self.llm = llm
+        self._output = output
+        manager = llm.engine_core.resources.engine_manager
+        self._processes = list(manager.processes) if manager else []
+
+    @classmethod
+    def start(cls, chosen: AsyncEngineArgs) -> Processes:
+        """Start them; blocks until the model is built. Raises ConfigError for arguments that vLLM
+        refuses, Unavailable if a process ends."""
+        output = EngineOutput()
+        try:
+            with output.inherited():
+                llm = AsyncLLM.from_engine_args(chosen)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(f"engine = 'vllm': {_one_line(error)}") from error
+        except Exception as error:
+            codes = [int(code) for code in _FAILED_CORES.findall(str(error))]
+            found = output.cause(codes) or _one_line(error)
+            raise Unavailable(f"engine = 'vllm': vLLM did not start: {found}") from error
+        return cls(llm, output)
+
+    async def prepare(self, checkpoint: Checkpoint, *, model: str, answers: bool) -> None:
+        """Have them end when this process ends, also by SIGKILL; with `answers`, sample as
+        `answer_logits` does. Raises ConfigError for a model that loses weights in an update."""
+        await self.call("forge_end_with", os.getpid())
+        if answers:
+            await self.call("forge_answer_sampler")
+        for problem, lost in await self.call("forge_lost_weights", checkpoint.tensors):
+            if problem:
+                log.warning("vllm_reload_not_tried", error=problem)
+            if lost:
+                others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                raise ConfigError(
+                    f"model_path = {model!r}: engine = 'vllm' would never update "
+                    f"{lost[0]}{others}: this vLLM takes no tensor for it, or copies one past its "
+                    "loader; choose another engine"
+                )
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker's extension, on all ranks. Raises Unavailable if a process
+        has ended."""
+        try:
+            return list(await self.llm.collective_rpc(method, args=args))
+        except EngineDeadError as error:
+            raise Unavailable(f"engine = 'vllm': {self.why_ended()}") from error
+
+    def why_ended(self) -> str:
+        """Return that they ended, and why."""
+        cause = self._output.cause(process.exitcode for process in self._processes)
+        return f"vLLM's process ended: {cause or 'it wrote no error'}"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_CHARACTERS]
