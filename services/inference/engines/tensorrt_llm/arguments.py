@@ -66,7 +66,7 @@ def engine_arguments(
         arguments["cuda_graph_config"] = graphs(max_batch_size=options.max_running)
     if settings.mtp_layers:
         arguments["speculative_config"] = library.arguments.MTPDecodingConfig(
-            num_nextn_predict_layers=settings.mtp_layers, use_rejection_sampling=True
+            max_draft_len=settings.mtp_layers, use_rejection_sampling=True
         )
     if role.hands_over:
         arguments["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(

@@ -32,7 +32,8 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     context_request_id: int | None = None
     draft_tokens: tuple[int, ...] | None = None
     context_dp_rank: int | None = None
-    context_endpoint: str | None = None
+    context_endpoint: str | tuple[str, ...] | None = None
+    """One, or by version one of each rank."""
     schedule_style: int | None = None
 
 
@@ -54,7 +55,7 @@ def write_hand_off(params: Any, *, weight_version: int, prompt_tokens: int) -> b
             context_request_id=params.ctx_request_id,
             draft_tokens=None if params.draft_tokens is None else tuple(params.draft_tokens),
             context_dp_rank=params.ctx_dp_rank,
-            context_endpoint=params.ctx_info_endpoint,
+            context_endpoint=_frozen(params.ctx_info_endpoint),
             schedule_style=None if style is None else int(style),
         )
     )
@@ -84,9 +85,17 @@ def generation_params(library: Library, hand_off: HandOff) -> Any:
         draft_tokens=None if hand_off.draft_tokens is None else list(hand_off.draft_tokens),
         disagg_request_id=hand_off.request_id,
         ctx_dp_rank=hand_off.context_dp_rank,
-        ctx_info_endpoint=hand_off.context_endpoint,
+        ctx_info_endpoint=_as_given(hand_off.context_endpoint),
         schedule_style=hand_off.schedule_style,
     )
+
+
+def _frozen(endpoint: str | list[str] | None) -> str | tuple[str, ...] | None:
+    return tuple(endpoint) if isinstance(endpoint, list) else endpoint
+
+
+def _as_given(endpoint: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return list(endpoint) if isinstance(endpoint, tuple) else endpoint
 
 
 def context_params(library: Library, request_id: int) -> Any:

@@ -87,10 +87,16 @@ _ARGS = "tensorrt_llm.llmapi.llm_args"
 _SAMPLING = "tensorrt_llm.sampling_params"
 _LOADER = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader"
 _EXECUTOR = "tensorrt_llm._torch.pyexecutor.py_executor:PyExecutor"
+_EXTENSION = "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension"
 _DISAGGREGATED = "tensorrt_llm.disaggregated_params:DisaggregatedParams"
 
 _NEEDS: Mapping[Feature, tuple[str, ...]] = {
-    Feature.PAUSE: (f"{_LLM}.pause_generation", f"{_LLM}.resume_generation"),
+    Feature.PAUSE: (
+        f"{_LLM}.pause_generation",
+        f"{_LLM}.resume_generation",
+        # It is what the pause calls on each rank, where our extension takes the place of theirs.
+        f"{_EXTENSION}.wait_for_engine_idle",
+    ),
     Feature.UPDATE_WITHOUT_DRAIN: (f"{_EXECUTOR}.control_action.drain",),
     Feature.UPDATE_HOOKS: (
         f"{_LOADER}.begin_update_weights",
@@ -109,7 +115,10 @@ _NEEDS: Mapping[Feature, tuple[str, ...]] = {
     ),
     Feature.CACHE_SALT: (f"{_LLM}.generate_async.cache_salt",),
     Feature.SEEDS: ("seed_per_request",),
-    Feature.REJECTION_SAMPLING: (f"{_ARGS}:MTPDecodingConfig.use_rejection_sampling",),
+    Feature.REJECTION_SAMPLING: (
+        f"{_ARGS}:MTPDecodingConfig.max_draft_len",
+        f"{_ARGS}:MTPDecodingConfig.use_rejection_sampling",
+    ),
     Feature.CUDA_GRAPHS: (
         f"{_ARGS}:CudaGraphConfig.max_batch_size",
         f"{_ARGS}:TorchLlmArgs.cuda_graph_config",

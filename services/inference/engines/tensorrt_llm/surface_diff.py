@@ -1,7 +1,7 @@
 """Compares an installed TensorRT-LLM with the surface that the adapter uses.
 
 Parses source text, and imports nothing: the library itself cannot be imported on a host without its
-GPU stack. Follows re-exports and base classes within the tree.
+GPU stack. Follows re-exports, second names of a class and base classes within the tree.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tree:
         return self._module(module) is not None
 
     def find(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-        """Return a class and the module that defines it, behind re-exports."""
+        """Return a class and the module that defines it, behind re-exports and second names."""
         for _ in range(_MOST_STEPS):
             parsed = self._module(module)
             if parsed is None:
@@ -68,6 +68,8 @@ class Tree:
                 if isinstance(statement, ast.ClassDef) and statement.name == name:
                     return module, statement
             source = _import_of(parsed, module, name, is_package=self._is_package(module))
+            if source is None and (first := _first_name(parsed, name)):
+                source = module, first
             if source is None:
                 return None
             module, name = source
@@ -259,6 +261,17 @@ def _import_of(
             if (alias.asname or alias.name) == name:
                 return _absolute(statement, module, is_package=is_package), alias.name
     return None
+
+
+def _first_name(parsed: ast.Module, name: str) -> str:
+    """Return the name that a module gives `name` as a second name of; empty if there is none."""
+    for statement in _statements(parsed.body):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=second)], value=ast.Name(id=first)) if (
+                second == name
+            ):
+                return first
+    return ""
 
 
 def _absolute(statement: ast.ImportFrom, module: str, *, is_package: bool) -> str:

@@ -26,7 +26,11 @@ os.environ.setdefault("TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL", "1")
 
 
 class WorkerExtension:
-    """Methods that the driver calls by `collective_rpc`, on all ranks at once."""
+    """Methods that the driver calls by `collective_rpc`, on all ranks at once.
+
+    No other methods: the library refuses an extension that has a name of its worker, also a private
+    one.
+    """
 
     engine: Any
     device_id: int
@@ -52,7 +56,7 @@ class WorkerExtension:
         try:
             with _control_action(self.engine, plan["drain"]):
                 try:
-                    self._load(plan["buckets"], loader)
+                    _load(self, plan["buckets"], loader)
                 except Exception:
                     _call_if_there(loader, "abort_update_weights")
                     raise
@@ -60,44 +64,50 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _load(self, buckets: Sequence[Mapping[str, Any]], loader: Any) -> None:
-        _synchronize()
-        _call_if_there(loader, "begin_update_weights")
-        for module in _modules_with(self._model, "pre_reload_weights"):
-            module.pre_reload_weights()
-        for bucket in buckets:
-            with _mapped(bucket["path"]) as data:
-                tensors = _tensors(data, bucket["tensors"], self.device_id)
-                loader.reload(self._model, tensors, allow_partial_loading=True)
-                del tensors
-                _synchronize()
-        self._finalize(loader)
-        self._place_experts()
-        _synchronize()
-        self.engine.reset_prefix_cache()
+    def wait_for_engine_idle(self) -> None:
+        """Return once no request is active or waits. The library's `pause_generation` calls it on
+        each rank: its own extension, whose place this class takes, has it."""
+        with self.engine.control_action():
+            pass
 
-    def _finalize(self, loader: Any) -> None:
-        """End the update by the library's own path where it has one: it knows CUDA graphs."""
-        finalize = getattr(_library_extension(), "finalize_weight_update", None)
-        if finalize is not None:
-            finalize(self)
-            return
-        _call_if_there(loader, "finalize_update_weights")
-        for hook in ("process_weights_after_loading", "post_load_weights"):
-            for module in _modules_with(self._model, hook):
-                getattr(module, hook)()
 
-    def _place_experts(self) -> None:
-        """Renew what the load balancer of experts has copied; no hook of the library does it."""
-        balancer: Any = getattr(self.engine.model_engine, "moe_load_balancer", None)
-        # A model without one may have an empty stand-in.
-        if hasattr(balancer, "register_weight_slots_after_to_cuda"):
-            balancer.register_weight_slots_after_to_cuda()
-            balancer.finalize_model()
+def _load(worker: WorkerExtension, buckets: Sequence[Mapping[str, Any]], loader: Any) -> None:
+    model = worker.engine.model_engine.model
+    _synchronize()
+    _call_if_there(loader, "begin_update_weights")
+    for module in _modules_with(model, "pre_reload_weights"):
+        module.pre_reload_weights()
+    for bucket in buckets:
+        with _mapped(bucket["path"]) as data:
+            tensors = _tensors(data, bucket["tensors"], worker.device_id)
+            loader.reload(model, tensors, allow_partial_loading=True)
+            del tensors
+            _synchronize()
+    _finalize(worker, loader)
+    _place_experts(worker.engine)
+    _synchronize()
+    worker.engine.reset_prefix_cache()
 
-    @property
-    def _model(self) -> Any:
-        return self.engine.model_engine.model
+
+def _finalize(worker: WorkerExtension, loader: Any) -> None:
+    """End the update by the library's own path where it has one: it knows CUDA graphs."""
+    finalize = getattr(_library_extension(), "finalize_weight_update", None)
+    if finalize is not None:
+        finalize(worker)
+        return
+    _call_if_there(loader, "finalize_update_weights")
+    for hook in ("process_weights_after_loading", "post_load_weights"):
+        for module in _modules_with(worker.engine.model_engine.model, hook):
+            getattr(module, hook)()
+
+
+def _place_experts(engine: Any) -> None:
+    """Renew what the load balancer of experts has copied; no hook of the library does it."""
+    balancer: Any = getattr(engine.model_engine, "moe_load_balancer", None)
+    # A model without one may have an empty stand-in.
+    if hasattr(balancer, "register_weight_slots_after_to_cuda"):
+        balancer.register_weight_slots_after_to_cuda()
+        balancer.finalize_model()
 
 
 def _control_action(engine: Any, drain: bool | None) -> AbstractContextManager[Any]:

@@ -120,12 +120,6 @@ class Core:
                 self._controlled.discard(rank)
                 self.condition.notify_all()
 
-    def wait_idle(self) -> None:
-        """Wait until no request is left."""
-        with self.condition:
-            if not self.condition.wait_for(lambda: not self.requests, timeout=_WAIT_S):
-                raise misuse("the engine never becomes idle")
-
     def close(self) -> None:
         """End the thread; all requests fail."""
         with self.condition:
@@ -143,6 +137,8 @@ class Core:
         state = (hand_off.opaque_state or b"").decode().split()
         if len(state) != 3 or int(state[0]) != uid:
             raise misuse("decode has another id than the one that prefill returned")
+        if hand_off.ctx_info_endpoint != [f"tcp://127.0.0.1:{state[1]}"]:
+            raise misuse(f"decode has the endpoint {hand_off.ctx_info_endpoint!r}")
         if int(state[1]) == os.getpid() and _HELD.pop(uid, None) is None:
             raise RuntimeError(f"no keys and values are held for {uid}")
         if int(state[2]) != len(request.ids):
@@ -240,6 +236,7 @@ class Core:
             ctx_request_id=next(_numbers),
             opaque_state=f"{uid} {os.getpid()} {len(request.ids)}".encode(),
             disagg_request_id=uid,
+            ctx_info_endpoint=[f"tcp://127.0.0.1:{os.getpid()}"],
         )
 
     def _feed(self, request: Request, output: CompletionOutput | Exception) -> None:

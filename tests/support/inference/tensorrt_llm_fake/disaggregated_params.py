@@ -22,7 +22,7 @@ class DisaggregatedParams:
     draft_tokens: list[int] | None = None
     disagg_request_id: int | None = None
     ctx_dp_rank: int | None = None
-    ctx_info_endpoint: str | None = None
+    ctx_info_endpoint: str | list[str] | None = None
     schedule_style: int | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,29 @@ from tests.support.inference.tensorrt_llm_fake.core import Core
 from tests.support.inference.tensorrt_llm_fake.executor.result import GenerationResult
 from tests.support.inference.tensorrt_llm_fake.llmapi.llm import LLM
 
+
+class RayGPUWorker:
+    """See the library: one rank."""
+
+    def __init__(self, engine: PyExecutor, rank: int) -> None:
+        self.engine = engine
+        self.device_id = rank
+
+    def setup_engine(self) -> None:
+        """Is done."""
+
+    def _handle_background_error(self) -> None:
+        """There is none."""
+
+
+def with_extension(extension: type) -> Any:
+    """Return the worker's class with an extension. Raises ValueError for a name that both have."""
+    for name in dir(extension):
+        if not name.startswith("__") and hasattr(RayGPUWorker, name):
+            raise ValueError(f"Worker class RayGPUWorker already defines {name!r}")
+    return type(f"RayGPUWorkerWith{extension.__name__}", (RayGPUWorker, extension), {})
+
+
 started: list[AsyncLLM] = []
 """All engines of this process, for tests to look into."""
 
@@ -45,12 +68,9 @@ class AsyncLLM(LLM):
     async def _setup(self) -> Self:
         self.core = await asyncio.to_thread(Core, self.args)
         module, _, name = str(self.args.ray_worker_extension_cls).rpartition(".")
-        extension = getattr(importlib.import_module(module), name)
+        worker_class = with_extension(getattr(importlib.import_module(module), name))
         for rank in range(len(self.core.ranks)):
-            worker = extension()
-            worker.engine = PyExecutor(self.core, rank)
-            worker.device_id = rank
-            self.workers.append(worker)
+            self.workers.append(worker_class(PyExecutor(self.core, rank), rank))
         started.append(self)
         return self
 
@@ -66,6 +86,7 @@ class AsyncLLM(LLM):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
+        target_ranks: int | list[int] | None = None,
     ) -> list[Any]:
         """Call a method of all ranks at once."""
         calls = (self._call(rank, method, args, kwargs or {}) for rank in range(len(self.workers)))
@@ -79,7 +100,8 @@ class AsyncLLM(LLM):
             self.core.abort(request)
         if self.core.held:
             behaviour().leaks += self.core.held
-        await asyncio.to_thread(self.core.wait_idle)
+        # A method of the library's own extension: another one must have it, too.
+        await self.collective_rpc("wait_for_engine_idle")
 
     async def resume_generation(self) -> None:
         """Accept requests."""
@@ -92,4 +114,7 @@ class AsyncLLM(LLM):
         if played.raising.get(method) == rank:
             del played.raising[method]
             raise RuntimeError(f"rank {rank}: CUDA error")
-        return await asyncio.to_thread(getattr(self.workers[rank], method), *args, **kwargs)
+        worker = self.workers[rank]
+        if not callable(getattr(worker, method, None)):
+            raise AttributeError(f"The RayGPUWorker has no method called {method!r}.")
+        return await asyncio.to_thread(getattr(worker, method), *args, **kwargs)

@@ -56,19 +56,35 @@ class CacheTransceiverConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class CudaGraphConfig(Checked):
+class DecodeCudaGraphConfig(Checked):
     """See the library."""
 
     max_batch_size: int = 0
     enable_padding: bool = False
+    mode: str = "decode"
+
+
+CudaGraphConfig = DecodeCudaGraphConfig
 
 
 @dataclass(kw_only=True)
-class MTPDecodingConfig(Checked):
+class DecodingBaseConfig(Checked):
     """See the library."""
 
-    num_nextn_predict_layers: int = 1
+    max_draft_len: int | None = None
     use_rejection_sampling: bool = False
+
+
+@dataclass(kw_only=True)
+class MTPDecodingConfig(DecodingBaseConfig):
+    """See the library."""
+
+    num_nextn_predict_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse the count that the library itself reads from the model."""
+        if self.num_nextn_predict_layers is not None:
+            raise misuse("num_nextn_predict_layers is deprecated: max_draft_len")
 
 
 @dataclass(kw_only=True)

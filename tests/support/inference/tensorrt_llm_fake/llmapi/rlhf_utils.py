@@ -27,6 +27,11 @@ class WorkerExtension:
         """Forget all blocks."""
         self.engine.reset_prefix_cache()
 
+    def wait_for_engine_idle(self) -> None:
+        """Wait for the last request."""
+        with self.engine.control_action():
+            pass
+
     def check_weights_updated(self) -> bool:
         """Is for tests of the library."""
         return True

@@ -19,6 +19,7 @@ from tests.support.inference.surface_tree import PACKAGE, edit, write_module, wr
 
 _LLM = f"{PACKAGE}._torch.async_llm"
 _EXECUTOR = f"{PACKAGE}._torch.pyexecutor.py_executor"
+_ARGUMENTS = f"{PACKAGE}.llmapi.llm_args"
 _SAMPLING = f"{PACKAGE}.sampling_params"
 
 
@@ -41,7 +42,11 @@ def test_stable_version_drains_and_samples_raw() -> None:
     """Of 1.2.1 only what is verified counts: no pause, no hand-off, raw log-probs alone."""
     assert load_surface("1.2.1").verified().features() == frozenset()
     missing = load_surface("1.2.1").verified().missing(Feature.PAUSE)
-    assert missing == (f"{_LLM}:AsyncLLM.pause_generation", f"{_LLM}:AsyncLLM.resume_generation")
+    assert missing == (
+        f"{_LLM}:AsyncLLM.pause_generation",
+        f"{_LLM}:AsyncLLM.resume_generation",
+        f"{PACKAGE}.llmapi.rlhf_utils:WorkerExtension.wait_for_engine_idle",
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,6 +168,21 @@ def test_re_export_and_base_class_are_followed(root: Path) -> None:
     )
     edit(root, _SAMPLING, "max_tokens: object = 32", "max_tokens: int = Field(default=32, gt=0)")
     assert differences(root) == []
+
+
+def test_second_name_of_a_class_is_followed(root: Path) -> None:
+    """As the library keeps CudaGraphConfig, with the fields in a base class."""
+    edit(root, _ARGUMENTS, "class CudaGraphConfig:", "class BaseGraphs:")
+    write = (
+        "\nclass DecodeGraphs(BaseGraphs):\n    mode = 'decode'\nCudaGraphConfig = DecodeGraphs\n"
+    )
+    file = root / "llmapi" / "llm_args.py"
+    file.write_text(file.read_text() + write)
+    found, effective = compare(Tree(root), load_surface(TARGET))
+    assert found == []
+    assert Feature.CUDA_GRAPHS in effective.features()
+    file.write_text(file.read_text().replace("CudaGraphConfig = DecodeGraphs", "A = B\nB = A"))
+    assert Feature.CUDA_GRAPHS not in compare(Tree(root), load_surface(TARGET))[1].features()
 
 
 def test_nothing_of_the_tree_is_executed(root: Path) -> None:
