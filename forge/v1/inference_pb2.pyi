@@ -870,6 +870,7 @@ class FetchWeightsRequest(_message.Message):
     FROM_BYTE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
@@ -886,6 +887,11 @@ class FetchWeightsRequest(_message.Message):
     """With `groups`, above 0: the caller has all data of this version and accepts deltas against it, each for
     a whole tensor. An instance sends them where it has both versions and the delta is smaller.
     """
+    segments: _builtins.bool
+    """With `slices`: the caller knows the segments of the announcement. An instance that has one segment
+    alone ends its stream with it. It refuses other calls with FAILED_PRECONDITION, and a `from_tensor`
+    outside of its segment with NOT_FOUND: retry on the rank that the announcement names for it.
+    """
     def __init__(
         self,
         *,
@@ -895,10 +901,11 @@ class FetchWeightsRequest(_message.Message):
         from_byte: _builtins.int = ...,
         groups: _builtins.bool = ...,
         base_version: _builtins.int = ...,
+        segments: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "segments", b"segments", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

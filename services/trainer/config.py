@@ -27,6 +27,7 @@ from forge.rl.config import (
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.trainer.data.credit_rules import CreditRules
+from services.trainer.mesh import MeshSettings
 from services.trainer.torchrun_rank import under_torchrun
 
 _AGREED = (
@@ -48,38 +49,6 @@ class LoraSettings:
     """Dropout before the adapters."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linear layers with adapters, by name or end of name; all-linear: all but the head."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshSettings:
-    """How several ranks divide model and batch."""
-
-    dp_replicate: Annotated[int, Meta(ge=1)] = 1
-    """Copies of the model; each computes other trees of a batch."""
-    dp_shard: Annotated[int, Meta(ge=1)] = 1
-    """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
-    computes other trees. 1: every rank holds all of them."""
-    cp: Annotated[int, Meta(ge=0)] = 0
-    """Ranks that compute each tree together; 0: as many as remain."""
-    join_s: Annotated[float, Meta(gt=0)] = 300.0
-    """Longest time until all ranks have met; then the start fails, and the supervisor repeats
-    it."""
-
-    def shape(self, ranks: int) -> MeshShape:
-        """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""
-        data = self.dp_replicate * self.dp_shard
-        shape = MeshShape(
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp or max(1, ranks // data),
-        )
-        if shape.ranks != ranks:
-            raise InvalidArgument(
-                f"mesh.dp_replicate = {self.dp_replicate}, mesh.dp_shard = {self.dp_shard}, "
-                f"mesh.cp = {self.cp} is not allowed with {ranks} ranks: the mesh has "
-                f"{shape.ranks}"
-            )
-        return shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +216,10 @@ class TrainerConfig(ServiceConfig):
     head are float32."""
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Type of the weights sent to inference; auto: that of the backbone."""
+    publish_from: Literal["rank_0", "ranks"] = "rank_0"
+    """Where published weights are held: all at rank 0, or a part of equal size at each rank, which
+    sends it to workers. The latter needs mesh.dp_shard above 1, workers that reach the gRPC port of
+    each rank (port plus its number on its host), and workers of this release or later."""
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
     """Newest published versions that stay in host memory, each as large as the model: those that
     `forge weights rollback` can return to."""
@@ -306,6 +279,11 @@ class TrainerConfig(ServiceConfig):
         self._check_advantages()
         self._check_refill()
         self._check_teacher()
+        if self.publish_from == "ranks" and not self.mesh_shape.sharded:
+            raise InvalidArgument(
+                "publish_from = ranks is not allowed with mesh.dp_shard = 1: every rank then has "
+                "all weights, and rank 0 publishes them"
+            )
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
             raise InvalidArgument(
                 f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "

@@ -124,6 +124,15 @@ CANARIES = counter(
     "decode.",
     ["outcome"],
 )
+WEIGHT_SEGMENTS = gauge(
+    "forge_trainer_weight_segments",
+    "Ranks that send segments of the newest version; 0: rank 0 sends all of it.",
+)
+WEIGHT_SENT_BYTES = counter(
+    "forge_trainer_weight_sent_bytes_total",
+    "Bytes of weights sent over gRPC, by rank; of ranks above 0 up to the newest publication.",
+    ["rank"],
+)
 WEIGHT_FILES = counter(
     "forge_trainer_weight_files_total",
     "Versions put into shared memory or the shared directory for workers, and those without room.",

@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
-from services.trainer.config import MeshSettings
 from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
+from services.trainer.mesh import MeshSettings
 
 MOST_RANKS = 4096
 """Largest world that is tried when a run does not fit."""

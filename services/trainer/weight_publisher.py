@@ -1,8 +1,9 @@
 """Publication of weights: versions are held here, announced in etcd and fetched by workers.
 
-Owns the version counter. Versions only increase: after a publication whose result is unknown, its
-number is not used again. During a hold the newest version is announced all the same, and workers
-wait with it.
+If ranks hold segments of a version, it is announced once each of them has confirmed that it serves
+its segment. Owns the version counter. Versions only increase: after a publication whose result is
+unknown, its number is not used again. During a hold the newest version is announced all the same,
+and workers wait with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from forge.core.errors import FailedPrecondition, StaleFence
+from forge.core.errors import FailedPrecondition, StaleFence, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
@@ -26,8 +27,9 @@ from forge.runtime.weights import (
     WeightProbe,
     manifest_key,
 )
-from services.trainer.metrics import WEIGHT_VERSION
-from services.trainer.published.local_ways import LocalWays
+from services.trainer.metrics import WEIGHT_SEGMENTS, WEIGHT_VERSION
+from services.trainer.published.local_ways import LocalWays, Rest
+from services.trainer.published.segments import OtherRanks, segments_of
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
 
 _KEY = manifest_key()
@@ -47,17 +49,16 @@ class Snapshot:
     """What these weights compute, for engines to compare with."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further names of tied tensors, by the name of the tensor."""
+    others: OtherRanks | None = None
+    """The ranks that have the tensors after these; None: these are all."""
+    number: int = 0
+    """Of the copy that these ranks have."""
 
-    def manifest(self, *, version: int) -> WeightManifest:
-        """Describes the snapshot as `version`; reads all data for the digests."""
-        return WeightManifest(
-            weight_version=version,
-            step=self.step,
-            tensors=tuple(
-                TensorEntry.of(tensor, aliases=self.aliases.get(tensor.name, ()))
-                for tensor in self.tensors
-            ),
-            probe=self.probe,
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Describes the tensors; reads all data for the digests."""
+        return tuple(
+            TensorEntry.of(tensor, aliases=self.aliases.get(tensor.name, ()))
+            for tensor in self.tensors
         )
 
 
@@ -114,15 +115,7 @@ class Publisher:
             )
         version = max(self._floor, announced.weight_version if announced else 0) + 1
         self._floor = version
-        manifest = await asyncio.to_thread(snapshot.manifest, version=version)
-        encoded = manifest.encode()
-        announcement = WeightAnnouncement.of(manifest, encoded, source=self._source)
-        tensors = snapshot.tensors
-        if self._ways is not None:
-            tensors, ways = await self._ways.put(version, announcement.manifest, tensors)
-            announcement = msgspec.structs.replace(announcement, ways=ways)
-        # Held before it is announced: workers fetch as soon as they observe it.
-        self._versions.add(version, HeldWeights(tensors=tensors, manifest=encoded))
+        announcement = await self._prepare(snapshot, version)
         try:
             await self._register.compare_and_swap(
                 _KEY,
@@ -138,8 +131,59 @@ class Publisher:
         self._versions.announced(
             PublishedVersion(announcement=announcement, published_unix_s=time.time())
         )
+        await self._keep(snapshot.others)
+        WEIGHT_VERSION.set(version)
+        WEIGHT_SEGMENTS.set(len(announcement.segments))
+        log.info(
+            "weights_published",
+            weight_version=version,
+            step=snapshot.step,
+            segments=len(announcement.segments),
+        )
+        return version
+
+    async def _prepare(self, snapshot: Snapshot, version: int) -> WeightAnnouncement:
+        """Hold the snapshot as a version, before it is announced: workers fetch as soon as they
+        observe it. Raises `Unavailable` when a rank is lost."""
+        own = await asyncio.to_thread(snapshot.entries)
+        others = snapshot.others
+        found = await others.described(snapshot.number) if others is not None else ()
+        manifest = WeightManifest(
+            weight_version=version,
+            step=snapshot.step,
+            tensors=(*own, *(entry for one in found for entry in one.entries)),
+            probe=snapshot.probe,
+        )
+        encoded = await asyncio.to_thread(manifest.encode)
+        announcement = WeightAnnouncement.of(
+            manifest,
+            encoded,
+            source=self._source,
+            segments=segments_of(len(own), self._source, found) if others is not None else (),
+        )
+        rest = None
+        if others is not None:
+            await others.serve(snapshot.number, version)
+            self._versions.join(others)
+            places = [one.place for one in found]
+            sizes = [one.size_bytes for one in manifest.tensors]
+            rest = Rest(ranks=others, places=places, sizes=sizes)
+        tensors = snapshot.tensors
+        if self._ways is not None:
+            tensors, ways = await self._ways.put(version, announcement.manifest, tensors, rest)
+            announcement = msgspec.structs.replace(announcement, ways=ways)
+        segment = range(len(own)) if others is not None else None
+        self._versions.add(version, HeldWeights(tensors=tensors, manifest=encoded, segment=segment))
+        return announcement
+
+    async def _keep(self, others: OtherRanks | None) -> None:
+        """Drop the versions that are no longer held."""
         if self._ways is not None:
             self._ways.keep(self._versions.weights.keys())
-        WEIGHT_VERSION.set(version)
-        log.info("weights_published", weight_version=version, step=snapshot.step)
-        return version
+        if others is None:
+            return
+        try:
+            await others.keep(self._versions.divided)
+        except Unavailable as error:
+            # The version is announced; the next one repeats this.
+            log.warning("segments_not_dropped", error=str(error))

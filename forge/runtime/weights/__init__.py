@@ -3,7 +3,8 @@
 `manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
 `hold`: the versions that workers serve instead of the newest.
 `service`: the RPCs that send a version, held or arriving. `delta`: the changed elements of a
-tensor. `version_files`: versions as files beside gRPC. Each service owns the tensors it holds.
+tensor. `version_files`: versions as files beside gRPC. `segments`: the parts of a version that the
+ranks of a trainer hold. Each service owns the tensors it holds.
 """
 
 from forge.runtime.weights.hold import BROKEN_KEY, ERROR_KEY, NO_HOLD, WeightHold, hold_key
@@ -23,6 +24,7 @@ from forge.runtime.weights.manifest import (
     manifest_key,
     slice_digests,
 )
+from forge.runtime.weights.segments import Segment
 from forge.runtime.weights.service import (
     FULL_NAME,
     GROUP_PARTS,
@@ -50,6 +52,7 @@ __all__ = [
     "Arriving",
     "HeldWeights",
     "Part",
+    "Segment",
     "TensorDeltas",
     "TensorEntry",
     "WeightAnnouncement",

@@ -175,9 +175,10 @@ class DeltaEncoder:
 
 
 def _between(base: HeldWeights | None, held: HeldWeights, number: int) -> bytes | None:
-    if base is None or number >= len(base.tensors):
+    old = base.tensor(number) if base is not None else None
+    new = held.tensor(number)
+    if old is None or new is None:
         return None
-    old, new = base.tensors[number], held.tensors[number]
     if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
         return None
     return encode(old.data, new.data, item_bytes=item_bytes(new.shape, len(new.data)))

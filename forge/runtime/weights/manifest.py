@@ -16,6 +16,7 @@ from xxhash import xxh3_64_digest
 from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.stored_json import decode_stored
+from forge.runtime.weights.segments import Segment
 
 DEFAULT_POLICY = "default"
 TRAINER_STANDBYS = f"trainer/{DEFAULT_POLICY}/standby/"
@@ -161,11 +162,15 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
     digest: str
     """As `content_digest` returns it; without `manifest` as `digest_of` does."""
     source: str
-    """The trainer that published it, host:port; it sends the manifest and the tensors."""
+    """The trainer that published it, host:port; it sends the manifest, and the tensors unless
+    `segments` names their sources."""
     manifest: str = ""
     """sha256 of the encoded manifest, in hexadecimal."""
     ways: tuple[str, ...] = ()
     """Where else a file has the version: names of shared memory, and `DIRECTORY_WAY`."""
+    segments: tuple[Segment, ...] = ()
+    """The ranks that send parts of the tensors, in the manifest's order; without: `source` alone
+    sends them. A worker of an earlier release ignores them, and `source` refuses its call."""
     tensor_names: tuple[str, ...] | None = None
     """Without `manifest`: in the order in which the tensors are hashed and sent."""
     layout: str = ""
@@ -174,7 +179,14 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
     """Without `manifest`: the probe, if the trainer has one."""
 
     @classmethod
-    def of(cls, manifest: WeightManifest, encoded: bytes, *, source: str) -> WeightAnnouncement:
+    def of(
+        cls,
+        manifest: WeightManifest,
+        encoded: bytes,
+        *,
+        source: str,
+        segments: tuple[Segment, ...] = (),
+    ) -> WeightAnnouncement:
         """Announce a manifest, `encoded` being its bytes."""
         return cls(
             weight_version=manifest.weight_version,
@@ -183,6 +195,7 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
             digest=content_digest(manifest.tensors),
             source=source,
             manifest=hashlib.sha256(encoded).hexdigest(),
+            segments=segments,
         )
 
     def encode(self) -> bytes:
@@ -197,6 +210,9 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
             raise DataLoss(
                 "the weight manifest is unreadable: it has neither `manifest` nor `tensor_names`"
             )
+        firsts = [one.first for one in announced.segments]
+        if firsts and (firsts[0] or firsts != sorted(set(firsts))):
+            raise DataLoss(f"the weight manifest is unreadable: its segments begin at {firsts}")
         return announced
 
     def open(self, encoded: bytes) -> WeightManifest:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from forge.core.errors import InvalidArgument, NotFound
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors as codec
 from forge.runtime.rpc.chunks import split
@@ -47,6 +47,18 @@ class HeldWeights:
     """As encoded by its trainer; b"" by a trainer of an earlier release."""
     deltas: TensorDeltas = TensorDeltas()
     """As they arrived."""
+    segment: range | None = None
+    """Numbers of the tensors in the manifest if these are a segment of it; None: all."""
+
+    @property
+    def first(self) -> int:
+        """Number of the first tensor in the manifest."""
+        return self.segment.start if self.segment is not None else 0
+
+    def tensor(self, number: int) -> NamedTensor | None:
+        """The tensor of a number in the manifest; None if it is not here."""
+        at = number - self.first
+        return self.tensors[at] if 0 <= at < len(self.tensors) else None
 
 
 class Part(NamedTuple):
@@ -94,12 +106,14 @@ class WeightServicer(WeightServiceServicer):
         *,
         arriving: Arriving | None = None,
         deltas: Deltas | None = None,
+        sent: Callable[[int], object] = lambda sent_bytes: None,
     ) -> None:
         """`held` returns each version held; `arriving` has one that this process fetches. Without
-        `deltas` it sends those that have arrived."""
+        `deltas` it sends those that have arrived. `sent` observes the bytes of each message."""
         self._held = held
         self._arriving = arriving
         self._deltas = deltas
+        self._sent = sent
 
     async def FetchManifest(  # noqa: N802 - named by the proto
         self, request: FetchManifestRequest, context: Any
@@ -118,7 +132,13 @@ class WeightServicer(WeightServiceServicer):
     async def FetchWeights(  # noqa: N802 - named by the proto
         self, request: FetchWeightsRequest, context: Any
     ) -> AsyncIterator[FetchWeightsResponse]:
-        """Sends the tensors of one version. Raises `NotFound`."""
+        """Sends the tensors of one version, or of a segment of it. Raises `NotFound`, and
+        `FailedPrecondition` for a segment that the caller does not expect."""
+        async for response in self._weights(request):
+            self._sent(response.ByteSize())
+            yield response
+
+    async def _weights(self, request: FetchWeightsRequest) -> AsyncIterator[FetchWeightsResponse]:
         version = request.weight_version
         if self._arriving is not None and request.slices and self._arrives(version):
             arriving = self._arriving.parts(
@@ -132,10 +152,14 @@ class WeightServicer(WeightServiceServicer):
                     yield response
             return
         held = self._version(version)
+        if held.segment is not None:
+            _require_segment(request, held.segment)
         if request.groups and request.base_version:
             async for response in self._with_deltas(request, held):
                 yield response
             return
+        if held.first:
+            request = _moved(request, held.first)
         async for response in weight_responses(request, held.tensors):
             yield response
 
@@ -146,12 +170,12 @@ class WeightServicer(WeightServiceServicer):
         versions = {**self._held(), request.weight_version: held}
         group: list[Part] = []
         from_byte = request.from_byte
-        for number in range(request.from_tensor, len(held.tensors)):
-            delta = None if from_byte else await self._delta(versions, request, number)
+        for at in range(request.from_tensor - held.first, len(held.tensors)):
+            delta = None if from_byte else await self._delta(versions, request, at + held.first)
             if delta is None:
-                parts = parts_of(held.tensors[: number + 1], number, from_byte)
+                parts = parts_of(held.tensors[: at + 1], at, from_byte)
             else:
-                parts = delta_parts(held.tensors[number], delta, request.base_version)
+                parts = delta_parts(held.tensors[at], delta, request.base_version)
             from_byte = 0
             *whole, group = _grouped([*group, *parts])
             for response in _responses(request, whole):
@@ -165,7 +189,7 @@ class WeightServicer(WeightServiceServicer):
         version, base_version = request.weight_version, request.base_version
         held = versions[version]
         if held.deltas.base_version == base_version:
-            return held.deltas.by_name.get(held.tensors[number].name)
+            return held.deltas.by_name.get(held.tensors[number - held.first].name)
         if self._deltas is None:
             return None
         return await self._deltas.of(versions, base_version, version, number)
@@ -182,6 +206,28 @@ class WeightServicer(WeightServiceServicer):
             versions = sorted(held) or "no weights"
             raise NotFound(f"weight_version {version} is not held here; held: {versions}")
         return held[version]
+
+
+def _require_segment(request: FetchWeightsRequest, segment: range) -> None:
+    version = request.weight_version
+    if not request.segments:
+        raise FailedPrecondition(
+            f"weights {version} are sent by several ranks of the trainer, which this caller does "
+            "not know: upgrade workers first, or set publish_from = rank_0 at the trainer"
+        )
+    if request.from_tensor not in segment:
+        raise NotFound(
+            f"tensor {request.from_tensor} of weights {version} is not sent here: this rank sends "
+            f"{len(segment)} tensors from {segment.start} on"
+        )
+
+
+def _moved(request: FetchWeightsRequest, first: int) -> FetchWeightsRequest:
+    """The request for tensors that begin with number `first`."""
+    moved = FetchWeightsRequest()
+    moved.CopyFrom(request)
+    moved.from_tensor -= first
+    return moved
 
 
 async def weight_responses(

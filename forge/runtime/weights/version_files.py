@@ -5,7 +5,8 @@ of `/dev/shm` is shared memory: readers map the file, and all processes of the h
 In any other directory, which may be on a network, readers copy the file to their own memory, since
 a mapped page that the server lost would end the process.
 
-A file is written beside and renamed: it is complete or absent. It is of the reader's own user with
+A file is written beside and renamed: it is complete or absent. Several processes may each write a
+segment; the one that began the file renames it. It is of the reader's own user with
 mode 0600, and no link, so no other user can plant one. The reader compares each slice with the
 manifest. A writer holds a lock on its files; those of a dead one are removed by the next writer.
 Not here: the manifest, which is streamed, and which version to read.
@@ -19,8 +20,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from forge.core.errors import DataLoss
@@ -29,10 +31,22 @@ from forge.runtime.weights.manifest import TensorEntry, slice_digests, slices_of
 
 _PREFIX = "forge-weights-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{64}}(\.[0-9a-f]{{16}})?")
-_ALIGNED_BYTES = 64
+ALIGNED_BYTES = 64
 """Of the first byte of each tensor."""
 _PIECE_BYTES = 1 << 24
 _MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """The file of a version while it is written."""
+
+    path: Path
+    complete: Path
+    """Its path at the end."""
+    opened: int
+    """Descriptor with the lock."""
+    size_bytes: int
 
 
 class VersionFiles:
@@ -41,7 +55,7 @@ class VersionFiles:
     def __init__(self, directory: Path, *, mapped: bool) -> None:
         """`mapped`: shared memory, otherwise a directory of any file system."""
         self._directory = directory
-        self._mapped = mapped
+        self.mapped = mapped
         self._written: dict[int, tuple[Path, int]] = {}
         """By version the file, and its descriptor with the lock."""
 
@@ -50,29 +64,47 @@ class VersionFiles:
     ) -> Sequence[NamedTensor]:
         """Write a version whose manifest has this sha256. Returns its tensors, mapped if the
         directory is shared memory. Raises `OSError`, for example when the memory is full."""
+        sizes = [memoryview(one.data).nbytes for one in tensors]
+        unfinished = self.begin(manifest, sizes)
+        try:
+            kept = write_segment(
+                unfinished.path, tensors, starts_of(sizes)[:-1], mapped=self.mapped
+            )
+            self.complete(version, unfinished)
+        except BaseException:
+            self.abandon(unfinished)
+            raise
+        return kept
+
+    def begin(self, manifest: str, sizes: Sequence[int]) -> Unfinished:
+        """Make the file of a version with tensors of these sizes, in bytes, and room for them.
+        Raises `OSError`."""
         self._remove_abandoned()
-        path = self._directory / f"{_PREFIX}{manifest}"
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        opened = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+        complete = self._directory / f"{_PREFIX}{manifest}"
+        path = complete.with_name(f"{complete.name}.{secrets.token_hex(8)}")
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+        unfinished = Unfinished(
+            path=path, complete=complete, opened=opened, size_bytes=starts_of(sizes)[-1]
+        )
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            entries = [(one.name, memoryview(one.data).nbytes) for one in tensors]
-            size_bytes = _size_of([size for _, size in entries])
             # Reserves the space: memory that ends during the copy would end the process.
-            os.posix_fallocate(opened, 0, size_bytes)
-            for one, start in zip(tensors, _starts([size for _, size in entries]), strict=True):
-                _write_at(opened, memoryview(one.data), start)
-            if not self._mapped:
-                os.fsync(opened)
-            kept = _mapped_tensors(opened, tensors, size_bytes) if self._mapped else tensors
-            unfinished.replace(path)
+            os.posix_fallocate(opened, 0, unfinished.size_bytes)
         except BaseException:
-            os.close(opened)
-            with suppress(OSError):
-                unfinished.unlink()
+            self.abandon(unfinished)
             raise
-        self._written[version] = path, opened
-        return kept
+        return unfinished
+
+    def complete(self, version: int, unfinished: Unfinished) -> None:
+        """Make a file visible in which all tensors are. Raises `OSError`."""
+        unfinished.path.replace(unfinished.complete)
+        self._written[version] = unfinished.complete, unfinished.opened
+
+    def abandon(self, unfinished: Unfinished) -> None:
+        """Remove a file that was not completed."""
+        os.close(unfinished.opened)
+        with suppress(OSError):
+            unfinished.path.unlink()
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all other versions; processes that have mapped one keep its data."""
@@ -98,6 +130,41 @@ class VersionFiles:
                     os.close(opened)
 
 
+def write_segment(
+    path: Path, tensors: Sequence[NamedTensor], starts: Sequence[int], *, mapped: bool
+) -> Sequence[NamedTensor]:
+    """Write tensors into an existing file, each at its start; durably unless it is shared memory.
+    Returns the tensors, `mapped` from the file. Raises `OSError`."""
+    opened = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for one, start in zip(tensors, starts, strict=True):
+            _write_at(opened, memoryview(one.data), start)
+        if not mapped:
+            os.fsync(opened)
+            return tensors
+        data = memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(opened)
+    return [
+        NamedTensor(
+            name=one.name,
+            dtype=one.dtype,
+            shape=one.shape,
+            data=data[start : start + memoryview(one.data).nbytes],
+        )
+        for one, start in zip(tensors, starts, strict=True)
+    ]
+
+
+def starts_of(sizes: Sequence[int], *, aligned_bytes: int = ALIGNED_BYTES) -> list[int]:
+    """Return the first byte of each tensor in a file, and the size of the file: at least one block,
+    since an empty file cannot be mapped."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // aligned_bytes) * aligned_bytes)
+    return [*starts[:-1], max(aligned_bytes, starts[-1])]
+
+
 def read_version(
     directory: Path, manifest: str, entries: Sequence[TensorEntry], *, mapped: bool
 ) -> list[NamedTensor]:
@@ -107,8 +174,7 @@ def read_version(
     or with other data than the manifest's, `OSError` for one that cannot be read.
     """
     path = directory / f"{_PREFIX}{manifest}"
-    sizes = [one.size_bytes for one in entries]
-    size_bytes = _size_of(sizes)
+    *starts, size_bytes = starts_of([one.size_bytes for one in entries])
     # A pipe must not block, and a link is refused.
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -120,7 +186,7 @@ def read_version(
     finally:
         os.close(opened)
     tensors = []
-    for entry, start in zip(entries, _starts(sizes), strict=True):
+    for entry, start in zip(entries, starts, strict=True):
         part = data[start : start + entry.size_bytes]
         if slice_digests(slices_of(part)) != entry.digests:
             raise DataLoss(f"{path}: {entry.name} is damaged: not the announced digests")
@@ -137,18 +203,6 @@ def _require_own(path: Path, found: os.stat_result, size_bytes: int) -> None:
         raise DataLoss(f"{path} has mode {stat.S_IMODE(found.st_mode):o}, not {_MODE:o}")
     if found.st_size != size_bytes:
         raise DataLoss(f"{path} has {found.st_size} bytes, not {size_bytes}")
-
-
-def _starts(sizes: Sequence[int]) -> Iterator[int]:
-    start = 0
-    for size in sizes:
-        yield start
-        start += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-def _size_of(sizes: Sequence[int]) -> int:
-    """Bytes of the file; at least one block, since an empty file cannot be mapped."""
-    return max(_ALIGNED_BYTES, sum(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes))
 
 
 def _write_at(opened: int, data: memoryview, start: int) -> None:
@@ -169,16 +223,3 @@ def _read_whole(opened: int, path: Path, size_bytes: int) -> memoryview:
             raise DataLoss(f"{path} became shorter: {done} of {size_bytes} bytes")
         done += count
     return buffer.toreadonly()
-
-
-def _mapped_tensors(
-    opened: int, tensors: Sequence[NamedTensor], size_bytes: int
-) -> list[NamedTensor]:
-    data = memoryview(mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ))
-    sizes = [memoryview(one.data).nbytes for one in tensors]
-    return [
-        NamedTensor(
-            name=one.name, dtype=one.dtype, shape=one.shape, data=data[start : start + size]
-        )
-        for one, start, size in zip(tensors, _starts(sizes), sizes, strict=True)
-    ]

@@ -78,6 +78,7 @@ class WeightAssembly:
             from_tensor=len(self.tensors),
             from_byte=self._slices.pending_bytes,
             base_version=self.base_version if self._entries else 0,
+            segments=bool(self._entries),
         )
 
     def adopt(self, tensors: Sequence[NamedTensor]) -> None:

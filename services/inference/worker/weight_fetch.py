@@ -1,7 +1,8 @@
 """The fetch of one announced version, from one source after the other.
 
 Owns manifest, data and their checks. After `silence_s` without data, a cut stream or a damaged
-slice, the next source continues at the first missing slice. Not here: which version to fetch
+slice, the next source continues at the first missing slice. If the ranks of the trainer send
+segments, each is fetched from its rank, in the manifest's order. Not here: which version to fetch
 (`weight_follower`).
 """
 
@@ -26,6 +27,7 @@ from forge.runtime.weights import (
     digest_of,
     layout_of,
 )
+from forge.runtime.weights.segments import owner_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.worker.local_weights import LocalWeights
@@ -71,6 +73,8 @@ class WeightFetch:
         """`memory` or `directory` if a file had the version."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
+        self._asked = ""
+        """Address of the newest call."""
         self._sources = sources
         self._channels = channels
         self._relay = relay
@@ -94,17 +98,17 @@ class WeightFetch:
         failed; a further run continues."""
         version, failures = self.announced.weight_version, []
         for address in self._sources.of(version, trainer=self.announced.source):
-            before_bytes = self.received_bytes
+            before_bytes, self._asked = self.received_bytes, address
             try:
                 assembly = await self._begun(address)
                 await self._read_file(assembly)
                 if not assembly.complete:
-                    await self._receive(assembly, address)
+                    await self._receive_from(assembly, address)
                 if self._manifest is None:
                     await asyncio.to_thread(_verify, self.announced, assembly.tensors)
             except ForgeError as error:
-                failures.append(f"{address}: {error}")
-                self._give_up(address, error)
+                failures.append(f"{self._asked}: {error}")
+                self._give_up(self._asked, error)
                 if isinstance(error, DamagedDelta):
                     REFUSED_DELTAS.inc()
                     assembly.refuse_deltas()
@@ -188,15 +192,26 @@ class WeightFetch:
             call.cancel()
         raise Unavailable("the source ended its stream within the manifest")
 
-    async def _receive(self, assembly: WeightAssembly, address: str) -> None:
-        """Fetch the missing bytes into `assembly`."""
+    async def _receive_from(self, assembly: WeightAssembly, address: str) -> None:
+        """Fetch the missing bytes; from the trainer, each segment from its rank."""
+        segments, tensors = self.announced.segments, len(assembly.names)
+        if address != self.announced.source or not segments:
+            await self._receive(assembly, address, until=tensors)
+            return
+        while not assembly.complete:
+            owner, end = owner_of(segments, len(assembly.tensors), tensors=tensors)
+            await self._receive(assembly, owner, until=end)
+
+    async def _receive(self, assembly: WeightAssembly, address: str, *, until: int) -> None:
+        """Fetch the missing bytes of the tensors before number `until` into `assembly`."""
+        self._asked = address
         stub = rpc.WeightServiceStub(self._channels.get(address))
         call: Any = stub.FetchWeights(assembly.request())
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
                 await assembly.add(response)
                 self._relay.progress()
-                if assembly.complete:
+                if len(assembly.tensors) >= until:
                     return
         finally:
             call.cancel()

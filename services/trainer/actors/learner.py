@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import Contents, raw_bytes, type_name
+from services.trainer.checkpoint.files import Contents, named_tensors
 from services.trainer.checkpoint.reading import UNREADABLE, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
@@ -123,22 +122,18 @@ class LearnerActor(ThreadActor):
 
     def _snapshot(self, step: int, kept: Mapping[str, Tensor]) -> Snapshot:
         """The `kept` tensors if they have the names and type of this run, else those in memory."""
-        read, probe = self._reading(Read(probe_only=self._replica.publishes(kept)))
-        kept = read or kept
-        tensors = [
-            NamedTensor(
-                name=name,
-                dtype=type_name(tensor),
-                shape=tuple(tensor.shape),
-                data=raw_bytes(tensor),
-            )
-            for name, tensor in kept.items()
-        ]
+        probe_only = self._replica.publishes(kept)
+        # The kept model is in files that rank 0 maps: it sends all of it.
+        others = None if probe_only or self._ranks is None else self._ranks.segments
+        number = others.new_copy() if others is not None else 0
+        read, probe = self._reading(Read(probe_only=probe_only, number=number))
         return Snapshot(
             step=step,
-            tensors=tensors,
+            tensors=named_tensors(kept if probe_only else read),
             probe=probe,
             aliases=self._replica.tied_names(),
+            others=others,
+            number=number,
         )
 
     def _capture(self) -> Contents:

@@ -32,7 +32,13 @@ from forge.runtime.coordination import Instance
 from forge.runtime.security.audit import write_audit
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
-from forge.runtime.weights import NO_HOLD, WeightAnnouncement, WeightHold, hold_key
+from forge.runtime.weights import (
+    NO_HOLD,
+    HeldWeights,
+    WeightAnnouncement,
+    WeightHold,
+    hold_key,
+)
 from services.trainer import metrics
 from services.trainer.config import CanarySettings
 from services.trainer.published.canary_rules import SUBJECT, chosen_workers, next_step
@@ -181,8 +187,7 @@ class Steering(Actor):
         for version in hold.versions:
             one = self._versions.version(version)
             if not one.on_disk:
-                weights = self._versions.weights[version]
-                self._versions.store(*await asyncio.to_thread(self._files.write, one, weights))
+                self._versions.store(*await self._written(one))
         hold = msgspec.structs.replace(
             hold,
             base=_at(hold.base, self._source),
@@ -201,6 +206,16 @@ class Steering(Actor):
             subject=hold.subject,
         )
         return hold
+
+    async def _written(self, one: PublishedVersion) -> tuple[PublishedVersion, HeldWeights]:
+        """Write a version durably, together with the ranks that hold segments of it. Raises
+        `ResourceExhausted`, `Unavailable`."""
+        weights, others = self._versions.weights[one.weight_version], self._versions.others
+        if weights.segment is None or others is None:
+            return await asyncio.to_thread(self._files.write, one, weights)
+        file = await asyncio.to_thread(self._files.begin, one, weights)
+        await others.write(one.weight_version, file, aligned_bytes=1, mapped=False)
+        return await asyncio.to_thread(self._files.complete, one.weight_version)
 
     async def _review(self, finished: bool) -> str:
         hold, revision = await self._read()
@@ -283,7 +298,8 @@ class Steering(Actor):
 
 
 def _at(one: WeightAnnouncement | None, source: str) -> Any:
-    return one and msgspec.structs.replace(one, source=source)
+    """The announcement of a held version: `source` sends all of it from its file."""
+    return one and msgspec.structs.replace(one, source=source, segments=())
 
 
 def _choice(hold: WeightHold) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -35,6 +35,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights import digest_of
 from services.trainer.checkpoint.shards import Shard, save_tensors, write_shards
 
@@ -214,6 +215,14 @@ def _declare_type(config_file: Path, dtype: str) -> None:
             if part is config or "dtype" in part:
                 part["dtype"] = dtype
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def named_tensors(tensors: Mapping[str, Tensor]) -> list[NamedTensor]:
+    """Contiguous host tensors as they are published, not copied."""
+    return [
+        NamedTensor(name=name, dtype=type_name(one), shape=tuple(one.shape), data=raw_bytes(one))
+        for name, one in tensors.items()
+    ]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -30,6 +30,7 @@ from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.parallel.world import World, whole
 from forge.runtime.weights import WeightProbe
+from forge.runtime.weights.segments import cut
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.replica_state import ReplicaState
@@ -71,10 +72,12 @@ class Examine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Copy the published tensors to the host memory of rank 0; answered by (tensors, probe)."""
+    """Copy the published tensors to host memory; answered by (tensors, probe)."""
 
     probe_only: bool = False
     """Answer without tensors."""
+    number: int = 0
+    """Of this copy if each rank keeps its segment; 0: rank 0 keeps all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +184,9 @@ class ModelReplica:
                 return self._take(order)
             case TakePart(part=part, weight_version=weight_version):
                 return self._learner.step(part.plan(), weight_version=weight_version)
-            case Read(probe_only=probe_only):
-                return {} if probe_only else dict(self.published()), self.probe()
+            case Read(probe_only=probe_only, number=number):
+                copies = {} if probe_only else dict(self.published(divided=number > 0))
+                return copies, self.probe()
             case Capture():
                 return self.state.captured()
 
@@ -298,16 +302,29 @@ class ModelReplica:
             plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
         return self._learner.step(plan, weight_version=order.weight_version, keep=order.keep)
 
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the published tensors in host memory, complete at the end. If the world shards
-        them, all ranks read them, and ranks above 0 get empty ones."""
-        return host_copies(self._whole_tensors(), self.published_type)
+    def published(self, *, divided: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the published tensors in host memory, complete at the end: all on rank 0, or on
+        each rank those of its segment. If the world shards them, all ranks read them."""
+        everything = range(0 if self._world.rank else len(self.sizes()))
+        own = self.segment() if divided else everything
+        return host_copies(self._whole_tensors(own), self.published_type)
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in chain(self._trainee.published(), self._heads().items()):
+    def _whole_tensors(self, own: range) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one tensor after the other; no rank has more than one beside its own."""
+        tensors = chain(self._trainee.published(), self._heads().items())
+        for number, (name, tensor) in enumerate(tensors):
             gathered = whole(tensor.detach())
-            # Rank 0 alone publishes.
-            yield name, torch.empty(0) if self._world.rank else gathered
+            if number in own:
+                yield name, gathered
+
+    def sizes(self) -> list[int]:
+        """Bytes of each published tensor, in order."""
+        shapes = [*self._trainee.shapes().values(), *(one.shape for one in self._heads().values())]
+        return [shape.numel() * self.published_type.itemsize for shape in shapes]
+
+    def segment(self) -> range:
+        """Numbers of the published tensors of which this rank keeps copies."""
+        return cut(self.sizes(), self._world.shape.ranks)[self._world.rank]
 
     def tied_names(self) -> Mapping[str, Sequence[str]]:
         """Further names of published tensors, by the published name."""
@@ -331,7 +348,7 @@ class ModelReplica:
         """Whether this run publishes tensors of these names and this type; a resumed run may have
         another `publish_dtype` or other draft heads."""
         same_type = all(one.dtype == self.published_type for one in kept.values())
-        return same_type and list(kept) == [*self._trainee.names(), *self._heads()]
+        return same_type and list(kept) == [*self._trainee.shapes(), *self._heads()]
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}

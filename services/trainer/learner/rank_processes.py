@@ -18,7 +18,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,16 +28,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost, lost_ranks
 from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
+from services.trainer.checkpoint.files import named_tensors
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.heartbeats import Heartbeats
-from services.trainer.learner.model_replica import Capture, ModelReplica, Order, Take, TakePart
+from services.trainer.learner.model_replica import (
+    Capture,
+    ModelReplica,
+    Order,
+    Read,
+    Take,
+    TakePart,
+)
 from services.trainer.learner.rank_group import announcement, join, join_torchrun
+from services.trainer.learner.segment_orders import SegmentRanks
+from services.trainer.learner.segment_server import SegmentCopy, SegmentServer
 from services.trainer.learner.shared_save import PartWriter, SharedSave
 from services.trainer.torchrun_rank import report_failure, under_torchrun
 
@@ -82,6 +93,11 @@ class Ranks:
             dp_shard=self.world.shape.dp_shard,
             cp=self.world.shape.cp,
         )
+        self.segments: SegmentRanks | None = None
+        """The ranks that hold segments of the published weights; None: rank 0 holds all."""
+        if config.publish_from == "ranks":
+            ranks = self.world.shape.ranks
+            self.segments = SegmentRanks(self._store, ranks=ranks, lost=self._lost)
 
     def _start(self, config: TrainerConfig) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
@@ -140,7 +156,7 @@ class Ranks:
         )
 
     def _lost(self) -> str:
-        """Why the ranks cannot end a save; "" if they can. torchrun ends them all, this one too."""
+        """Why the ranks answer no more; "" if they do. torchrun ends them all, this one too."""
         if self._closed:
             return "the ranks have ended"
         for rank, process in enumerate(self._processes, start=1):
@@ -221,7 +237,7 @@ def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]
         report_failure(f"it could not join the others: {error}")
         raise
     try:
-        _obey(config, world, PartWriter(store, rank=world.rank))
+        _obey(config, world, store)
     except RankLost as consequence:
         cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
         log.warning("rank_ended", rank=world.rank, because=cause)
@@ -236,11 +252,34 @@ def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]
         raise SystemExit(1) from None
 
 
-def _obey(config: TrainerConfig, world: World, parts: PartWriter) -> None:
+def _obey(config: TrainerConfig, world: World, store: Store) -> None:
     """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
     lost during an order."""
     replica = ModelReplica(config, world=world)
     replica.check()
+    parts = PartWriter(store, rank=world.rank)
+    with segment_server(store, config, rank=world.rank) as segments:
+        _obey_orders(replica, world, parts, segments)
+
+
+@contextmanager
+def segment_server(
+    store: Store, config: TrainerConfig, *, rank: int
+) -> Iterator[SegmentServer | None]:
+    """Context of a rank above 0 in which it sends its segments; None: rank 0 sends all."""
+    if config.publish_from != "ranks":
+        yield None
+        return
+    server = SegmentServer(store, config, rank=rank)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _obey_orders(
+    replica: ModelReplica, world: World, parts: PartWriter, segments: SegmentServer | None
+) -> None:
     while True:
         try:
             order = _next_order()
@@ -251,7 +290,18 @@ def _obey(config: TrainerConfig, world: World, parts: PartWriter) -> None:
         answer = replica.obey(order)
         if isinstance(order, Capture):
             parts.start(answer, number=order.number)
+        elif isinstance(order, Read) and order.number and segments is not None:
+            segments.hold(order.number, _copy_of(replica, answer[0]))
         answer = None  # the thread alone keeps the copy, until it is written
+
+
+def _copy_of(replica: ModelReplica, tensors: Mapping[str, Tensor]) -> SegmentCopy:
+    return SegmentCopy(
+        tensors=named_tensors(tensors),
+        segment=replica.segment(),
+        sizes=replica.sizes(),
+        aliases=replica.tied_names(),
+    )
 
 
 def _next_order() -> Order:

@@ -45,9 +45,9 @@ class Trainee:
         the model directory."""
         yield from own_tensors(self.model).items()
 
-    def names(self) -> list[str]:
-        """Names of the published tensors, in order."""
-        return list(own_tensors(self.model))
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole published tensors, by name, in order."""
+        return {name: one.shape for name, one in own_tensors(self.model).items()}
 
     def tied_names(self) -> dict[str, list[str]]:
         """Further names of published tensors, by the published name."""

@@ -43,7 +43,7 @@ class LoraTrainee(Trainee):
     def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
         """Raises `ConfigError` without PEFT, and for invalid targets."""
         own = own_tensors(model)
-        self._names = list(own)
+        self._shapes = {name: one.shape for name, one in own.items()}
         self._tied = tied_names(model)
         self.base = _fingerprint(own)
         self._alpha = settings.alpha
@@ -62,7 +62,7 @@ class LoraTrainee(Trainee):
             name.replace(".base_layer.", "."): tensor
             for name, tensor in own_tensors(self.model).items()
         }
-        for name in self._names:
+        for name in self._shapes:
             layer = self._layers.get(name)
             if layer is None:
                 yield name, plain[name]
@@ -87,9 +87,9 @@ class LoraTrainee(Trainee):
         """Further names of published tensors, by the published name."""
         return self._tied
 
-    def names(self) -> list[str]:
-        """Names of the published tensors, in order."""
-        return self._names
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole published tensors, by name, in order."""
+        return self._shapes
 
     def master(self) -> dict[str, Tensor]:
         """The adapters, under PEFT's names."""

@@ -14,6 +14,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -52,23 +53,44 @@ class HeldFiles:
     ) -> tuple[PublishedVersion, HeldWeights]:
         """Store a version durably; return it as `read` does. Raises `ResourceExhausted` when it
         cannot be written."""
-        path = self._path(one.weight_version)
-        unfinished = path.with_name(path.name + _UNFINISHED)
-        try:
+        self.begin(one, weights)
+        return self.complete(one.weight_version)
+
+    def begin(self, one: PublishedVersion, weights: HeldWeights) -> Path:
+        """Write a version beside; if `weights` are its first segment, other ranks then write the
+        rest into the returned file. Raises `ResourceExhausted`."""
+        unfinished = self._unfinished(one.weight_version)
+        with self._or_removed(one.weight_version):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            about = _Published(announcement=one.announcement, published_unix_s=one.published_unix_s)
+            # In segments the version travels no more: this file has it whole.
+            announcement = msgspec.structs.replace(one.announcement, segments=())
+            about = _Published(announcement=announcement, published_unix_s=one.published_unix_s)
             _write(unfinished / _TENSORS, (tensor.data for tensor in weights.tensors))
+            os.truncate(unfinished / _TENSORS, one.announcement.total_bytes)
             _write(unfinished / _MANIFEST, [weights.manifest])
             _write(unfinished / _PUBLISHED, [msgspec.json.encode(about)])
+        return unfinished / _TENSORS
+
+    def complete(self, version: int) -> tuple[PublishedVersion, HeldWeights]:
+        """Make a version that was begun durable; return it as `read` does. Raises
+        `ResourceExhausted`."""
+        path, unfinished = self._path(version), self._unfinished(version)
+        with self._or_removed(version):
             sync(unfinished)
             shutil.rmtree(path, ignore_errors=True)
             unfinished.rename(path)
             sync(self._directory)
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise ResourceExhausted(f"{path}: {error.strerror or error}") from error
         return _read(path)
+
+    @contextmanager
+    def _or_removed(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self._unfinished(version), ignore_errors=True)
+            message = f"{self._path(version)}: {error.strerror or error}"
+            raise ResourceExhausted(message) from error
 
     def read(self, version: int) -> tuple[PublishedVersion, HeldWeights]:
         """A stored version. Raises `DataLoss` without a complete and undamaged one."""
@@ -85,6 +107,10 @@ class HeldFiles:
 
     def _path(self, version: int) -> Path:
         return self._directory / f"{_PREFIX}{version:08d}"
+
+    def _unfinished(self, version: int) -> Path:
+        path = self._path(version)
+        return path.with_name(path.name + _UNFINISHED)
 
 
 def _read(path: Path) -> tuple[PublishedVersion, HeldWeights]:

@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from forge.core.errors import ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Instance
 from forge.runtime.files import host_memory
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DIRECTORY_WAY, MEMORY_KEY
-from forge.runtime.weights.version_files import VersionFiles
+from forge.runtime.weights.version_files import (
+    ALIGNED_BYTES,
+    VersionFiles,
+    starts_of,
+    write_segment,
+)
 from services.trainer.metrics import WEIGHT_FILES
+from services.trainer.published.segments import OtherRanks
 
 Workers = Callable[[], Awaitable[Sequence[Instance]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """The tensors of a version that other ranks hold."""
+
+    ranks: OtherRanks
+    places: Sequence[str]
+    """Shared memory that each rank sees."""
+    sizes: Sequence[int]
+    """Bytes of all tensors of the version."""
 
 
 class LocalWays:
@@ -32,20 +51,27 @@ class LocalWays:
         self._directory = VersionFiles(Path(directory), mapped=False) if directory else None
 
     async def put(
-        self, version: int, manifest: str, tensors: Sequence[NamedTensor]
+        self,
+        version: int,
+        manifest: str,
+        tensors: Sequence[NamedTensor],
+        rest: Rest | None = None,
     ) -> tuple[Sequence[NamedTensor], tuple[str, ...]]:
-        """Write the version whose manifest has this sha256. Returns its tensors, in shared memory
-        if it is there, and the ways for the announcement."""
+        """Write the version whose manifest has this sha256, together with the ranks that have the
+        `rest` of its tensors. Returns its tensors, in shared memory if it is there, and the ways
+        for the announcement. Raises `Unavailable` when a rank is lost."""
         ways = []
         if self._directory is not None and await _written(
-            "directory", self._directory, version, manifest, tensors
+            "directory", self._directory, version, manifest, tensors, rest
         ):
             ways.append(DIRECTORY_WAY)
-        if await self._has_neighbours():
-            shared = await _written("memory", self._memory, version, manifest, tensors)
-            if shared:
+        # Ranks of another host do not see this one's memory.
+        here = rest is None or all(place == self._place for place in rest.places)
+        if here and await self._has_neighbours():
+            shared = await _written("memory", self._memory, version, manifest, tensors, rest)
+            if shared is not None:
                 ways.append(self._place)
-            tensors = shared or tensors
+                tensors = shared
         return tensors, tuple(ways)
 
     def keep(self, versions: Collection[int]) -> None:
@@ -61,14 +87,46 @@ class LocalWays:
 
 
 async def _written(
-    way: str, files: VersionFiles, version: int, manifest: str, tensors: Sequence[NamedTensor]
-) -> Sequence[NamedTensor]:
-    """The written tensors; none if it failed."""
+    way: str,
+    files: VersionFiles,
+    version: int,
+    manifest: str,
+    tensors: Sequence[NamedTensor],
+    rest: Rest | None,
+) -> Sequence[NamedTensor] | None:
+    """The written tensors; None if it failed."""
     try:
-        found = await asyncio.to_thread(files.write, version, manifest, tensors)
-    except OSError as error:
+        if rest is None:
+            found = await asyncio.to_thread(files.write, version, manifest, tensors)
+        else:
+            found = await _written_together(files, version, manifest, tensors, rest)
+    except (OSError, ResourceExhausted) as error:
         WEIGHT_FILES.labels(way, "failed").inc()
         log.warning("weights_not_shared", way=way, weight_version=version, error=str(error))
-        return ()
+        return None
     WEIGHT_FILES.labels(way, "written").inc()
     return found
+
+
+async def _written_together(
+    files: VersionFiles,
+    version: int,
+    manifest: str,
+    tensors: Sequence[NamedTensor],
+    rest: Rest,
+) -> Sequence[NamedTensor]:
+    """Raises `OSError`, and as `OtherRanks.write`."""
+    unfinished = await asyncio.to_thread(files.begin, manifest, rest.sizes)
+    try:
+        starts = starts_of(rest.sizes)[: len(tensors)]
+        kept = await asyncio.to_thread(
+            write_segment, unfinished.path, tensors, starts, mapped=files.mapped
+        )
+        await rest.ranks.write(
+            version, unfinished.path, aligned_bytes=ALIGNED_BYTES, mapped=files.mapped
+        )
+        files.complete(version, unfinished)
+    except BaseException:
+        files.abandon(unfinished)
+        raise
+    return kept

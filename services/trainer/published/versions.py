@@ -9,6 +9,7 @@ from forge.core.errors import NotFound
 from forge.runtime.weights import NO_HOLD, HeldWeights, WeightAnnouncement, WeightHold
 from services.trainer.metrics import VersionRole
 from services.trainer.published.quality import Qualities, Quality
+from services.trainer.published.segments import OtherRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class PublishedVersions:
         """The hold in etcd, as this trainer knows it."""
         self.qualities = Qualities()
         """Of all versions, held or not."""
+        self.others: OtherRanks | None = None
+        """The ranks that hold the other segments of versions; None: versions are here whole."""
 
     @property
     def weights(self) -> Mapping[int, HeldWeights]:
@@ -66,6 +69,20 @@ class PublishedVersions:
             )
         return found
 
+    @property
+    def divided(self) -> list[int]:
+        """The versions of which other ranks hold segments."""
+        return [number for number, one in self._weights.items() if one.segment is not None]
+
+    def join(self, others: OtherRanks) -> None:
+        """Add versions together with these ranks from now on. Those of ranks that have ended go:
+        their segments are lost."""
+        if others is self.others:
+            return
+        for version in self.divided:
+            self._drop(version)
+        self.others = others
+
     def add(self, version: int, weights: HeldWeights) -> None:
         """Hold a version that will be announced."""
         self._weights[version] = weights
@@ -88,5 +105,8 @@ class PublishedVersions:
     def _prune(self) -> None:
         newest = sorted(self._weights.keys() - self._pinned)[-self._kept :]
         for version in self._weights.keys() - self._pinned - set(newest):
-            del self._weights[version]
-            self._published.pop(version, None)
+            self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        del self._weights[version]
+        self._published.pop(version, None)

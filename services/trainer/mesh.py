@@ -1,0 +1,43 @@
+"""Settings of the ranks' mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from forge.core.errors import InvalidArgument
+from forge.rl.config import MeshShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSettings:
+    """How several ranks divide model and batch."""
+
+    dp_replicate: Annotated[int, Meta(ge=1)] = 1
+    """Copies of the model; each computes other trees of a batch."""
+    dp_shard: Annotated[int, Meta(ge=1)] = 1
+    """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
+    computes other trees. 1: every rank holds all of them."""
+    cp: Annotated[int, Meta(ge=0)] = 0
+    """Ranks that compute each tree together; 0: as many as remain."""
+    join_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest time until all ranks have met; then the start fails, and the supervisor repeats
+    it."""
+
+    def shape(self, ranks: int) -> MeshShape:
+        """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""
+        data = self.dp_replicate * self.dp_shard
+        shape = MeshShape(
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp or max(1, ranks // data),
+        )
+        if shape.ranks != ranks:
+            raise InvalidArgument(
+                f"mesh.dp_replicate = {self.dp_replicate}, mesh.dp_shard = {self.dp_shard}, "
+                f"mesh.cp = {self.cp} is not allowed with {ranks} ranks: the mesh has "
+                f"{shape.ranks}"
+            )
+        return shape
