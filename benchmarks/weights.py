@@ -1,13 +1,15 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
-                                 [--only full,egress,swaps,publication,deltas,kept_kv]
+                                 [--only full,egress,ranks,swaps,publication,deltas,kept_kv]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
 of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
 over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Interleaved, medians.
 `full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
-8 workers over those for one. `swap_pause_ms`: the longest gap between two tokens of a running
+8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in one
+publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one of
+them sends to 8 workers over those of the weights. `swap_pause_ms`: the longest gap between two tokens of a running
 answer around a swap, less the median gap. `publish_to_sampled_p50_s`: from the begin of a
 publication to the first token of its version at a client of the router.
 `publication.share_beside`: share of a training step that waits for publication (`share_waited`: if
@@ -45,7 +47,7 @@ from tests.support.runtime.etcd import EtcdServer
 WORKERS = 8
 WAYS = ("grpc", "memory", "directory")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
-PARTS = ("full", "egress", "swaps", "publication", "deltas", "kept_kv")
+PARTS = ("full", "egress", "ranks", "swaps", "publication", "deltas", "kept_kv")
 _TENSORS = 64
 
 
@@ -154,6 +156,7 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
     from benchmarks.support.weight_publication import publication_share
+    from benchmarks.support.weight_ranks import rank_publication
     from benchmarks.support.weight_swaps import swaps
 
     mib, rounds = (64, 3) if quick else (256, 5)
@@ -167,6 +170,10 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
                 numbers |= full_over_socket(etcd, folder, mib=mib, rounds=rounds)
             if "egress" in parts:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
+            if "ranks" in parts:
+                hidden = 512 if quick else 1024
+                found = rank_publication(folder, etcd.endpoint, hidden=hidden, workers=WORKERS)
+                numbers |= asyncio.run(found)
             if "swaps" in parts:
                 numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
             if "publication" in parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -32,7 +32,6 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.telemetry import configure_logging
 from forge.runtime.weights.delta import DeltaEncoder
-from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
 from services.inference.worker.weight_follower import WeightFollower
@@ -115,17 +114,6 @@ def publish_weights(
     uvloop.run(_publish(pipe, etcd, cluster, way, directory))
 
 
-class _CountingServicer(weights.WeightServicer):
-    sent_bytes = 0
-
-    async def FetchWeights(  # noqa: N802 - named by the proto
-        self, request: pb.FetchWeightsRequest, context: Any
-    ) -> AsyncIterator[pb.FetchWeightsResponse]:
-        async for response in super().FetchWeights(request, context):
-            self.sent_bytes += response.ByteSize()
-            yield response
-
-
 async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, directory: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     discovery = coordinator.discover("decode")
@@ -136,7 +124,10 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
     ways = LocalWays(workers=workers, directory=directory)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
     versions = PublishedVersions(kept=2)
-    servicer = _CountingServicer(lambda: versions.weights, deltas=DeltaEncoder())
+    sent: list[int] = []
+    servicer = weights.WeightServicer(
+        lambda: versions.weights, deltas=DeltaEncoder(), sent=sent.append
+    )
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
     )
@@ -155,7 +146,7 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
                 return await publisher.publish(snapshot)
             case "end":
                 return ways.keep(())
-        return servicer.sent_bytes
+        return sum(sent)
 
     await _obey(pipe, obey)
 

@@ -154,7 +154,11 @@ class TrainerApp:
         )
         server.add_service(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
-            weights.WeightServicer(lambda: self._versions.weights, deltas=DeltaEncoder()),
+            weights.WeightServicer(
+                lambda: self._versions.weights,
+                deltas=DeltaEncoder(),
+                sent=metrics.WEIGHT_SENT_BYTES.labels("0").inc,
+            ),
             full_name=weights.FULL_NAME,
         )
         self._driver = asyncio.create_task(self._drive(self._training, self._steering))

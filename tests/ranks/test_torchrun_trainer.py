@@ -45,8 +45,13 @@ def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:
 @pytest.mark.parametrize("killed", [0, 1])
 async def test_killed_rank_restarts_all_from_the_checkpoint(stack: Stack, killed: int) -> None:
     """Batches after the checkpoint are trained again, each group counts once, and no version of
-    the weights is used twice."""
-    settings = {"max_steps": 5, "checkpoint__every_steps": 2, "mesh__dp_shard": 2}
+    the weights is used twice. Both ranks publish weights, from new addresses after the restart."""
+    settings = {
+        "max_steps": 5,
+        "checkpoint__every_steps": 2,
+        "mesh__dp_shard": 2,
+        "publish_from": "ranks",
+    }
     stack.trainer.start_torchrun(2, **settings)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
@@ -55,6 +60,7 @@ async def test_killed_rank_restarts_all_from_the_checkpoint(stack: Stack, killed
         return (await stack.client.status()).checkpoint_step == 2
 
     await until(saved, limit_s=START_S)
+    first = await stack.client.until_version(4)
     before = ranks_of(stack.trainer)
     os.kill(before[killed].pid, signal.SIGKILL)
     _, left = await asyncio.to_thread(psutil.wait_procs, list(before.values()), START_S)
@@ -67,6 +73,9 @@ async def test_killed_rank_restarts_all_from_the_checkpoint(stack: Stack, killed
     assert stack.trainer.logged("rewound")[-1]["step"] == 2
     assert stack.trainer.recorded_steps() == [1, 2, 3, 4, 5]
     assert_counts_balance(await stack.cluster.status())
+    last = await stack.client.until_version(first["weight_version"] + 1)
+    sources = [{source for _, source in one["segments"]} for one in (first, last)]
+    assert [len(one) for one in sources] == [2, 2] and not sources[0] & sources[1]
 
 
 async def test_stopped_torchrun_saves_the_last_step(stack: Stack) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from forge.core.errors import StaleFence, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.weights import HeldWeights, WeightServicer, manifest_key
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.weights import FULL_NAME, HeldWeights, WeightServicer, manifest_key
+from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import common_pb2, inference_pb2
-from services.trainer.weight_publisher import Snapshot
+from forge.v1 import inference_pb2_grpc as rpc
+from services.trainer.published.versions import PublishedVersions
+from services.trainer.weight_publisher import Publisher, Snapshot
+from tests.support.inference.weight_sources import SECURITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,20 @@ class FakeRegister:
     def manifest(self) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(self.entries[manifest_key()].value)
         return manifest
+
+
+@asynccontextmanager
+async def serving_publisher(
+    register: FakeRegister,
+) -> AsyncIterator[tuple[Publisher, PublishedVersions]]:
+    """A publisher whose versions a real server sends."""
+    versions = PublishedVersions(kept=2)
+    server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
+    servicer = WeightServicer(lambda: versions.weights, deltas=DeltaEncoder())
+    server.add_service(rpc.add_WeightServiceServicer_to_server, servicer, full_name=FULL_NAME)
+    source = await server.start()
+    yield Publisher(register, versions, source=source, floor=0), versions
+    await server.stop(grace_s=0)
 
 
 def snapshot(step: int) -> Snapshot:
