@@ -58,12 +58,15 @@ async def rank_publication(
     most bytes that one rank sends to `workers` over those of the model."""
     model = folder / "ranks-model"
     make_model(model, hidden=hidden)
-    (folder / "key").write_text("k" * 32 + "\n")
+    key_file = folder / "key"
+    # That of `security()` in the followers.
+    key_file.write_text("k" * 32 + "\n")
+    key_file.chmod(0o600)
     numbers: dict[str, float] = {}
     for way in ("rank_0", "ranks"):
         config = TrainerConfig(
             model_path=str(model),
-            key_file=str(folder / "key"),
+            key_file=str(key_file),
             ranks=RANKS,
             mesh=MeshSettings(dp_shard=RANKS),
             publish_dtype="bfloat16",

@@ -258,12 +258,12 @@ def _obey(config: TrainerConfig, world: World, store: Store) -> None:
     replica = ModelReplica(config, world=world)
     replica.check()
     parts = PartWriter(store, rank=world.rank)
-    with segment_server(store, config, rank=world.rank) as segments:
+    with _serving_segments(store, config, rank=world.rank) as segments:
         _obey_orders(replica, world, parts, segments)
 
 
 @contextmanager
-def segment_server(
+def _serving_segments(
     store: Store, config: TrainerConfig, *, rank: int
 ) -> Iterator[SegmentServer | None]:
     """Context of a rank above 0 in which it sends its segments; None: rank 0 sends all."""
