@@ -7,7 +7,7 @@
 of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
 over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Interleaved, medians.
 `full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
-8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in one
+8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in the first
 publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one
 of them sends to 8 workers over those of the weights, `all_sent_over_weights`: all of them together.
 `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
@@ -173,8 +173,7 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
             if "ranks" in parts:
                 hidden = 512 if quick else 1024
-                found = rank_publication(folder, etcd.endpoint, hidden=hidden, workers=WORKERS)
-                numbers |= asyncio.run(found)
+                numbers |= rank_publication(folder, etcd.endpoint, hidden=hidden, workers=WORKERS)
             if "swaps" in parts:
                 numbers |= asyncio.run(swaps(folder, etcd, rounds=rounds))
             if "publication" in parts:

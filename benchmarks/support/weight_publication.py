@@ -43,7 +43,7 @@ async def publication_share(
     try:
         learner = await actors.spawn(lambda: LearnerActor(config, store), name="learner")
         publisher = Publisher(coordinator, PublishedVersions(kept=2), source="here", floor=0)
-        plan = random_plan(model)
+        plan = _plan(model)
         found = [
             await _two_steps(learner, publisher, plan, number=number) for number in range(steps + 1)
         ][1:]
@@ -91,7 +91,7 @@ async def _two_steps(
     )
 
 
-def random_plan(model: Path) -> BatchPlan:
+def _plan(model: Path) -> BatchPlan:
     """A group of answers to one prompt, of random tokens."""
     config = AutoConfig.from_pretrained(model)
     rng = random.Random(0)

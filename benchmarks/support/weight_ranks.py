@@ -1,23 +1,24 @@
 """Publication by ranks that divide the weights: memory of each rank, and the bytes it sends.
 
-Learner, ranks, publisher, followers and etcd are real; the model has random weights. Each way
-publishes twice: the measured version comes after a step that changes nearly every element, so that
-it travels whole.
+Learner, ranks, publisher, followers and etcd are real; the model has random weights. Each way has
+a process of its own, so that its memory is not that of an earlier one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 from prometheus_client import REGISTRY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.weight_publication import random_plan
 from benchmarks.support.weight_stream import Started, follow_weights
-from forge.rl.config import OptimizerConfig
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.coordination import Coordinator
@@ -28,7 +29,6 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.learner import LearnerActor, TakeSnapshot
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.model_replica import Take
 from services.trainer.mesh import MeshSettings
 from services.trainer.metrics import WEIGHT_SENT_BYTES
 from services.trainer.published.versions import PublishedVersions
@@ -51,13 +51,11 @@ def make_model(path: Path, *, hidden: int) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-async def rank_publication(
-    folder: Path, etcd: str, *, hidden: int, workers: int
-) -> dict[str, float]:
-    """Return, by `publish_from`, the largest growth of a rank's memory in one publication, and the
-    most bytes that one rank sends to `workers` over those of the model."""
+def rank_publication(folder: Path, etcd: str, *, hidden: int, workers: int) -> dict[str, float]:
+    """Return, by `publish_from`, the largest growth of a rank's memory in the first publication,
+    and the most bytes that one rank sends to `workers` over those of the model."""
     model = folder / "ranks-model"
-    make_model(model, hidden=hidden)
+    _elsewhere(make_model, model, hidden)
     key_file = folder / "key"
     # That of `security()` in the followers.
     key_file.write_text("k" * 32 + "\n")
@@ -71,11 +69,32 @@ async def rank_publication(
             mesh=MeshSettings(dp_shard=RANKS),
             publish_dtype="bfloat16",
             publish_from=way,
-            optimizer=OptimizerConfig(learning_rate=1e-2),
             torch_threads=1,
         )
-        numbers |= await _published(config, folder / way, etcd, way, workers=workers)
+        numbers |= _elsewhere(_publish, config, folder / way, etcd, way, workers)
     return numbers
+
+
+def _elsewhere(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `work` in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_result, args=(theirs, work, *arguments))
+    process.start()
+    theirs.close()
+    result = ours.recv()
+    process.join()
+    return result
+
+
+def _send_result(pipe: Connection, work: Callable[..., Any], *arguments: Any) -> None:
+    pipe.send(work(*arguments))
+
+
+def _publish(
+    config: TrainerConfig, folder: Path, etcd: str, way: str, workers: int
+) -> dict[str, float]:
+    return asyncio.run(_published(config, folder, etcd, way, workers=workers))
 
 
 async def _published(
@@ -98,27 +117,19 @@ async def _published(
         for number in range(workers):
             arguments = (follow_weights, etcd, f"ranks-{way}", f"w{number}")
             followers.append(await asyncio.to_thread(Started, *arguments))
-
-        async def publish(step: int) -> None:
-            snapshot = await ref.ask(TakeSnapshot(step=step), timeout_s=_UNBOUNDED_S)
-            version = await publisher.publish(snapshot)
-            for one in followers:
-                one.begin("until", version)
-            for one in followers:
-                await asyncio.to_thread(one.answer)
-            if snapshot.others is not None:  # their answers have the bytes sent so far
-                await snapshot.others.keep(versions.divided)
-
-        await publish(0)
-        plan = random_plan(Path(config.model_path))
-        await ref.ask(Take(plan=plan, weight_version=1), timeout_s=_UNBOUNDED_S)
         assert learner._ranks is not None
         pids = [os.getpid(), *(one.pid for one in learner._ranks._processes if one.pid)]
         before = [_begin_peak(pid) for pid in pids]
-        sent = [_sent_bytes(rank) for rank in range(RANKS)]
-        await publish(1)
+        snapshot = await ref.ask(TakeSnapshot(step=0), timeout_s=_UNBOUNDED_S)
+        version = await publisher.publish(snapshot)
+        for one in followers:
+            one.begin("until", version)
+        for one in followers:
+            await asyncio.to_thread(one.answer)
         peaks = [_peak_bytes(pid) - was for pid, was in zip(pids, before, strict=True)]
-        egress = [_sent_bytes(rank) - was for rank, was in enumerate(sent)]
+        if snapshot.others is not None:  # their answers have the bytes sent so far
+            await snapshot.others.keep(versions.divided)
+        egress = [_sent_bytes(rank) for rank in range(RANKS)]
         total = versions.published[-1].announcement.total_bytes
     finally:
         for one in followers:
