@@ -39,7 +39,7 @@ _UNBOUNDED_S = 3600.0
 _MB = 1e6
 
 
-def make_model(path: Path, *, hidden: int) -> None:
+def make_model(path: Path, hidden: int) -> None:
     """Write a model of random weights with a large vocabulary."""
     config = LlamaConfig(
         hidden_size=hidden,
