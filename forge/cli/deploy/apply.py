@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
 from forge.cli.deploy.members import Members
-from forge.cli.deploy.plan import restart_steps, roll_order
+from forge.cli.deploy.plan import needed, restart_steps, roll_order
 from forge.core.errors import FailedPrecondition, InvalidArgument, raise_all
 
 
@@ -97,9 +97,10 @@ def _restart(
 ) -> None:
     if not any(one["restart"] for one in needs.values()):
         return
+    restarts = {host: one["restart"] for host, one in needs.items()}
     leaders = cluster.leaders()
     for together in roll_order(cluster.manifests, leaders):
-        if any(one.unit.name in needs[one.host]["restart"] for one in together):
-            for step in restart_steps(together):
+        if chosen := needed(together, restarts):
+            for step in restart_steps(chosen):
                 report(str(step))
                 cluster.perform(step, release=cluster.manifests[step.host].release)

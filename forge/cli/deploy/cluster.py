@@ -76,7 +76,7 @@ class Cluster:
             case "drain":
                 self._drain(step)
             case "stop" | "restart":
-                self.run(step.host, "systemctl", step.action, step.unit, limit_s=_RESTART_S)
+                self.run(step.host, "systemctl", step.action, *step.units, limit_s=_RESTART_S)
             case "check":
                 self.wait_healthy(step, release=release)
             case "roles":
@@ -84,14 +84,14 @@ class Cluster:
 
     def run(self, host: str, *words: str, stdin: bytes = b"", limit_s: float = 60.0) -> str:
         """Run a command on a host; return its output. Raises `StepFailed`, `HostAway`."""
-        deadline_s = self.now_s() + self.away_s
-        while True:
-            ended = self.transports[host].run(words, stdin=stdin, limit_s=limit_s)
-            if not ended.is_away:
-                break
+        transport = self.transports[host]
+        ended = transport.run(words, stdin=stdin, limit_s=limit_s)
+        deadline_s = self.now_s() + self.away_s if ended.is_away else 0.0
+        while ended.is_away:
             if self.now_s() >= deadline_s:
                 raise HostAway(f"{host}: {_short(words)}: {ended.reason}")
             self.pause(_PAUSE_S)
+            ended = transport.run(words, stdin=stdin, limit_s=limit_s)
         if ended.code:
             raise StepFailed(f"{host}: {_short(words)}: {ended.reason}")
         return ended.output

@@ -21,6 +21,13 @@ class Step:
     unit: str = ""
     kind: str = ""
     instance_id: str = ""
+    further: tuple[str, ...] = ()
+    """Units that restart at the same time."""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """All units of the step."""
+        return (self.unit, *self.further) if self.unit else ()
 
     def __str__(self) -> str:
         """Returns a line of the plan."""
@@ -29,7 +36,7 @@ class Step:
             "swap": "install the files, lead /opt/forge/.venv to the release",
             "drain": f"drain {self.instance_id}",
             "stop": f"stop {self.unit}",
-            "restart": f"restart {self.unit}",
+            "restart": f"restart {', '.join(self.units)}",
             "check": f"wait until {self.unit} is healthy",
             "roles": "apply users, roles and tokens of etcd",
             "back": "install the files and the release of before",
@@ -60,7 +67,8 @@ def roll_order(
     manifests: Mapping[str, Manifest], leaders: Collection[str]
 ) -> list[tuple[HostUnit, ...]]:
     """Return the units of all hosts but etcd's: kind by kind, of each the leaders last. Those in
-    one entry restart together: the ranks of a trainer."""
+    one entry restart together: the ranks of a trainer, and of a host one worker of each role, since
+    without the other one each would only wait."""
     kinds = list(KINDS)
     found = [
         HostUnit(host=host, unit=unit)
@@ -69,14 +77,28 @@ def roll_order(
         if unit.kind != ETCD
     ]
     found.sort(key=lambda one: (kinds.index(one.unit.kind), one.unit.instance_id in leaders))
-    ranks = tuple(sorted(_ranks(found), key=lambda one: one.unit.name))
-    return [
-        ranks if one in ranks else (one,) for one in found if one not in ranks or one == ranks[0]
-    ]
+    together: dict[tuple[str, ...], list[HostUnit]] = {}
+    for one in found:
+        together.setdefault(_turn(one), []).append(one)
+    ranks = sorted(together.get((RANKS,), ()), key=lambda one: one.unit.name)
+    return [tuple(ranks if turn == (RANKS,) else units) for turn, units in together.items()]
 
 
-def _ranks(units: Sequence[HostUnit]) -> list[HostUnit]:
-    return [one for one in units if one.unit.kind == RANKS]
+def _turn(one: HostUnit) -> tuple[str, ...]:
+    """Units with an equal turn restart together."""
+    kind = KINDS[one.unit.kind]
+    if one.unit.kind == RANKS:
+        return (RANKS,)
+    if kind.drains:
+        number = one.unit.name.partition("@")[2].rpartition("-")[2]
+        return (one.host, kind.service, number)
+    return (one.host, one.unit.name)
+
+
+def needed(together: Sequence[HostUnit], units: Mapping[str, Collection[str]]) -> list[HostUnit]:
+    """Return those that restart for these units, by host: of ranks all, or none."""
+    found = [one for one in together if one.unit.name in units[one.host]]
+    return [*together] if found and found[0].unit.kind == RANKS else found
 
 
 def upgrade_steps(manifests: Mapping[str, Manifest], leaders: Collection[str]) -> list[Step]:
@@ -104,12 +126,16 @@ def restart_steps(together: Sequence[HostUnit]) -> Iterator[Step]:
     A stop of another host would cost the steps since the last checkpoint.
     """
     first, *others = together
-    if first.unit.kind in KINDS and KINDS[first.unit.kind].drains:
-        yield first.step("drain")
-    if others:
+    if first.unit.kind == RANKS and others:
         yield first.step("stop")
-    for one in (*others, first):
-        yield one.step("restart")
+        for one in (*others, first):
+            yield one.step("restart")
+    else:
+        for one in together:
+            if KINDS[one.unit.kind].drains:
+                yield one.step("drain")
+        names = tuple(one.unit.name for one in others)
+        yield replace(first.step("restart"), further=names)
     for one in (*others, first):
         yield one.step("check")
 
@@ -124,12 +150,18 @@ def rollback_steps(steps: Sequence[Step], begun: int) -> list[Step]:
     ranks = [
         one for one in steps if one.kind == RANKS and one.action in ("stop", "restart", "check")
     ]
-    # A restart also ends a drain.
-    for step in {(one.host, one.unit): one for one in restarted}.values():
-        if step.kind != RANKS:
-            back += [replace(step, action="restart"), replace(step, action="check")]
-        else:
+    turned: set[tuple[str, str]] = set()
+    for step in restarted:
+        units = {(step.host, unit) for unit in step.units}
+        if step.kind == RANKS:
             # All ranks together, once, in the order of the upgrade.
             back += ranks
             ranks = []
+        elif not units & turned:
+            # It also ends a drain.
+            back.append(replace(step, action="restart"))
+            back += [
+                one for one in steps if one.action == "check" and (one.host, one.unit) in units
+            ]
+        turned |= units
     return back

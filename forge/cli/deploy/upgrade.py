@@ -45,8 +45,9 @@ class Journal:
     @property
     def progress(self) -> str:
         """What units run, in a clause."""
-        units = {(one.host, one.unit) for one in self.steps if one.action == "restart"}
-        turned = {(one.host, one.unit) for one in self.steps[: self.done + 1] if one.unit} & units
+        units = {(one.host, one.unit) for one in self.steps if one.action == "check"}
+        begun = self.steps[: self.done + 1]
+        turned = {(one.host, unit) for one in begun for unit in one.units}
         back = {(one.host, one.unit) for one in self.back[: self.undone] if one.action == "check"}
         have = len(turned - back)
         return f"{have} of {len(units)} units may run {self.to}, the others run {self.before}"
@@ -182,7 +183,7 @@ class _Fault:
             return one.host == self.step.host
         if self.step.kind == RANKS:
             return one.kind == RANKS
-        return (one.host, one.unit) == (self.step.host, self.step.unit)
+        return one.host == self.step.host and not {*self.step.units}.isdisjoint(one.units)
 
     def deferred(self, steps: Sequence[Step], begin: int) -> list[Step]:
         """Return steps with those that this fault holds at the end, from a begin on."""

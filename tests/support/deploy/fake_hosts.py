@@ -117,10 +117,11 @@ class FakeHosts:
                 self.drained.add(instance)
             case ["systemctl", "stop", unit]:
                 self.units[host, unit] = "stopped"
-            case ["systemctl", "restart", unit]:
-                self.units[host, unit] = self.links[host]
-                (instance,) = [one.instance_id for one in manifest.units if one.name == unit]
-                self.drained.discard(instance)
+            case ["systemctl", "restart", *units]:
+                for one in manifest.units:
+                    if one.name in units:
+                        self.units[host, one.name] = self.links[host]
+                        self.drained.discard(one.instance_id)
             case ["systemctl", "is-active", unit]:
                 failed = (unit, self.units[host, unit]) in self.broken
                 return Ended(code=3 if failed else 0, output="failed" if failed else "active")

@@ -32,21 +32,40 @@ class Disk:
         """Make a disk with the content of this one, which must not change any more. `without`:
         directories whose content it does not have."""
         unmount_ended()
-        upper, work = _parts(root)
-        for folder in (root, upper, work):
-            folder.mkdir(parents=True)
-        for path in without:
-            folder = upper / path.lstrip("/")
-            folder.mkdir(parents=True)
-            os.setxattr(folder, _OPAQUE, b"y")
-        lower = ":".join(map(str, self.layers))
-        options = f"lowerdir={lower},upperdir={upper},workdir={work}"
-        name = f"forge-disk-{os.getpid()}"
-        mount = ["mount", "-t", "overlay", name, "-o", options, str(root)]
-        if subprocess.run(mount, capture_output=True, check=False).returncode == 0:
-            return Disk(root=root, layers=(upper, *self.layers), is_mounted=True)
+        root.mkdir(parents=True)
+        if self._mount(root, without):
+            return Disk(root=root, layers=(_parts(root)[0], *self.layers), is_mounted=True)
         _copy(self.root, root, without)
         return Disk(root=root, layers=(root,))
+
+    def _mount(self, root: Path, without: Collection[str]) -> bool:
+        """Mount a new layer; return whether the file system takes one."""
+        upper, work = _parts(root)
+        work.mkdir()
+        try:
+            for path in ("/", *without):
+                folder = upper / path.lstrip("/")
+                folder.mkdir(parents=True)
+                if path in without:
+                    os.setxattr(folder, _OPAQUE, b"y")
+        except OSError:
+            return False
+        lower = ":".join(map(str, self.layers))
+        options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        mount = ["mount", "-t", "overlay", f"forge-disk-{os.getpid()}", "-o", options, str(root)]
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+    def keep(self, folder: Path) -> None:
+        """Move its content to a new folder, for `kept`, and remove it."""
+        new = folder.with_name(f"{folder.name}.{os.getpid()}.new")
+        new.mkdir(parents=True)
+        if self.is_mounted:
+            subprocess.run(["umount", str(self.root)], check=True)
+            self.layers[0].rename(new / "layer")
+        else:
+            self.root.rename(new / "whole")
+        new.rename(folder)
+        Disk(root=self.root, layers=()).remove()
 
     def remove(self) -> None:
         """Remove it. No host may run from it, and no disk may be above it."""
@@ -54,6 +73,15 @@ class Disk:
             subprocess.run(["umount", "--lazy", str(self.root)], check=True)
         for folder in (self.root, *_parts(self.root)):
             remove_tree(folder)
+
+
+def kept(folder: Path, *, above: Disk) -> Disk | None:
+    """Return the disk that `Disk.keep` moved to a folder, to make others above it; None for
+    none. `above`: the one that it was made from."""
+    for name, layers in (("layer", above.layers), ("whole", ())):
+        if (folder / name).exists():
+            return Disk(root=folder / name, layers=(folder / name, *layers))
+    return None
 
 
 def _parts(root: Path) -> list[Path]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.systemd.disk import Disk
+from tests.support.systemd.bare_host import STOCK as STOCK_PACKAGES
+from tests.support.systemd.bare_host import BareHost, make_root
+from tests.support.systemd.disk import Disk, kept, remove_tree
 
 ROOT = Path(__file__).parents[3]
 STOCK = ROOT / ".systemd" / "debian12-ssh"
 SOFTWARE = "/opt/forge"
+_OF_FORGE = ("/root/forge", "/etc/forge", "/var/lib/forge")
+_REMOVE = """
+rm -rf /opt/forge/.venv /etc/systemd/system/forge* /etc/sysusers.d/forge.conf
+rm -f /etc/tmpfiles.d/forge.conf
+"""
+"""What the documented commands make a second time."""
 CPU = "FORGE_DEVICE=cpu\nFORGE_DTYPE=float32\n"
 SMALL = "FORGE_QUEUE__CONCURRENCY=16\nFORGE_QUEUE__BATCH_GROUPS=4\n"
 """A queue for a tiny model."""
@@ -55,8 +66,51 @@ def documented() -> tuple[str, str]:
     return install, line + start
 
 
+@contextmanager
+def install_host(folder: Path) -> Iterator[Installed]:
+    """Yield the host, installed by the documented commands from HEAD, on a disk in a folder.
+
+    The packages of before are there already if they and the commands are those of an installation
+    before this one: the commands then only find them.
+    """
+    if not STOCK.exists():
+        make_root(STOCK)
+    stock = Disk(root=STOCK, layers=(STOCK,))
+    install, start = documented()
+    store = STOCK.with_name(f"installed-{_digest_of_packages(install)}")
+    if kept(store, above=stock) is None:
+        for old in STOCK.parent.glob("installed-*"):
+            remove_tree(old)
+        bare = stock.above(folder / "first")
+        unpack_repository(bare.root / "root/forge")
+        BareHost(bare).install(install, network=True)
+        bare.keep(store)
+        rest = ""
+    else:
+        rest = _REMOVE + install
+    base = kept(store, above=stock)
+    assert base is not None
+    disk = base.above(folder / "debian12", without=_OF_FORGE if rest else ())
+    if rest:
+        unpack_repository(disk.root / "root/forge")
+        BareHost(disk).install(rest, network=True)
+    for name in WORKERS:
+        with (disk.root / f"etc/forge/inference@{name}.env").open("a") as env:
+            env.write(CPU)
+    (disk.root / "etc/forge/scheduler@1.env").write_text(SMALL)
+    yield Installed(disk=disk, start=start)
+    disk.remove()
+
+
+def _digest_of_packages(install: str) -> str:
+    """Of all that chooses packages: the lists, and the commands."""
+    texts = [STOCK_PACKAGES, install]
+    texts += [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
 def unpack_repository(folder: Path) -> None:
-    """Put the files of HEAD in a new folder."""
-    folder.mkdir()
+    """Put the files of HEAD in a folder."""
+    folder.mkdir(exist_ok=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)

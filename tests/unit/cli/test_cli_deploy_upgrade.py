@@ -63,7 +63,7 @@ def is_command_of(step: Step, host: str, words: Sequence[str]) -> bool:
             found = words[3:6] == ["deploy", "drain", step.instance_id]
             return found and host == "alpha"
         case "restart":
-            found = words == ["systemctl", "restart", step.unit]
+            found = words == ["systemctl", "restart", *step.units]
         case "check":
             found = words == ["systemctl", "is-active", step.unit]
         case "roles":
@@ -72,18 +72,17 @@ def is_command_of(step: Step, host: str, words: Sequence[str]) -> bool:
 
 
 def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifest]) -> None:
-    """Standbys before leaders; workers are drained; a host swaps before its first
-    unit; etcd is not restarted."""
+    """Standbys before leaders; workers are drained, one of each role at a time; a host swaps before
+    its first unit; etcd is not restarted."""
     steps = steps_of(manifests)
-    restarts = [(one.host, one.unit) for one in steps if one.action == "restart"]
+    restarts = [(one.host, *one.units) for one in steps if one.action == "restart"]
     assert restarts == [
         ("beta", "forge-pool@1.service"),
         ("beta", "forge-pool-replica@s0.service"),
         ("alpha", "forge-pool-replica@s0.service"),
         ("beta", "forge-scheduler@1.service"),
         ("alpha", "forge-scheduler@1.service"),
-        ("alpha", "forge-inference@prefill-1.service"),
-        ("alpha", "forge-inference@decode-1.service"),
+        ("alpha", "forge-inference@prefill-1.service", "forge-inference@decode-1.service"),
         ("alpha", "forge-inference@decode-2.service"),
         ("alpha", "forge-inference@router-1.service"),
         ("beta", "forge-trainer@1.service"),
@@ -199,18 +198,32 @@ def test_failed_rollback_says_so_and_continues(
 
 
 def test_rollback_at_will_undoes_what_began(manifests: dict[str, Manifest], tmp_path: Path) -> None:
-    """Also a drain whose restart did not come."""
+    """Also drains whose restart did not come."""
     hosts = FakeHosts(manifests, BEFORE)
     hosts.kills = lambda host, words: "inference-alpha-decode-1" in words
     with pytest.raises(Killed):
         rolled(hosts, tmp_path)
-    assert hosts.drained == {"inference-alpha-decode-1"}
+    assert hosts.drained == {"inference-alpha-prefill-1", "inference-alpha-decode-1"}
     hosts.kills = lambda host, words: False
     upgrade = Upgrade(hosts.cluster(tmp_path), lambda _: None)
     assert not upgrade.run(upgrade.roll_back(upgrade.begun(), "by --rollback"))
     assert hosts.releases() == {BEFORE} and hosts.drained == set()
     with pytest.raises(FailedPrecondition, match="no upgrade is open"):
         upgrade.begun()
+
+
+def test_workers_that_restart_together_are_rolled_back_together(
+    manifests: dict[str, Manifest], tmp_path: Path
+) -> None:
+    """Prefill and decode of a host, of which one fails: one command restarts both again."""
+    hosts = FakeHosts(manifests, BEFORE)
+    hosts.broken = {("forge-inference@decode-1.service", TO)}
+    assert not rolled(hosts, tmp_path)
+    assert hosts.releases() == {BEFORE} and hosts.drained == set()
+    together = (
+        "systemctl restart forge-inference@prefill-1.service forge-inference@decode-1.service"
+    )
+    assert [words for _, words in hosts.commands].count(together) == 2
 
 
 def test_failed_drain_stops_nothing(manifests: dict[str, Manifest], tmp_path: Path) -> None:
