@@ -23,7 +23,7 @@ OTHER_TURNS = counter(
 )
 OTHER_TOKENS = counter(
     "forge_gateway_other_model_tokens_total",
-    "Tokens of these answers, as their engine or API counted them.",
+    "Tokens of answers of models beside the policy, as their engine or API counted them.",
     ["model"],
 )
 OTHER_FAILURES = counter(

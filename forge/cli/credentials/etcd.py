@@ -44,7 +44,7 @@ def apply(
     endpoints: Annotated[
         str,
         typer.Option(
-            "--etcd", envvar="FORGE_ETCD", help="[https://]host:port, separated by commas."
+            "--etcd", envvar="FORGE_ETCD", help="\\[https://]host:port, separated by commas."
         ),
     ] = "127.0.0.1:2379",
     cluster: Cluster = "default",

@@ -35,8 +35,8 @@ class Fields:
 
     harmless: frozenset[str]
     """Without effect on any answer."""
-    told: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Without effect here, each with its values that need not be told, besides empty ones."""
+    ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Without effect here, each with its neutral values beside empty ones; others are named."""
     refused: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
     """Each with the reason, and its values that change nothing, besides empty ones."""
 
@@ -62,7 +62,7 @@ def decode_request(
             raise InvalidArgument(f"{name} = {_shown(value)} is not supported: {why}")
     ignored = [
         name
-        for name, neutral in fields.told.items()
+        for name, neutral in fields.ignored.items()
         if not _is_neutral(getattr(asked, name), neutral)
     ]
     headers: dict[str, str] = {}
@@ -98,9 +98,9 @@ def _name(headers: dict[str, str], names: Sequence[str]) -> None:
 def _kinds(kind: type[Request], fields: Fields) -> tuple[Any, Any, frozenset[str]]:
     """Returns `kind` with the fields of `fields`, strict and loose about others, and all names."""
     more = [
-        # Named as in the protocol, whatever the names of the other fields.
+        # Named as in the protocol: bases of other names may rename theirs.
         (name, Any, msgspec.field(default=None, name=name))
-        for name in (*fields.harmless, *fields.told, *fields.refused)
+        for name in (*fields.harmless, *fields.ignored, *fields.refused)
     ]
     strict, loose = (
         msgspec.defstruct(

@@ -43,7 +43,7 @@ FIELDS = Fields(
     },
 )
 """Fields that are not used."""
-_TOLD = ("mediaResolution", "enableEnhancedCivicAnswers")
+_IGNORED = ("mediaResolution", "enableEnhancedCivicAnswers")
 _REFUSED = ("speechConfig", "audioTimestamp", "imageConfig", "routingConfig", "modelConfig")
 _NULL = partial(msgspec.Raw, b"null")
 
@@ -143,9 +143,9 @@ def config_of(request: GenerateContentRequest, headers: dict[str, str]) -> Gener
     for name in _REFUSED:
         if given.get(name):
             raise InvalidArgument(f"generationConfig.{name} is not supported: answers are texts")
-    told = [name for name in given if name not in known and given[name]]
-    for name in told:
-        shown = name if name in _TOLD else "unknown"
+    ignored = [name for name in given if name not in known and given[name]]
+    for name in ignored:
+        shown = name if name in _IGNORED else "unknown"
         add_ignored(headers, f"generationConfig.{shown}")
     if "thinkingConfig" in given and isinstance(given["thinkingConfig"], dict):
         given["thinkingConfig"] = _camel(given["thinkingConfig"])

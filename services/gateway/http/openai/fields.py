@@ -35,7 +35,7 @@ _REFUSED = {
 
 CHAT = Fields(
     harmless=_BOOKKEEPING,
-    told={"verbosity": ()},
+    ignored={"verbosity": ()},
     refused=_REFUSED
     | {
         "add_special_tokens": ("the chat template writes all special tokens", ()),
@@ -64,7 +64,7 @@ COMPLETIONS = Fields(
 
 RESPONSES = Fields(
     harmless=_BOOKKEEPING - {"metadata", "store", "prompt_cache_key"} | {"stream_options"},
-    told={
+    ignored={
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),

@@ -12,5 +12,5 @@ BLOCKS = counter(
     ["outcome"],
 )
 STORE_BYTES = gauge(
-    "forge_inference_kv_store_bytes", "Size of the store's directory when it was last looked at."
+    "forge_inference_kv_store_bytes", "Size of the store's directory at its last reading."
 )

@@ -17,7 +17,7 @@ CONTINUED = counter(
 )
 CACHE_GAPS = counter(
     "forge_inference_tensorrt_llm_cache_gaps_total",
-    "Gaps in the library's cache events; what is cached is then reported again.",
+    "Gaps in the library's cache events; all cached blocks are then reported again.",
 )
 STATISTIC = gauge(
     "forge_inference_tensorrt_llm_statistic",
