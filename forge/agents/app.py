@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +23,9 @@ from forge.agents.sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal
-from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
+from forge.client.scheduler import START_KEY, SyncScheduler, leads, scheduler_remote
 from forge.core.errors import FailedPrecondition
 from forge.runtime.concurrency.tasks import cancel_and_wait
-from forge.runtime.process.drain import serve_drain
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
@@ -42,6 +42,7 @@ class RunnerApp:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config: RunnerConfig = context.config
+        self._start_id = secrets.token_hex(8)
         self._scaffolds = _make_scaffolds(self._config)
         self._rewards = _make_rewards(self._config)
         self._domains = _make_domains(self._config, self._rewards.domains)
@@ -73,7 +74,7 @@ class RunnerApp:
             await self._rewards.close()
             await self._scaffolds.close()
             raise
-        serve_drain(self._context, running=lambda: self._runner.running, apply=self._runner.pause)
+        self._context.metadata[START_KEY] = self._start_id
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
         self._context.keep_running(self._follow_leader(), name="leadership")
@@ -101,6 +102,7 @@ class RunnerApp:
             runner_id=self._config.instance_id,
             domains=sorted(self._domains.names),
             scaffolds=sorted(self._scaffolds.names),
+            start_id=self._start_id,
         )
 
     def _ended(self, running: asyncio.Task[None]) -> None:
@@ -130,7 +132,9 @@ class RunnerApp:
 
     def _renew_leases(self, lease_ids: Sequence[str]) -> Sequence[str]:
         """Called on the thread of `LeaseRenewal`."""
-        request = scheduler_pb2.RenewRolloutsRequest(lease_ids=lease_ids)
+        request = scheduler_pb2.RenewRolloutsRequest(
+            lease_ids=lease_ids, runner_id=self._config.instance_id
+        )
         response = self._sync_scheduler.call("RenewRollouts", request, timeout_s=CALL_S)
         lost: Sequence[str] = response.lost
         return lost

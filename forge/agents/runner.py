@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from forge.agents.lease_renewal import LeaseRenewal, Renew
 from forge.agents.rollout import RolloutResult
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
+from forge.runtime.process.drain import DRAINING
 from forge.runtime.telemetry import counter, gauge, histogram, log
 from forge.v1 import scheduler_pb2 as pb
 
@@ -80,7 +81,9 @@ class Runner:
         self._changed = asyncio.Event()
         """Set after each change of `_leased`."""
         self._renewal = LeaseRenewal(renew, on_lost=self._stop_lost, patience_s=patience_s)
-        self._draining = self._paused = False
+        self._draining = False
+        self._drained = False
+        """By an operator, as the scheduler says: it leases nothing to this runner."""
         self._tasks: asyncio.TaskGroup
         self._leasing: asyncio.Task[None] | None = None
 
@@ -100,18 +103,6 @@ class Runner:
     def renew_now(self) -> None:
         """Renews all leases, for a new leader, which waits for them only a short time."""
         self._renewal.renew_now()
-
-    @property
-    def running(self) -> int:
-        """Leased rollouts, with those whose results are not reported yet."""
-        return len(self._leased)
-
-    async def pause(self, paused: bool) -> None:
-        """Lease no more rollouts, or lease again; running ones continue."""
-        self._paused = paused
-        self._changed.set()
-        if paused:
-            await self._answer_waiting_call()
 
     async def drain(self, *, patience_s: float) -> None:
         """Leases no more rollouts; waits for running ones, and stops them after `patience_s`."""
@@ -133,19 +124,15 @@ class Runner:
         self._changed.set()
         if self._leasing is None or self._leasing.done():
             return
-        if await self._answer_waiting_call():
-            await asyncio.wait([self._leasing], timeout=CALL_S)
-
-    async def _answer_waiting_call(self) -> bool:
-        """Makes the scheduler answer the waiting LeaseRollouts call. A cancel instead could lose
-        leases that were just granted, until they expire. Returns whether it was reached."""
+        # The scheduler answers the waiting LeaseRollouts call. A cancel instead could lose leases
+        # that were just granted, until they expire.
         try:
             request = pb.LeaseRolloutsRequest(runner_id=self._identity().runner_id, leaving=True)
             await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
             log.info("leave_failed", error=str(error))
-            return False
-        return True
+            return
+        await asyncio.wait([self._leasing], timeout=CALL_S)
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -154,14 +141,23 @@ class Runner:
     async def _lease_work(self) -> None:
         while not self._draining:
             free = self._concurrency - len(self._leased)
-            if free == 0 or self._paused:
+            if free == 0:
                 await self._change()
                 continue
             request = pb.LeaseRolloutsRequest(max_rollouts=free, wait_s=self._lease_wait_s)
             request.MergeFrom(self._identity())
             response = await self._ask("LeaseRollouts", request, self._lease_wait_s + CALL_S)
-            for lease in response.leases if response else ():
+            if response is None:
+                continue
+            self._note_drain(response.draining)
+            for lease in response.leases:
                 self._start(lease)
+
+    def _note_drain(self, drained: bool) -> None:
+        if drained != self._drained:
+            self._drained = drained
+            DRAINING.set(drained)
+            log.info("drain_begun" if drained else "drain_ended", running=len(self._leased))
 
     def _start(self, lease: pb.RolloutLease) -> None:
         if lease.lease_id in self._leased:

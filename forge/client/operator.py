@@ -132,6 +132,17 @@ class Operator:
         request = scheduler_pb2.SetActivityRequest(activity=activity)
         await self._ask_scheduler("SetActivity", request, timeout_s=5.0)
 
+    async def set_runner_draining(
+        self, runner_id: str, draining: bool, *, on_behalf_of: str = ""
+    ) -> int:
+        """Leases no further rollout to a runner, or leases again; returns the number of its leases.
+        Raises `NotFound` for a runner that is not in discovery."""
+        request = scheduler_pb2.SetRunnerDrainingRequest(
+            runner_id=runner_id, draining=draining, on_behalf_of=on_behalf_of
+        )
+        answer = await self._ask_scheduler("SetRunnerDraining", request, timeout_s=10.0)
+        return int(answer.running)
+
     async def drop_groups(
         self, task_ids: Iterable[str] = (), *, domain: str = "", scaffold: str = "", reason: str
     ) -> int:

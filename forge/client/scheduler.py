@@ -23,6 +23,9 @@ from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 if TYPE_CHECKING:
     from forge.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
+START_KEY = "start_id"
+"""Metadata of a runner in discovery: its `LeaseRolloutsRequest.start_id`."""
+
 
 def scheduler_remote(
     coordinator: Coordinator, channels: Channels, *, find_s: float = math.inf

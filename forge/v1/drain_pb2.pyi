@@ -47,7 +47,7 @@ class SetDrainingResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     running: _builtins.int
-    """Requests or rollouts in flight."""
+    """Requests in flight."""
     def __init__(
         self,
         *,

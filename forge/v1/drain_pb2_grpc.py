@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DrainServiceStub(object):
-    """Served by prefill and decode instances and by runners.
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
     """
 
     def __init__(self, channel):
@@ -43,12 +44,13 @@ class DrainServiceStub(object):
 
 
 class DrainServiceServicer(object):
-    """Served by prefill and decode instances and by runners.
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
     """
 
     def SetDraining(self, request, context):
-        """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
-        drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
+        """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
+        in flight ends there. Returns once discovery says so; a
         restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
         mark in discovery is unknown. Idempotent; safe to retry.
         """
@@ -73,7 +75,8 @@ def add_DrainServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrainService(object):
-    """Served by prefill and decode instances and by runners.
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
     """
 
     @staticmethod

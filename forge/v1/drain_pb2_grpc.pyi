@@ -27,33 +27,39 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DrainServiceStub:
-    """Served by prefill and decode instances and by runners."""
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DrainServiceAsyncStub: ...
     SetDraining: _grpc.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]
-    """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
-    drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
+    """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
+    in flight ends there. Returns once discovery says so; a
     restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
     mark in discovery is unknown. Idempotent; safe to retry.
     """
 
 @_typing.type_check_only
 class DrainServiceAsyncStub(DrainServiceStub):
-    """Served by prefill and decode instances and by runners."""
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetDraining: _aio.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]  # type: ignore[assignment]
-    """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
-    drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
+    """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
+    in flight ends there. Returns once discovery says so; a
     restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
     mark in discovery is unknown. Idempotent; safe to retry.
     """
 
 class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by prefill and decode instances and by runners."""
+    """Served by prefill and decode instances. The scheduler drains runners: SchedulerService.SetRunnerDraining;
+    a runner of an earlier release also serves this.
+    """
 
     @_abc_1.abstractmethod
     def SetDraining(
@@ -61,8 +67,8 @@ class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _drain_pb2.SetDrainingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_drain_pb2.SetDrainingResponse, _abc.Awaitable[_drain_pb2.SetDrainingResponse]]:
-        """Takes the instance out of service for new work, or back. A drained worker gets no new request, a
-        drained runner leases no rollout; work in flight ends there. Returns once discovery says so; a
+        """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
+        in flight ends there. Returns once discovery says so; a
         restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
         mark in discovery is unknown. Idempotent; safe to retry.
         """

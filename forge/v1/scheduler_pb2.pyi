@@ -361,12 +361,17 @@ class LeaseRolloutsRequest(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     DOMAINS_FIELD_NUMBER: _builtins.int
     SCAFFOLDS_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
     runner_id: _builtins.str
     max_rollouts: _builtins.int
     wait_s: _builtins.float
     leaving: _builtins.bool
     """The runner accepts no more leases: this call and its waiting calls get an empty response now. A
     cancel instead could lose a lease that was just granted.
+    """
+    start_id: _builtins.str
+    """Random, new at each start of the runner's process, and in its metadata in discovery: a drain ends
+    with the process. "" from a runner older than this field: a drain then outlives its restarts.
     """
     @_builtins.property
     def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -385,10 +390,11 @@ class LeaseRolloutsRequest(_message.Message):
         leaving: _builtins.bool = ...,
         domains: _abc.Iterable[_builtins.str] | None = ...,
         scaffolds: _abc.Iterable[_builtins.str] | None = ...,
+        start_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "leaving", b"leaving", "max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "scaffolds", b"scaffolds", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "leaving", b"leaving", "max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "scaffolds", b"scaffolds", "start_id", b"start_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,16 +405,22 @@ class LeaseRolloutsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """An operator drains the runner: it gets no lease until that ends. Call again, as after any empty
+    response.
+    """
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutLease]: ...
     def __init__(
         self,
         *,
         leases: _abc.Iterable[Global___RolloutLease] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "leases", b"leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,16 +431,22 @@ class RenewRolloutsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: _builtins.int
+    RUNNER_ID_FIELD_NUMBER: _builtins.int
+    runner_id: _builtins.str
+    """The runner with the leases, for a leader that does not know them. "" from a runner older than this
+    field.
+    """
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        runner_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "runner_id", b"runner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,6 +858,86 @@ class SetActivityResponse(_message.Message):
 Global___SetActivityResponse: _TypeAlias = SetActivityResponse  # noqa: Y015
 
 @_typing.final
+class SetRunnerDrainingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNER_ID_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
+    runner_id: _builtins.str
+    draining: _builtins.bool
+    on_behalf_of: _builtins.str
+    """The person for whom a service calls, for the audit log."""
+    def __init__(
+        self,
+        *,
+        runner_id: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+        on_behalf_of: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "on_behalf_of", b"on_behalf_of", "runner_id", b"runner_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRunnerDrainingRequest: _TypeAlias = SetRunnerDrainingRequest  # noqa: Y015
+
+@_typing.final
+class SetRunnerDrainingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    running: _builtins.int
+    """As in DrainingRunner."""
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRunnerDrainingResponse: _TypeAlias = SetRunnerDrainingResponse  # noqa: Y015
+
+@_typing.final
+class DrainingRunner(_message.Message):
+    """A runner that gets no lease, by an operator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNER_ID_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    runner_id: _builtins.str
+    start_id: _builtins.str
+    """The process that is drained; see LeaseRolloutsRequest."""
+    running: _builtins.int
+    """Leased rollouts that the leader knows: fewer than run while it is `taking_over` and while a pool
+    shard is away.
+    """
+    def __init__(
+        self,
+        *,
+        runner_id: _builtins.str = ...,
+        start_id: _builtins.str = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runner_id", b"runner_id", "running", b"running", "start_id", b"start_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainingRunner: _TypeAlias = DrainingRunner  # noqa: Y015
+
+@_typing.final
 class DropGroupsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1051,6 +1149,7 @@ class GetSchedulerStatusResponse(_message.Message):
     UNSERVED_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     RETIREMENTS_FIELD_NUMBER: _builtins.int
+    DRAINING_RUNNERS_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -1120,6 +1219,10 @@ class GetSchedulerStatusResponse(_message.Message):
     def retirements(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardRetirement]:
         """Pool shards that retire: their groups move to other shards."""
 
+    @_builtins.property
+    def draining_runners(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainingRunner]:
+        """Runners that an operator drains; one whose process has ended may be among them."""
+
     def __init__(
         self,
         *,
@@ -1154,10 +1257,11 @@ class GetSchedulerStatusResponse(_message.Message):
         unserved: _abc.Iterable[Global___UnservedTasks] | None = ...,
         tombstones: _abc.Iterable[Global___TombstoneReason] | None = ...,
         retirements: _abc.Iterable[Global___ShardRetirement] | None = ...,
+        draining_runners: _abc.Iterable[Global___DrainingRunner] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retirements", b"retirements", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "tombstones", b"tombstones", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "draining_runners", b"draining_runners", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retirements", b"retirements", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "tombstones", b"tombstones", "trained", b"trained", "unserved", b"unserved", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,6 +84,11 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
                 _registered_method=True)
+        self.SetRunnerDraining = channel.unary_unary(
+                '/forge.v1.SchedulerService/SetRunnerDraining',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingResponse.FromString,
+                _registered_method=True)
         self.DropGroups = channel.unary_unary(
                 '/forge.v1.SchedulerService/DropGroups',
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.DropGroupsRequest.SerializeToString,
@@ -201,6 +206,16 @@ class SchedulerServiceServicer(object):
     def SetActivity(self, request, context):
         """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
         Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRunnerDraining(self, request, context):
+        """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
+        when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
+        NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+        drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,6 +341,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.SetActivity,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.SerializeToString,
+            ),
+            'SetRunnerDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRunnerDraining,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingResponse.SerializeToString,
             ),
             'DropGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.DropGroups,
@@ -633,6 +653,33 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/SetActivity',
             forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRunnerDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/SetRunnerDraining',
+            forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.SetRunnerDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

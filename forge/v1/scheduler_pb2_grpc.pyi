@@ -72,6 +72,12 @@ class SchedulerServiceStub:
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
     Idempotent.
     """
+    SetRunnerDraining: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetRunnerDrainingRequest, _scheduler_pb2.SetRunnerDrainingResponse]
+    """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
+    when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
+    NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+    drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
+    """
     DropGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]
     """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
     returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
@@ -151,6 +157,12 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     SetActivity: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]  # type: ignore[assignment]
     """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
     Idempotent.
+    """
+    SetRunnerDraining: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetRunnerDrainingRequest, _scheduler_pb2.SetRunnerDrainingResponse]  # type: ignore[assignment]
+    """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
+    when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
+    NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+    drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
     """
     DropGroups: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]  # type: ignore[assignment]
     """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
@@ -288,6 +300,18 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.SetActivityResponse, _abc.Awaitable[_scheduler_pb2.SetActivityResponse]]:
         """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
         Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRunnerDraining(
+        self,
+        request: _scheduler_pb2.SetRunnerDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SetRunnerDrainingResponse, _abc.Awaitable[_scheduler_pb2.SetRunnerDrainingResponse]]:
+        """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
+        when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
+        NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+        drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
         """
 
     @_abc_1.abstractmethod

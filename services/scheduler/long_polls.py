@@ -28,12 +28,12 @@ class LongPolls(Generic[Request, Answer]):
         kind: Callable[[Request], Hashable],
     ) -> None:
         """`serve` returns None if there is no answer yet; then no request of the same `kind` has
-        one either, so a change costs one try for each kind."""
+        one either, so a change costs one try for each kind. A request keeps its first kind."""
         self._serve = serve
         self._kind = kind
         self._kinds: Counter[Hashable] = Counter()
         """Numbers of waiting calls."""
-        self._waiting: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
+        self._waiting: deque[tuple[Request, Hashable, asyncio.Future[Answer]]] = deque()
 
     def enter(self, request: Request) -> asyncio.Future[Answer]:
         """The answer, now or later. Raises ResourceExhausted."""
@@ -42,17 +42,17 @@ class LongPolls(Generic[Request, Answer]):
         if len(self._waiting) >= MAX_WAITING:
             raise ResourceExhausted(f"{MAX_WAITING} calls are waiting already", retry_after_s=1.0)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        self._kinds[self._kind(request)] += 1
+        kind = self._kind(request)
+        self._waiting.append((request, kind, future))
+        self._kinds[kind] += 1
         return future
 
     def serve(self) -> None:
         """After a change: answer the calls that have an answer now."""
-        unserved: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
+        unserved: deque[tuple[Request, Hashable, asyncio.Future[Answer]]] = deque()
         failed: set[Hashable] = set()
         while self._waiting and len(failed) < len(self._kinds):
-            request, future = self._waiting.popleft()
-            kind = self._kind(request)
+            request, kind, future = self._waiting.popleft()
             if not future.done() and kind not in failed:
                 answer = self._serve(request)
                 if answer is None:
@@ -62,19 +62,19 @@ class LongPolls(Generic[Request, Answer]):
             if future.done():
                 self._left(kind)
             else:
-                unserved.append((request, future))
+                unserved.append((request, kind, future))
         self._waiting.extendleft(reversed(unserved))
 
     def dismiss(self, selected: Callable[[Request], bool], *, answer: Answer) -> None:
         """Answer the selected calls with `answer`."""
-        for request, future in self._waiting:
+        for request, _, future in self._waiting:
             if selected(request) and not future.done():
                 future.set_result(answer)
 
     def close(self, error: Exception) -> None:
         """Answer every call with `error`."""
         while self._waiting:
-            _, future = self._waiting.popleft()
+            _, _, future = self._waiting.popleft()
             if not future.done():
                 future.set_exception(error)
 
@@ -84,5 +84,5 @@ class LongPolls(Generic[Request, Answer]):
             del self._kinds[kind]
 
     def _forget_the_gone(self) -> None:
-        self._waiting = deque(entry for entry in self._waiting if not entry[1].done())
-        self._kinds = Counter(self._kind(request) for request, _ in self._waiting)
+        self._waiting = deque(entry for entry in self._waiting if not entry[2].done())
+        self._kinds = Counter(kind for _, kind, _ in self._waiting)

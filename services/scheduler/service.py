@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
+from forge.client.scheduler import START_KEY
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator, Discovery
 from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.security.issued_tokens import renew
 from forge.runtime.security.tokens import Keyring
-from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
+from services.scheduler.batch_groups import fitting, lost_trajectories, with_summaries
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_listing import list_groups
 from services.scheduler.group_look_up import ask_with_look_up
@@ -26,12 +28,14 @@ from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.rollout_leases import rollout_lease
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
+from services.scheduler.state.draining_runners import IsDraining, SetRunnerDraining
 from services.scheduler.state.queue_positions import GetQueue
 
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
     "SubmitTasks": "operator",
     "SetActivity": "operator",
+    "SetRunnerDraining": "operator",
     "DropGroups": "operator",
     "RetireShard": "operator",
     "DeclareShardLost": "admin",
@@ -44,7 +48,15 @@ SCOPES = {
     "RenewToken": "runner",
 }
 AUDITED = frozenset(
-    {"SubmitTasks", "SetActivity", "DropGroups", "RetireShard", "DeclareShardLost", "RenewToken"}
+    {
+        "SubmitTasks",
+        "SetActivity",
+        "SetRunnerDraining",
+        "DropGroups",
+        "RetireShard",
+        "DeclareShardLost",
+        "RenewToken",
+    }
 )
 """Changes by people and of tokens: calls in the audit log."""
 LEADER_KEY = "forge-leader"
@@ -53,9 +65,7 @@ WRITE_S = 60.0
 """Deadline of messages that wait for the pool."""
 LOSE_S = 600.0
 """Deadline of a declaration, which stores a record for each group in memory."""
-MAX_ANSWER_BYTES = 4 << 20
 NO_LEADER_RETRY_S = 0.2
-_SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -103,11 +113,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 "max_rollouts", request.max_rollouts, most=validation.MAX_ROLLOUTS
             ),
             abilities=validation.check_abilities(request),
+            start_id=request.start_id,
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
+        drained = IsDraining(runner_id=runner_id, start_id=request.start_id)
         return scheduler_pb2.LeaseRolloutsResponse(
-            leases=[rollout_lease(one, self._config, self._keyring) for one in grants]
+            leases=[rollout_lease(one, self._config, self._keyring) for one in grants],
+            draining=not grants and await leader.queue.ask(drained, timeout_s=ASK_S),
         )
 
     async def RenewToken(
@@ -124,7 +137,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.RenewRolloutsResponse:
         """Extend leases of rollouts."""
         leader = await self._lead(context)
-        ask = m.RenewRollouts(lease_ids=request.lease_ids)
+        ask = m.RenewRollouts(lease_ids=request.lease_ids, runner_id=request.runner_id)
         lost = await leader.queue.ask(ask, timeout_s=ASK_S)
         return scheduler_pb2.RenewRolloutsResponse(lost=lost)
 
@@ -173,17 +186,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if batch is None:
             return scheduler_pb2.LeaseBatchResponse()
         try:
-            groups = await self._with_summaries(leader, batch.groups)
+            groups = await with_summaries(leader, batch.groups)
         except Unavailable:
             # The shard has just become unreachable: the next call chooses without it.
             await leader.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
             raise
-        lost = _lost(batch.groups, groups)
+        lost = lost_trajectories(batch.groups, groups)
         if lost:
             release = m.ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
             await leader.commits.ask(release, timeout_s=WRITE_S)
             return scheduler_pb2.LeaseBatchResponse()
-        return _fitting(
+        return fitting(
             scheduler_pb2.LeaseBatchResponse(
                 batch_id=batch.batch_id, groups=groups, lease_s=self._config.queue.batch_lease_s
             )
@@ -241,6 +254,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         ask = m.SetActivity(activity=validation.check_activity(request.activity))
         await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.SetActivityResponse()
+
+    async def SetRunnerDraining(
+        self, request: scheduler_pb2.SetRunnerDrainingRequest, context: Any
+    ) -> scheduler_pb2.SetRunnerDrainingResponse:
+        """Drain a runner, or resume it; durable on return."""
+        leader = await self._lead(context)
+        ask = SetRunnerDraining(
+            runner_id=validation.check_id("runner_id", request.runner_id),
+            draining=request.draining,
+            live={
+                one.instance_id: one.metadata.get(START_KEY, "")
+                for one in await self._coordinator.all_instances()
+                if one.kind == "runner"
+            },
+        )
+        running = await leader.commits.ask(ask, timeout_s=WRITE_S)
+        return scheduler_pb2.SetRunnerDrainingResponse(draining=request.draining, running=running)
 
     async def DropGroups(
         self, request: scheduler_pb2.DropGroupsRequest, context: Any
@@ -317,7 +347,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         async for views in list_groups(
             leader.queue, leader.shards, request.tag, newest=request.newest
         ):
-            for group in await self._with_summaries(leader, views):
+            for group in await with_summaries(leader, views):
                 yield scheduler_pb2.ListGroupsResponse(group=group)
 
     async def _lead(self, context: Any) -> LeaderContext:
@@ -338,23 +368,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await context.abort(*to_status(error), trailers)
         raise AssertionError("abort raises")
 
-    async def _with_summaries(
-        self, leader: LeaderContext, views: Sequence[m.GroupView]
-    ) -> list[scheduler_pb2.BatchGroup]:
-        """Groups with their readable trajectories. Raises Unavailable."""
-        by_shard: dict[str, list[str]] = {}
-        for view in views:
-            by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
-        summaries = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
-        return [
-            scheduler_pb2.BatchGroup(
-                group=view.record,
-                trajectories=[summaries[t] for t in view.trajectory_ids if t in summaries],
-                phase=view.phase,
-            )
-            for view in views
-        ]
-
 
 async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
     """What the future came to within the time, else None; a caller that leaves gives it up."""
@@ -363,26 +376,3 @@ async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
         return future.result() if future.done() else None
     finally:
         future.cancel()
-
-
-def _lost(
-    views: Sequence[m.GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
-) -> dict[str, str]:
-    """By task id, what the pool has lost of groups that were complete."""
-    lost = {}
-    for view, group in zip(views, groups, strict=True):
-        sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}
-        missing = [t for t in view.trajectory_ids if t not in sealed]
-        if missing:
-            reason = f"pool shard {view.record.pool_shard} has lost {missing[0]}"
-            lost[view.record.task.task_id] = reason
-    return lost
-
-
-def _fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:
-    """The answer, without rewards if it would not fit a message: the trajectories have them."""
-    if response.ByteSize() > MAX_ANSWER_BYTES:
-        for group in response.groups:
-            for trajectory in group.trajectories:
-                del trajectory.rewards[:]
-    return response

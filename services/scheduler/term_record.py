@@ -57,6 +57,8 @@ class TermRecord:
     """By pool shard that is being declared lost: its settled groups without a record elsewhere."""
     lost: Counts = field(default_factory=dict)
     """The sum over all lost shards; every leader counts these groups."""
+    draining_runners: Mapping[str, str] = field(default_factory=dict)
+    """Start ids of the runners that an operator drains, by runner id."""
     revision: int = 0
     """Revision of the key in etcd; 0 before the first write."""
 
@@ -80,6 +82,7 @@ class TermRecord:
             move=_move_of(fields.get("move")),
             losing=fields.get("losing", {}),
             lost=fields.get("lost", {}),
+            draining_runners=fields.get("draining_runners", {}),
             revision=stored.mod_revision,
         )
 
@@ -97,6 +100,7 @@ class TermRecord:
             "move": None if self.move is None else asdict(self.move),
             "losing": self.losing,
             "lost": self.lost,
+            "draining_runners": self.draining_runners,
         }
         revision = await coordinator.compare_and_swap(
             TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision

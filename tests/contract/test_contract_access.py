@@ -60,6 +60,7 @@ CLOSE = "POST /v1/forge/close"
 MATRIX = {
     "SchedulerService/SubmitTasks": OPERATOR,
     "SchedulerService/SetActivity": OPERATOR,
+    "SchedulerService/SetRunnerDraining": OPERATOR,
     "SchedulerService/DropGroups": OPERATOR,
     "SchedulerService/RetireShard": OPERATOR,
     "SchedulerService/DeclareShardLost": ADMIN,

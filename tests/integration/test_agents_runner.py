@@ -18,6 +18,9 @@ import pytest
 import pytest_asyncio
 
 from examples.custom_domain import Dice
+from forge.cli.connection import Connection
+from forge.cli.deploy.drain import drain_instance
+from forge.cli.system_state import read_state
 from forge.client.operator import Operator
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator
@@ -46,6 +49,8 @@ class Cluster:
     """A gateway stack with a scheduler, and runners on demand: all of one test."""
 
     stack: GatewayStack
+    coordinator: Coordinator
+    channels: Channels
     operator: Operator
     tag: str
     """Of the test's tasks."""
@@ -76,13 +81,17 @@ class Cluster:
 
     async def ended(self, *tasks: common_pb2.Task) -> dict[str, scheduler_pb2.BatchGroup]:
         """Submit evaluation tasks and wait until each is evaluated or given up."""
+        await self.submit(*tasks)
+        return await self.ended_of(*(one.task_id for one in tasks))
+
+    async def ended_of(self, *task_ids: str) -> dict[str, scheduler_pb2.BatchGroup]:
+        """Wait until each submitted task is evaluated or given up."""
 
         async def all_ended() -> dict[str, scheduler_pb2.BatchGroup]:
             groups = {g.group.task.task_id: g async for g in self.operator.groups(self.tag)}
             done = {name: g for name, g in groups.items() if g.group.state in ENDED}
-            return done if len(done) == len(tasks) else {}
+            return done if done.keys() == set(task_ids) else {}
 
-        await self.submit(*tasks)
         return await until(all_ended, limit_s=2 * START_S)
 
     async def stop(self) -> None:
@@ -99,7 +108,9 @@ async def cluster_on(
 ) -> AsyncIterator[Cluster]:
     channels = Channels(Security(stack.pool.keyring, subject="test"))
     operator = Operator(coordinator, channels, retry_for_s=START_S)
-    made = Cluster(stack=stack, operator=operator, tag=tag)
+    made = Cluster(
+        stack=stack, coordinator=coordinator, channels=channels, operator=operator, tag=tag
+    )
     await stack.gateway(coordinator)
     yield made
     await made.stop()
@@ -197,7 +208,7 @@ async def test_every_scaffold_completes_a_group(system: Cluster) -> None:
 
 async def test_runner_with_only_a_token_completes_a_group(system: Cluster, tmp_path: Path) -> None:
     """As on a host without the key: it verifies no directory entry, and others need none of its
-    own."""
+    own. An operator drains it over the scheduler, and resumes it."""
     token, stack = tmp_path / "token", system.stack
     at = ("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster)
     issue = ("token", "issue", "runner", "--subject", "host", "--out", str(token))
@@ -206,7 +217,20 @@ async def test_runner_with_only_a_token_completes_a_group(system: Cluster, tmp_p
     runner = system.start_runner(REWARDED, "--key-file=", f"--token-file={token}")
     groups = await system.ended(task("with-token"), task("white-token", scaffold="whitebox"))
     assert outcomes(groups["with-token"]) == outcomes(groups["white-token"]) == [1.0, 1.0]
-    assert runner.poll() is None
+    name = system.runner_name()
+    system_at = Connection(etcd=stack.etcd.endpoint, cluster=stack.cluster, key_file=stack.key_file)
+    drained = await drain_instance(system_at, name, resume=False, wait_s=START_S)
+    assert drained == f"{name}: drained, 0 rollouts still run"
+    await stack.logged(name, '"event": "drain_begun"')
+    shown = await read_state(system.coordinator, system.channels, cluster=stack.cluster)
+    assert [one.metadata["draining"] for one in shown.services if one.instance == name] == ["1"]
+    await system.submit(task("waits"))
+    await stack.logged("scheduler", '"event": "runner_drained"')
+    assert (await system.operator.scheduler_status()).running_rollouts == 0
+    resumed = await drain_instance(system_at, name, resume=True, wait_s=0.0)
+    assert resumed == f"{name}: gets rollouts again"
+    groups = await system.ended_of("with-token", "white-token", "waits")
+    assert outcomes(groups["waits"]) == [1.0, 1.0] and runner.poll() is None
 
 
 async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
@@ -325,17 +349,22 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
 
 async def test_running_rollouts_pass_to_the_next_leader_at_once(own_system: Cluster) -> None:
     """kill -9 of the leader long before a claim is due for renewal: the next leader, which leases
-    nothing meanwhile, gets the renewals all the same."""
+    nothing meanwhile, gets the renewals all the same. It keeps the drain of the runner, and counts
+    its rollouts."""
     own_system.stack.processes["scheduler"].terminate()
     leader = own_system.stack.start_scheduler("first", "--queue.rollout-lease-s=600")
     own_system.start_runner(REWARDED, "--command=sleep 600")
     await own_system.submit(task("sleeper", size=2))
     await own_system.running(2)
+    name = own_system.runner_name()
+    assert await own_system.operator.set_runner_draining(name, True) == 2
     own_system.stack.start_scheduler(
         "second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600"
     )
     leader.kill()
     await own_system.running(2)
+    (drained,) = (await own_system.operator.scheduler_status()).draining_runners
+    assert (drained.runner_id, drained.running) == (name, 2)
 
 
 async def test_sigterm_lets_running_rollouts_end(system: Cluster, tmp_path: Path) -> None:

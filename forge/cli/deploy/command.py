@@ -332,9 +332,9 @@ def drain(
     wait: Annotated[str, typer.Option(help="Longest wait for its work in flight.")] = "0s",
     resume: Annotated[bool, typer.Option("--resume", help="End the drain.")] = False,
 ) -> None:
-    """On a host with the key: give a prefill or decode worker no new request, until it restarts.
+    """On a host with the key: give a worker no request, or a runner no rollout, until it restarts.
 
-    Prints how many requests still run after the wait.
+    Prints how many requests or rollouts still run after the wait.
     """
     from forge.cli.deploy.check import connection
     from forge.cli.deploy.drain import drain_instance
@@ -344,8 +344,7 @@ def drain(
     wait_s = duration_s("wait", wait) or 0.0
 
     async def main() -> None:
-        running = await drain_instance(at, instance, resume=resume, wait_s=wait_s)
-        _report(f"{instance}: {'serves again' if resume else f'{running} still run'}")
+        _report(await drain_instance(at, instance, resume=resume, wait_s=wait_s))
 
     finish(main, "Interrupted.")
 

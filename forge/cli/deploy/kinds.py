@@ -30,7 +30,7 @@ class Kind:
     credential: str = "key"
     """File below /etc/forge that its unit reads: the cluster's key, or a token; empty: none."""
     drains: bool = False
-    """Whether it takes calls of DrainService."""
+    """Whether an upgrade drains it before its stop."""
     is_named: bool = False
     """Whether an inventory names its instances, instead of their number."""
     is_timer: bool = False
@@ -85,7 +85,7 @@ KINDS: Mapping[str, Kind] = {
         http_port=8000,
         reads_model=True,
     ),
-    # Without the key it verifies no call, so it drains at its stop alone.
+    # An upgrade needs no drain of its own: its rollouts may end during the stop.
     "agents": Kind(
         unit="forge-agents", service="agents", ports=(726, 926), credential="agents-token"
     ),

@@ -11,7 +11,7 @@ import typer
 
 from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
-from forge.cli.options import with_options
+from forge.cli.options import duration_s, with_options
 from forge.cli.queue.submission import Submission
 from forge.cli.trouble import queue_lines, troubles
 
@@ -51,6 +51,32 @@ def drain(
 ) -> None:
     """Start no further group. Running groups end, and complete groups are trained."""
     finish(lambda: _set(at, "ACTIVITY_DRAINING", wait=wait), "Still draining.")
+
+
+@queue_app.command()
+@with_options
+def drain_runner(
+    at: Connection,
+    runner: Annotated[str, typer.Argument(help="Id in discovery, see `forge status`.")],
+    wait: Annotated[str, typer.Option(help="Longest wait for its rollouts, e.g. 10m.")] = "0s",
+    resume: Annotated[bool, typer.Option("--resume", help="End the drain.")] = False,
+) -> None:
+    """Lease no further rollout to one runner, until it restarts. Its rollouts end there.
+
+    Prints how many still run after the wait. A later scheduler leader keeps the drain.
+    """
+    wait_s = duration_s("wait", wait) or 0.0
+
+    async def set_drain() -> None:
+        from forge.cli import runner_drain
+        from forge.client.operator import Operator
+
+        async with at.open() as (coordinator, channels):
+            operator = Operator(coordinator, channels)
+            left = await runner_drain.drain_runner(operator, runner, resume=resume, wait_s=wait_s)
+        say(runner_drain.report(runner, left, resume=resume))
+
+    finish(set_drain, "Interrupted. The drain is set.")
 
 
 @queue_app.command()

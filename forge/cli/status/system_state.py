@@ -10,7 +10,7 @@ import json
 from asyncio import gather
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,10 +20,12 @@ from forge.cli.json_rows import row_of
 from forge.cli.local_run.stack import READY_KINDS
 from forge.cli.trouble import troubles
 from forge.client.operator import Operator
+from forge.client.scheduler import START_KEY
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.process.agreement import AGREED_KEY
 from forge.runtime.process.clock_watch import REMEDY
+from forge.runtime.process.drain import DRAINING_KEY
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
 from forge.runtime.serving_groups import MARK, is_starting
@@ -144,12 +146,28 @@ async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: s
     )
     return SystemState(
         cluster=cluster,
-        services=services + standbys,
+        services=[_with_drain(one, scheduler) for one in services] + standbys,
         scheduler=scheduler,
         inference=inference,
         trainer=trainer,
         clock_problems=[f"{line}: {REMEDY}" for line in clocks.lines()],
     )
+
+
+def _with_drain(
+    one: Service, scheduler: scheduler_pb2.GetSchedulerStatusResponse | ForgeError
+) -> Service:
+    """The service with the mark of a drain, which the scheduler has for runners."""
+    if START_KEY not in one.metadata:
+        return one
+    metadata = dict(one.metadata)
+    start_id = metadata.pop(START_KEY)
+    if isinstance(scheduler, scheduler_pb2.GetSchedulerStatusResponse) and any(
+        (drained.runner_id, drained.start_id) == (one.instance, start_id)
+        for drained in scheduler.draining_runners
+    ):
+        metadata[DRAINING_KEY] = "1"
+    return replace(one, metadata=metadata)
 
 
 async def trainer_status(operator: Operator) -> trainer_pb2.GetTrainerStatusResponse:

@@ -10,7 +10,7 @@ and grows with the number of kinds of tasks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -161,6 +161,7 @@ class Claims:
 
     def __init__(self) -> None:
         self._leases: dict[TrajectoryId, tuple[Lease, Slot]] = {}
+        self._of_runners: Counter[str] = Counter()
         self._expiries: list[tuple[float, TrajectoryId]] = []
         self._retries: list[tuple[float, Slot]] = []
 
@@ -172,8 +173,13 @@ class Claims:
         entry = self._leases.get(trajectory_id)
         return entry[0] if entry else None
 
+    def of_runner(self, runner_id: str) -> int:
+        """The number of leases of a runner."""
+        return self._of_runners[runner_id]
+
     def hold(self, lease: Lease, slot: Slot) -> None:
         """Start a lease."""
+        self._of_runners[lease.runner_id] += 1
         self._leases[lease.trajectory_id] = lease, slot
         slot.rollout.phase, slot.rollout.lease = RolloutPhase.LEASED, lease
         heappush(self._expiries, (lease.expires_s, lease.trajectory_id))
@@ -182,6 +188,9 @@ class Claims:
         """End the lease of a rollout, if it has one; the caller sets its next phase."""
         if rollout.lease is not None:
             del self._leases[rollout.lease.trajectory_id]
+            self._of_runners[rollout.lease.runner_id] -= 1
+            if not self._of_runners[rollout.lease.runner_id]:
+                del self._of_runners[rollout.lease.runner_id]
             rollout.lease = None
 
     def expired(self, now_s: float) -> Iterator[TrajectoryId]:

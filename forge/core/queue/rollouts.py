@@ -61,8 +61,8 @@ class Rollouts:
         """Rollouts sealed under this leader."""
         self.adopted = 0
         """Leases of earlier terms that renewals took over."""
-        self._unread: dict[str, float] = {}
-        """Renewal times of leases whose groups may be on unread pool shards."""
+        self._unread: dict[str, tuple[float, str]] = {}
+        """Renewal times and runners of leases whose groups may be on unread pool shards."""
         self._losses = Losses()
         self.retries = 0
         self.surplus = 0
@@ -97,36 +97,36 @@ class Rollouts:
             claims.append(self._claim(free, runner_id, now_s))
         return tuple(claims)
 
-    def renew(self, trajectory_id: str, *, now_s: float) -> bool:
+    def renew(self, trajectory_id: str, *, now_s: float, runner_id: str = "") -> bool:
         """Extend a lease; False if it is lost and the rollout should stop.
 
         An expired lease, or one of an earlier term, starts again unless another runner has the
-        rollout.
+        rollout; the latter belongs to `runner_id` then.
         """
         self._losses.heard_of(trajectory_id)
         lease = self._claims.get(TrajectoryId(trajectory_id)) or self._take_back(trajectory_id)
         if lease is None:
-            return self._adopt(trajectory_id, now_s)
+            return self._adopt(trajectory_id, runner_id, now_s)
         pause_s, lease.renewed_s = now_s - lease.renewed_s, now_s
         self._renewals.renewed(lease.runner_id, pause_s=pause_s, now_s=now_s)
         lease.expires_s = min(now_s + self._renewals.lease_s(lease.runner_id), lease.deadline_s)
         return lease.expires_s > now_s
 
-    def renew_unread(self, trajectory_id: str, *, now_s: float) -> bool:
+    def renew_unread(self, trajectory_id: str, *, now_s: float, runner_id: str = "") -> bool:
         """`renew` while a pool shard is unread: a renewal for an unknown group is remembered until
         `all_read`."""
         if parse_trajectory_id(trajectory_id).task_id in self._ledger:
-            return self.renew(trajectory_id, now_s=now_s)
+            return self.renew(trajectory_id, now_s=now_s, runner_id=runner_id)
         if len(self._unread) < MOST_UNREAD:
-            self._unread[trajectory_id] = now_s
+            self._unread[trajectory_id] = (now_s, runner_id)
         return True
 
     def all_read(self, *, now_s: float) -> None:
         """Every pool shard was read: apply the remembered renewals that are recent."""
         unread, self._unread = self._unread, {}
-        for trajectory_id, renewed_s in unread.items():
+        for trajectory_id, (renewed_s, runner_id) in unread.items():
             if now_s - renewed_s <= self._settings.rollout_lease_s:
-                self.renew(trajectory_id, now_s=now_s)
+                self.renew(trajectory_id, now_s=now_s, runner_id=runner_id)
 
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
         """The trajectory is sealed in the pool; False if that changes nothing.
@@ -244,6 +244,10 @@ class Rollouts:
         lease = self._claims.get(TrajectoryId(trajectory_id))
         return lease.runner_id if lease else ""
 
+    def running_of(self, runner_id: str) -> int:
+        """The number of leases of a runner."""
+        return self._claims.of_runner(runner_id)
+
     def _next_slot(self, now_s: float, able: Abilities) -> Slot | None:
         return self._first_of(True, now_s, able) or self._first_of(False, now_s, able)
 
@@ -313,7 +317,7 @@ class Rollouts:
         self._claims.hold(lease, slot)
         return lease
 
-    def _adopt(self, trajectory_id: str, now_s: float) -> bool:
+    def _adopt(self, trajectory_id: str, runner_id: str, now_s: float) -> bool:
         try:
             slot, attempt = self._locate(trajectory_id)
         except NotFound:
@@ -327,7 +331,7 @@ class Rollouts:
             self._start(group, now_s)
         slot.rollout.attempt = attempt
         self.adopted += 1
-        self._hold(slot, attempt, "", now_s)
+        self._hold(slot, attempt, runner_id, now_s)
         return True
 
     def _is_current(self, rollout: Rollout, attempt: int) -> bool:

@@ -1,12 +1,13 @@
 """Drain of an instance by an operator: it stays registered, and gets no new work.
 
 Owns the RPC and the mark in discovery. What the mark means is the reader's: routers leave a marked
-worker out, a runner leases nothing. Not here: the drain at the end of a process (`service`).
+worker out. Not here: the drain of a runner, which the scheduler owns; the drain at the end of a
+process (`service`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from forge.core.errors import ForgeError
@@ -20,28 +21,16 @@ DRAINING_KEY = "draining"
 FULL_NAME = "forge.v1.DrainService"
 SCOPES = {"SetDraining": "operator"}
 AUDITED = frozenset({"SetDraining"})
-_DRAINING = gauge("forge_draining", "1 while an operator drains this instance.")
-
-
-async def _nothing(draining: bool) -> None:
-    pass
+DRAINING = gauge("forge_draining", "1 while an operator drains this instance.")
 
 
 class DrainServicer(rpc.DrainServiceServicer):
     """Drains one instance."""
 
-    def __init__(
-        self,
-        context: ServiceContext,
-        *,
-        running: Callable[[], int],
-        apply: Callable[[bool], Awaitable[None]] = _nothing,
-    ) -> None:
-        """`running` counts the work in flight; `apply` stops and resumes the intake of work that
-        the instance itself asks for."""
+    def __init__(self, context: ServiceContext, *, running: Callable[[], int]) -> None:
+        """`running` counts the work in flight."""
         self._context = context
         self._running = running
-        self._apply = apply
 
     async def SetDraining(  # noqa: N802 - named by the proto
         self, request: pb.SetDrainingRequest, context: Any
@@ -61,22 +50,16 @@ class DrainServicer(rpc.DrainServiceServicer):
                 if DRAINING_KEY in before:
                     metadata[DRAINING_KEY] = before[DRAINING_KEY]
                 raise
-            await self._apply(request.draining)
-            _DRAINING.set(request.draining)
+            DRAINING.set(request.draining)
             log.info("drain_begun" if request.draining else "drain_ended")
         return pb.SetDrainingResponse(draining=request.draining, running=self._running())
 
 
-def serve_drain(
-    context: ServiceContext,
-    *,
-    running: Callable[[], int],
-    apply: Callable[[bool], Awaitable[None]] = _nothing,
-) -> None:
+def serve_drain(context: ServiceContext, *, running: Callable[[], int]) -> None:
     """Add the RPC to the process's server."""
     context.server.add_service(
         rpc.add_DrainServiceServicer_to_server,
-        DrainServicer(context, running=running, apply=apply),
+        DrainServicer(context, running=running),
         full_name=FULL_NAME,
         scopes=SCOPES,
         audited=AUDITED,

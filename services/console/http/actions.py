@@ -28,7 +28,7 @@ from forge.v1 import drain_pb2, drain_pb2_grpc, scheduler_pb2, trainer_pb2
 from services.console.http.access import DRAIN, QUEUE_CHANGES, WEIGHTS, Access, Right
 
 DRAIN_S = 10.0
-DRAINED_KINDS = ("prefill", "decode", "runner")
+DRAINED_KINDS = ("prefill", "decode")
 """Kinds of instances that serve DrainService, of the policy and of serving groups."""
 _ACTIVITIES = {
     "running": scheduler_pb2.ACTIVITY_RUNNING,
@@ -61,14 +61,21 @@ class QueueActivity(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
-    """Take an instance out of service, or back."""
+    """Take a worker out of service, or back."""
 
     kind: str
     instance: str
     draining: bool
 
 
-Body = TypeVar("Body", Rollback, Canary, Promotion, QueueActivity, Drain)
+class RunnerDrain(msgspec.Struct, forbid_unknown_fields=True):
+    """Lease no further rollout to a runner, or lease again."""
+
+    instance: str
+    draining: bool
+
+
+Body = TypeVar("Body", Rollback, Canary, Promotion, QueueActivity, Drain, RunnerDrain)
 Perform = Callable[[Body, str], tuple[Message, Awaitable[Any]]]
 """Takes the body and the person; returns the message for the audit log, and the call."""
 Reply = Callable[[web.Request, Any], Awaitable[web.Response]]
@@ -111,6 +118,7 @@ class Actions:
         add("/api/weights/promote", WEIGHTS, Promotion, self._promote)
         add("/api/queue/activity", QUEUE_CHANGES, QueueActivity, self._set_activity)
         add("/api/services/drain", DRAIN, Drain, self._drain)
+        add("/api/runners/drain", QUEUE_CHANGES, RunnerDrain, self._drain_runner)
 
     async def _audited(
         self, request: web.Request, person: Claims, message: Message, call: Awaitable[Any]
@@ -162,6 +170,13 @@ class Actions:
             raise InvalidArgument(f"kind must be one of {', '.join(DRAINED_KINDS)}")
         message = drain_pb2.SetDrainingRequest(draining=body.draining, on_behalf_of=person)
         return message, self._set_draining(body, message)
+
+    def _drain_runner(self, body: RunnerDrain, person: str) -> tuple[Message, Awaitable[Any]]:
+        message = scheduler_pb2.SetRunnerDrainingRequest(
+            runner_id=body.instance, draining=body.draining, on_behalf_of=person
+        )
+        call = self._operator.set_runner_draining(body.instance, body.draining, on_behalf_of=person)
+        return message, call
 
     async def _set_draining(self, body: Drain, message: drain_pb2.SetDrainingRequest) -> None:
         """Raises `NotFound` for an instance that is not in discovery."""

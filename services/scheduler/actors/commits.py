@@ -1,4 +1,4 @@
-"""Stores commits, releases, rewinds and the activity that an operator sets.
+"""Stores commits, releases, rewinds, and what an operator sets: the activity, drains of runners.
 
 Owns their order: one change at a time, written to the pool first and applied to the queue second.
 """
@@ -18,6 +18,12 @@ from forge.v1 import common_pb2
 from services.scheduler.group_look_up import ask_with_look_up
 from services.scheduler.pool_shards import Change, PoolShards
 from services.scheduler.state import messages as m
+from services.scheduler.state.draining_runners import (
+    ApplyDrains,
+    CountLeases,
+    SetRunnerDraining,
+    changed_drains,
+)
 from services.scheduler.state.stored_group import StoredGroup, stored_group
 from services.scheduler.term_record import OwnRecord
 
@@ -37,7 +43,8 @@ class CommitActor(Actor):
         """The head in the term record."""
 
     async def receive(self, message: Any) -> Any:
-        """Handles CommitBatch, ReleaseBatch, DropGroups, Rewind, NoteHead and SetActivity."""
+        """Handles CommitBatch, ReleaseBatch, DropGroups, Rewind, NoteHead, SetActivity and
+        SetRunnerDraining."""
         match message:
             case m.CommitBatch():
                 return await self._commit(message)
@@ -59,8 +66,26 @@ class CommitActor(Actor):
                 await self._record.amend(activity=activity)
                 log.info("activity_set", activity=activity.value)
                 return await self._queue.ask(message, timeout_s=ASK_S)
+            case SetRunnerDraining():
+                return await self._set_runner_draining(message)
             case _:
                 return await super().receive(message)
+
+    async def _set_runner_draining(self, request: SetRunnerDraining) -> int:
+        stored = (await self._record.read()).draining_runners
+        drains = changed_drains(stored, request)
+        if drains != stored:
+            # The record first: a leader that takes over between the two keeps the drain.
+            await self._record.amend(draining_runners=drains)
+            log.info(
+                "runner_drained" if request.draining else "runner_resumed",
+                runner_id=request.runner_id,
+            )
+        await self._queue.ask(ApplyDrains(start_ids=drains), timeout_s=ASK_S)
+        leases: int = await self._queue.ask(
+            CountLeases(runner_id=request.runner_id), timeout_s=ASK_S
+        )
+        return leases
 
     async def _commit(self, request: m.CommitBatch) -> None:
         prepare = m.PrepareCommit(

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -24,6 +24,12 @@ from services.scheduler.long_polls import LongPolls
 from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
+from services.scheduler.state.draining_runners import (
+    ApplyDrains,
+    CountLeases,
+    DrainingRunners,
+    IsDraining,
+)
 from services.scheduler.state.erased_groups import NoteErased
 from services.scheduler.state.queue_positions import GetQueue, positions_of
 from services.scheduler.state.queue_status import status_of, tombstones_of
@@ -54,7 +60,7 @@ class QueueActor(Actor):
         self._clock = clock
         self._loop_time = loop_time
         self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](
-            self._grant, kind=lambda ask: ask.abilities
+            self._grant, kind=lambda ask: (ask.abilities, self._is_draining(ask))
         )
         self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, kind=id)
         self._peers: m.Connect | None = None
@@ -98,7 +104,8 @@ class QueueActor(Actor):
         match message:
             case m.LeaseRollouts(runner_id=runner_id, abilities=abilities):
                 state.watch.runner_called(now_s)
-                state.watch.runner_declared(runner_id, abilities, now_s)
+                able = None if self._is_draining(message) else abilities
+                state.watch.runner_declared(runner_id, able, now_s)
                 return self._runners.enter(message)
             case m.DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
@@ -106,9 +113,9 @@ class QueueActor(Actor):
                 state.watch.trainer_called(now_s)
                 state.check_read(chain.from_iterable(message.held.values()))
                 return self._trainers.enter(message)
-            case m.RenewRollouts(lease_ids=ids):
+            case m.RenewRollouts(lease_ids=ids, runner_id=runner_id):
                 state.watch.runner_called(now_s)
-                return state.renew(ids, now_s=now_s)
+                return state.renew(ids, now_s=now_s, runner_id=runner_id)
             case m.LocateRollouts(trajectory_ids=ids, looked_up=looked_up):
                 return state.locate(ids, looked_up)
             case m.SettleRollouts(reports=reports):
@@ -147,6 +154,12 @@ class QueueActor(Actor):
                 state.earlier.restore_joined(message, now_s=now_s)
             case m.SetActivity(activity=activity):
                 state.queue.set_activity(activity)
+            case ApplyDrains(start_ids=start_ids):
+                self._apply_drains(start_ids)
+            case IsDraining(runner_id=runner_id, start_id=start_id):
+                return state.draining.holds(runner_id, start_id)
+            case CountLeases(runner_id=runner_id):
+                return state.queue.rollouts.running_of(runner_id)
             case m.SetAway(shards=shards, unread=unread, retiring=retiring):
                 state.set_away(shards, unread=unread, now_s=now_s, retiring=retiring)
             case r.FindMovable():
@@ -188,7 +201,26 @@ class QueueActor(Actor):
                 raise NotImplementedError(f"the queue handles no {type(message).__name__}")
         return None
 
+    def _is_draining(self, ask: m.LeaseRollouts) -> bool:
+        return self._state.draining.holds(ask.runner_id, ask.start_id)
+
+    def _apply_drains(self, start_ids: Mapping[str, str]) -> None:
+        before, now = self._state.draining, DrainingRunners(start_ids)
+        self._state.draining = now
+        for runner_id, start_id in start_ids.items():
+            if not before.holds(runner_id, start_id):
+                self._state.watch.runner_drained(runner_id)
+        # The calls of both kinds: a runner learns of its drain, and asks again after it.
+        self._runners.dismiss(
+            lambda ask: (
+                before.holds(ask.runner_id, ask.start_id) != now.holds(ask.runner_id, ask.start_id)
+            ),
+            answer=(),
+        )
+
     def _grant(self, request: m.LeaseRollouts) -> tuple[m.Grant, ...] | None:
+        if self._is_draining(request):
+            return None
         grants = self._state.grant(
             runner_id=request.runner_id,
             max_rollouts=request.max_rollouts,

@@ -41,6 +41,7 @@ from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import PoolShards
 from services.scheduler.shard_membership import ShardMembership
+from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.messages import (
     Connect,
     GetStatus,
@@ -224,6 +225,7 @@ class Term:
             stall_after_s=self._config.stall_after_s,
             most_settled=self._config.held_settled_groups,
         )
+        state.draining = DrainingRunners(last.draining_runners)
         unread, retiring = self._members.unread, self._members.retiring
         state.set_away(unread, unread=unread, now_s=self._clock(), retiring=retiring)
         # A million groups live as long as the term: the garbage collector must not walk them each

@@ -40,6 +40,7 @@ class LeaseRollouts:
     runner_id: str
     max_rollouts: int
     abilities: Abilities = ANY
+    start_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class RenewRollouts:
     """Answered by the ids of lost leases."""
 
     lease_ids: Sequence[str]
+    runner_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,14 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
             scheduler_pb2.UnservedTasks(domain=kind.domain, scaffold=kind.scaffold)
             for kind in state.unserved(now_s=now_s)
         ],
+        draining_runners=[
+            scheduler_pb2.DrainingRunner(
+                runner_id=runner_id,
+                start_id=start_id,
+                running=queue.rollouts.running_of(runner_id),
+            )
+            for runner_id, start_id in sorted(state.draining.start_ids.items())
+        ],
     )
 
 
@@ -83,6 +91,7 @@ def _stall(state: TermState, totals: GroupTotals, now_s: float) -> scheduler_pb2
         away=state.unreachable,
         head=head_of(queue),
         unserved=state.unserved(now_s=now_s),
+        all_drained=state.watch.all_drained(now_s),
     )
     stall = why(facts, after_s=state.stall_after_s)
     return scheduler_pb2.Stall(cause=stall.cause, text=stall.text) if stall else None

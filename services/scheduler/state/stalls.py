@@ -74,6 +74,8 @@ class Facts:
     head: Head | None = None
     unserved: Sequence[Kind] = ()
     """Kinds of waiting tasks that no live runner declares."""
+    all_drained: Sequence[str] = ()
+    """The live runners, if an operator drains all of them."""
 
 
 def head_of(queue: GenerationQueue) -> Head | None:
@@ -97,8 +99,8 @@ class Watch:
         self._progress_s: float | None = None
         self._runner_s: float | None = None
         self._trainer_s: float | None = None
-        self._runners: dict[str, tuple[Abilities, float]] = {}
-        """By runner id: its declaration, and the time of its last call."""
+        self._runners: dict[str, tuple[Abilities | None, float]] = {}
+        """By runner id: its declaration (None: it is drained), and the time of its last call."""
         self._batch: tuple[str, str, float] | None = None
         self._tombstones: Counter[str] = Counter()
         self._faults = 0
@@ -121,9 +123,14 @@ class Watch:
         """A runner asked for rollouts or renewed."""
         self._runner_s = now_s
 
-    def runner_declared(self, runner_id: str, abilities: Abilities, now_s: float) -> None:
-        """A runner asked for rollouts."""
+    def runner_declared(self, runner_id: str, abilities: Abilities | None, now_s: float) -> None:
+        """A runner asked for rollouts; None: it is drained."""
         self._runners[runner_id] = abilities, now_s
+
+    def runner_drained(self, runner_id: str) -> None:
+        """An operator drains a runner; a resumed one declares itself with its next call."""
+        if runner_id in self._runners:
+            self._runners[runner_id] = None, self._runners[runner_id][1]
 
     def runner_renewed(self, runner_id: str, now_s: float) -> None:
         """A runner renewed; a busy one asks for nothing."""
@@ -132,15 +139,23 @@ class Watch:
 
     def unserved(self, kinds: Iterable[Kind], now_s: float) -> list[Kind]:
         """The kinds that no live runner declares; none without a live runner."""
+        declared = {able for able, _ in self._live(now_s).values() if able is not None}
+        if not declared:
+            return []
+        return sorted(kind for kind in kinds if not any(able.cover(kind) for able in declared))
+
+    def all_drained(self, now_s: float) -> list[str]:
+        """The live runners, if all of them are drained."""
+        live = self._live(now_s)
+        return [] if any(able is not None for able, _ in live.values()) else sorted(live)
+
+    def _live(self, now_s: float) -> dict[str, tuple[Abilities | None, float]]:
         self._runners = {
             runner_id: entry
             for runner_id, entry in self._runners.items()
             if now_s - entry[1] <= HEARD_S
         }
-        declared = {abilities for abilities, _ in self._runners.values()}
-        if not declared:
-            return []
-        return sorted(kind for kind in kinds if not any(able.cover(kind) for able in declared))
+        return self._runners
 
     def trainer_called(self, now_s: float) -> None:
         """A trainer asked for a batch or renewed."""
@@ -230,6 +245,12 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
             "wait. Start one with: forge agents run; or read the runner's log."
         )
         yield Stall("no_runner", text)
+    if facts.all_drained and not facts.rollouts:
+        text = (
+            f"an operator drains every runner that calls: {', '.join(facts.all_drained)}. Resume "
+            "one with: forge queue drain-runner RUNNER --resume; or start another"
+        )
+        yield Stall("runners_drained", text)
     if facts.unserved:
         kinds = ", ".join(f"{kind.domain} (scaffold {kind.scaffold})" for kind in facts.unserved)
         text = (

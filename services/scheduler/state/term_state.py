@@ -21,6 +21,7 @@ from forge.v1 import common_pb2
 from services.scheduler import metrics
 from services.scheduler.pool_shards import Change
 from services.scheduler.state.domain_progress import Progress, outcome_of
+from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.erased_groups import ErasedGroups
@@ -61,6 +62,7 @@ class TermState:
         """`most_settled`: trained groups in memory, and as many other settled groups."""
         self.queue = queue
         self.watch = Watch()
+        self.draining = DrainingRunners({})
         self.stall_after_s = stall_after_s
         self.unreachable: frozenset[str] = frozenset()
         """Pool shards that may have groups."""
@@ -217,14 +219,16 @@ class TermState:
             )
         return tuple(grants)
 
-    def renew(self, lease_ids: Iterable[str], *, now_s: float) -> tuple[str, ...]:
+    def renew(
+        self, lease_ids: Iterable[str], *, now_s: float, runner_id: str = ""
+    ) -> tuple[str, ...]:
         """The ids of lost leases."""
         rollouts = self.queue.rollouts
         renew = rollouts.renew_unread if self._unread else rollouts.renew
         ids = tuple(lease_ids)
-        for runner_id in set(map(rollouts.runner_of, ids)):
-            self.watch.runner_renewed(runner_id, now_s)
-        return tuple(lease for lease in ids if not renew(lease, now_s=now_s))
+        for known in {runner_id, *map(rollouts.runner_of, ids)}:
+            self.watch.runner_renewed(known, now_s)
+        return tuple(lease for lease in ids if not renew(lease, now_s=now_s, runner_id=runner_id))
 
     def unserved(self, *, now_s: float) -> list[Kind]:
         """Kinds of waiting tasks that no live runner declares; none while no runner calls."""

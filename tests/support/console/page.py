@@ -68,6 +68,8 @@ class FakeOperator:
         self.listed: list[scheduler_pb2.BatchGroup] = []
         self.reads = 0
         self.activity = scheduler_pb2.ACTIVITY_UNSPECIFIED
+        self.drains: list[tuple[str, bool, str]] = []
+        """Runner, drained, and the person."""
         self.steps: asyncio.Queue[trainer_pb2.StepMetrics] = asyncio.Queue()
 
     async def queue(self, **asked: Any) -> scheduler_pb2.GetQueueResponse:
@@ -94,6 +96,14 @@ class FakeOperator:
 
     async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
         self.activity = activity
+
+    async def set_runner_draining(
+        self, runner_id: str, draining: bool, *, on_behalf_of: str
+    ) -> int:
+        if runner_id != "runner-1":
+            raise NotFound(f"runner {runner_id} is not in discovery")
+        self.drains.append((runner_id, draining, on_behalf_of))
+        return 0
 
     async def tail(self, after: int) -> AsyncIterator[trainer_pb2.StepMetrics]:
         while True:

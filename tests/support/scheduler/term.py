@@ -162,7 +162,10 @@ class FakeRecord(OwnRecord):
 
     async def amend(self, **changes: Any) -> TermRecord:
         self.fields |= changes
-        return TermRecord()
+        return await self.read()
+
+    async def read(self) -> TermRecord:
+        return TermRecord(**self.fields)
 
 
 class Clock:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from forge.agents import lease_renewal
@@ -42,6 +43,7 @@ class StandIn:
         self.refusals: dict[str, list[Exception]] = {}
         """Raised by the next calls of that method."""
         self.left = asyncio.Event()
+        self.draining = False
 
     async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any:
         if self.refusals.get(method):
@@ -57,7 +59,7 @@ class StandIn:
             await self.left.wait()
         given = self.waiting[: request.max_rollouts]
         del self.waiting[: request.max_rollouts]
-        return pb.LeaseRolloutsResponse(leases=given)
+        return pb.LeaseRolloutsResponse(leases=given, draining=self.draining)
 
     def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
         """Called on a thread."""
@@ -71,6 +73,12 @@ class StandIn:
         self.outcomes |= {outcome.lease_id: outcome for outcome in request.outcomes}
         self.reported.set()
         return pb.FinishRolloutsResponse()
+
+    def drain(self, draining: bool) -> None:
+        """As an operator does; answers the waiting call."""
+        self.draining = draining
+        self.left.set()
+        self.left = asyncio.Event()
 
     async def until_reported(self, count: int) -> None:
         """Wait until that many rollouts were reported."""
@@ -125,6 +133,11 @@ def a_runner(
         lease_wait_s=1.0,
         patience_s=patience_s,
     )
+
+
+def drain_shown() -> bool:
+    """The metric."""
+    return REGISTRY.get_sample_value("forge_draining") == 1
 
 
 @asynccontextmanager
@@ -264,26 +277,20 @@ async def test_drain_finishes_running_rollouts() -> None:
     assert scheduler.outcomes["lease-0"].error == ""
 
 
-async def test_drained_runner_leases_again_once_it_is_resumed() -> None:
-    """An operator's drain: the scheduler answers the waiting call, running rollouts end, and the
-    process stays."""
+async def test_drained_runner_keeps_asking() -> None:
+    """The scheduler leases it nothing, and says so: running rollouts end, and the metric shows the
+    drain until a call is answered without it."""
     scheduler, work = StandIn(lease(0)), Work()
-    async with working(scheduler, work, concurrency=2) as runner:
+    async with working(scheduler, work, concurrency=2):
         await work.began.get()
-        await until(lambda: len(scheduler.asked) == 2)
-        await runner.pause(True)
-        assert scheduler.left.is_set()
+        scheduler.drain(True)
+        await until(drain_shown)
         work.go.set()
         await scheduler.until_reported(1)
-        await until(lambda: not runner.running)
         scheduler.waiting.append(lease(1))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert list(scheduler.outcomes) == ["lease-0"] and len(scheduler.asked) == 2
-        # Later calls wait again.
-        scheduler.left.clear()
-        await runner.pause(False)
+        scheduler.drain(False)
         await scheduler.until_reported(2)
+        assert not drain_shown()
     assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
 
 

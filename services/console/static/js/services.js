@@ -22,8 +22,8 @@ export function show(root, context) {
       title: draining ? `Drain ${one.instance}?` : `Resume ${one.instance}?`,
       body: h("p", {}, draining ? `It gets no new ${one.kind === "runner" ? "rollouts" : "requests"}; what runs there ends there. A restart of the process ends the drain.` : "It gets new work again."),
       action: draining ? "Drain" : "Resume",
-      path: "/api/services/drain",
-      content: () => ({ kind: one.kind, instance: one.instance, draining }),
+      path: one.kind === "runner" ? "/api/runners/drain" : "/api/services/drain",
+      content: () => (one.kind === "runner" ? { instance: one.instance, draining } : { kind: one.kind, instance: one.instance, draining }),
     });
   }
 

@@ -22,12 +22,14 @@ ACTIONS: list[tuple[str, dict[str, Any]]] = [
     ("/api/weights/promote", {}),
     ("/api/queue/activity", {"activity": "paused"}),
     ("/api/services/drain", {"kind": "decode", "instance": "decode-1", "draining": True}),
+    ("/api/runners/drain", {"instance": "runner-1", "draining": True}),
 ]
 
 
 def nothing_changed(console: Console) -> bool:
     unset = scheduler_pb2.ACTIVITY_UNSPECIFIED
-    return not console.steering.changes and console.operator.activity == unset
+    operator = console.operator
+    return not (console.steering.changes or operator.drains) and operator.activity == unset
 
 
 @pytest.mark.parametrize(("path", "content"), ACTIONS)
@@ -127,6 +129,8 @@ async def test_form_of_another_site_changes_nothing() -> None:
         ("/api/weights/promote", [1]),
         ("/api/queue/activity", {"activity": "stopped"}),
         ("/api/services/drain", {"kind": "pool", "instance": "p", "draining": True}),
+        ("/api/services/drain", {"kind": "runner", "instance": "r", "draining": True}),
+        ("/api/runners/drain", {"instance": "runner-1"}),
     ],
 )
 async def test_malformed_changes_are_refused(path: str, content: Any) -> None:
@@ -167,3 +171,17 @@ async def test_instance_is_drained_and_resumed() -> None:
         assert worker.announced == [{DRAINING_KEY: "1"}, {}]
         assert (await console.post("/api/services/drain", drain | {"instance": "e"}))[0] == 404
         await server.stop(grace_s=0)
+
+
+async def test_runner_is_drained_over_the_scheduler() -> None:
+    """It may have no key to verify an operator with; the scheduler's audit log has the person."""
+    async with served(WITH_LOGIN) as console:
+        token = f"Bearer {token_of('operator', audience=('SchedulerService',))}"
+        for draining in (True, False):
+            body = {"instance": "runner-1", "draining": draining}
+            assert (await console.post("/api/runners/drain", body, Authorization=token))[0] == 200
+        person = "ada-operator"
+        assert console.operator.drains == [("runner-1", True, person), ("runner-1", False, person)]
+        unknown = {"instance": "runner-2", "draining": True}
+        status, answer = await console.post("/api/runners/drain", unknown, Authorization=token)
+        assert status == 404 and "runner-2" in answer["error"]

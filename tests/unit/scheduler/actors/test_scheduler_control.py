@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from forge.core.errors import NotFound, ResourceExhausted
 from forge.core.queue.activity import Activity
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler.state import draining_runners
 from services.scheduler.state import messages as m
+from services.scheduler.state.draining_runners import SetRunnerDraining, changed_drains
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
@@ -113,3 +116,71 @@ async def test_backward_clock_jump_ends_no_claim(term: TermActors, clock: Clock)
     await term.queue.ask(m.Tick(), timeout_s=ASK_S)
     renew = m.RenewRollouts(lease_ids=[grant.trajectory_id])
     assert await term.queue.ask(renew, timeout_s=ASK_S) == ()
+
+
+def drain(runner_id: str, draining: bool = True, **live: str) -> SetRunnerDraining:
+    """`live`: start ids of the runners in discovery."""
+    return SetRunnerDraining(runner_id=runner_id, draining=draining, live=live)
+
+
+async def test_drained_runner_gets_no_lease(term: TermActors) -> None:
+    """Its waiting call is answered, another runner of the same abilities is served, and its leases
+    continue. A resume answers the next waiting call, so the runner asks again."""
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1, start_id="1")
+    await submit(term, make_task("a"))
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    waiting = await term.queue.ask(ask, timeout_s=ASK_S)
+    assert await term.commits.ask(drain("r", r="1", s="1"), timeout_s=ASK_S) == 1
+    assert term.record.fields == {"draining_runners": {"r": "1"}}
+    assert waiting.result() == ()
+    drained = await term.queue.ask(ask, timeout_s=ASK_S)
+    other = await term.queue.ask(m.LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
+    await submit(term, make_task("b"))
+    assert [one.trajectory_id for one in other.result()] == ["b:0:0"] and not drained.done()
+    renew = m.RenewRollouts(lease_ids=[grant.trajectory_id], runner_id="r")
+    assert await term.queue.ask(renew, timeout_s=ASK_S) == ()
+    (shown,) = (await status(term)).draining_runners
+    assert (shown.runner_id, shown.start_id, shown.running) == ("r", "1", 1)
+    await submit(term, make_task("c"))
+    assert await term.commits.ask(drain("r", False), timeout_s=ASK_S) == 1
+    assert drained.result() == () and term.record.fields == {"draining_runners": {}}
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    assert grant.trajectory_id == "c:0:0"
+
+
+async def test_restart_of_a_runner_ends_its_drain(term: TermActors) -> None:
+    """As of every other process: the new one has another start id."""
+    await submit(term, make_task("a"))
+    await term.commits.ask(drain("r", r="1"), timeout_s=ASK_S)
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1, start_id="2")
+    assert len(await (await term.queue.ask(ask, timeout_s=ASK_S))) == 1
+
+
+async def test_status_names_the_stall_of_drained_runners(term: TermActors, clock: Clock) -> None:
+    """One was drained while its call waited; a runner that is not drained ends the stall."""
+    await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    await term.commits.ask(drain("r", r=""), timeout_s=ASK_S)
+    await submit(term, make_task("a"))
+    clock.now_s = 121.0
+    for runner_id in ("r", "s"):
+        ask = m.LeaseRollouts(runner_id=runner_id, max_rollouts=1)
+        await term.commits.ask(drain(runner_id, r="", s=""), timeout_s=ASK_S)
+        await term.queue.ask(ask, timeout_s=ASK_S)
+    stall = (await status(term)).stall
+    assert stall.cause == "runners_drained" and ": r, s." in stall.text
+    await term.commits.ask(drain("s", False, r="", s=""), timeout_s=ASK_S)
+    await term.queue.ask(m.LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
+    assert (await status(term)).stall.cause != "runners_drained"
+
+
+def test_drains_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of restarted runners go with the next change, those of absent ones only for room."""
+    monkeypatch.setattr(draining_runners, "MOST_DRAINED", 2)
+    stored = {"old": "1", "away": "1"}
+    assert changed_drains(stored, drain("new", old="2", new="1")) == {"away": "1", "new": "1"}
+    assert changed_drains(stored, drain("new", old="1", new="1")) == {"old": "1", "new": "1"}
+    with pytest.raises(ResourceExhausted, match="2 runners are drained"):
+        changed_drains(stored, drain("new", old="1", away="1", new="1"))
+    with pytest.raises(NotFound, match="runner gone"):
+        changed_drains(stored, drain("gone", old="1"))
+    assert changed_drains(stored, drain("away", False)) == {"old": "1"}

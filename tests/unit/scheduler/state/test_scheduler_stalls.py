@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("no_trainer", {"complete_in_window": 4, "trainer_silent_s": 90.0}, "no trainer has asked"),
     ("shard_away", {"away": frozenset({"s1", "s0"})}, "pool shard s0, s1 does not answer"),
     ("no_runner", {"runner_silent_s": 300.0}, "no runner has called for 300 s"),
+    ("runners_drained", {"all_drained": ["r1", "r2"]}, "drains every runner that calls: r1, r2"),
     (
         "given_up",
         {"tombstoned": 9, "tombstone_reason": "rollout 0: ended with 1"},

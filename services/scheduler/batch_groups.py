@@ -1,0 +1,53 @@
+"""Groups in answers, with the trajectories that the pool has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler.leadership.term import LeaderContext
+from services.scheduler.state import messages as m
+
+MAX_ANSWER_BYTES = 4 << 20
+_SEALED = common_pb2.TRAJECTORY_STATE_SEALED
+
+
+async def with_summaries(
+    leader: LeaderContext, views: Sequence[m.GroupView]
+) -> list[scheduler_pb2.BatchGroup]:
+    """Groups with their readable trajectories. Raises Unavailable."""
+    by_shard: dict[str, list[str]] = {}
+    for view in views:
+        by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
+    summaries = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
+    return [
+        scheduler_pb2.BatchGroup(
+            group=view.record,
+            trajectories=[summaries[t] for t in view.trajectory_ids if t in summaries],
+            phase=view.phase,
+        )
+        for view in views
+    ]
+
+
+def lost_trajectories(
+    views: Sequence[m.GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
+) -> dict[str, str]:
+    """By task id, what the pool has lost of groups that were complete."""
+    lost = {}
+    for view, group in zip(views, groups, strict=True):
+        sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}
+        missing = [t for t in view.trajectory_ids if t not in sealed]
+        if missing:
+            reason = f"pool shard {view.record.pool_shard} has lost {missing[0]}"
+            lost[view.record.task.task_id] = reason
+    return lost
+
+
+def fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:
+    """The answer, without rewards if it would not fit a message: the trajectories have them."""
+    if response.ByteSize() > MAX_ANSWER_BYTES:
+        for group in response.groups:
+            for trajectory in group.trajectories:
+                del trajectory.rewards[:]
+    return response
