@@ -41,7 +41,6 @@ from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import PoolShards
 from services.scheduler.shard_membership import ShardMembership
-from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.messages import (
     Connect,
     GetStatus,
@@ -212,11 +211,7 @@ class Term:
         log.info("term_ended", term=self._number, fence=self._leadership.fence)
 
     async def _rebuild(self, registered: frozenset[str], last: TermRecord) -> TermState:
-        queue = GenerationQueue(
-            self._config.queue,
-            term=self._number,
-            void_before=last.void_before,
-        )
+        queue = GenerationQueue(self._config.queue, term=self._number, void_before=last.void_before)
         queue.set_activity(last.activity)
         state = TermState(
             queue,
@@ -224,8 +219,8 @@ class Term:
             skip_equal_rewards=self._config.skip_equal_rewards,
             stall_after_s=self._config.stall_after_s,
             most_settled=self._config.held_settled_groups,
+            draining_runners=last.draining_runners,
         )
-        state.draining = DrainingRunners(last.draining_runners)
         unread, retiring = self._members.unread, self._members.retiring
         state.set_away(unread, unread=unread, now_s=self._clock(), retiring=retiring)
         # A million groups live as long as the term: the garbage collector must not walk them each

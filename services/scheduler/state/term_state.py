@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind
@@ -58,11 +59,13 @@ class TermState:
         skip_equal_rewards: bool = False,
         stall_after_s: float = math.inf,
         most_settled: float = math.inf,
+        draining_runners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`most_settled`: trained groups in memory, and as many other settled groups."""
+        """`most_settled`: trained groups in memory, and as many other settled groups;
+        `draining_runners`: as in the term record."""
         self.queue = queue
         self.watch = Watch()
-        self.draining = DrainingRunners({})
+        self.draining = DrainingRunners(draining_runners)
         self.stall_after_s = stall_after_s
         self.unreachable: frozenset[str] = frozenset()
         """Pool shards that may have groups."""
