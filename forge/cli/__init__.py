@@ -11,6 +11,5 @@ deploy/       forge deploy: the hosts of a cluster
 weights.py    forge weights
 
 Shared: `options`, `connection` (to a running system), `rundir` (the directory of a run),
-`command_exit` (output and exit codes), `finding` (a fault and its remedy),
-`runner_drain` (of one runner, for the queue and for deploy).
+`command_exit` (output and exit codes), `finding` (a fault and its remedy).
 """

@@ -20,7 +20,7 @@ import pytest_asyncio
 from examples.custom_domain import Dice
 from forge.cli.connection import Connection
 from forge.cli.deploy.drain import drain_instance
-from forge.cli.system_state import read_state
+from forge.cli.status.system_state import read_state
 from forge.client.operator import Operator
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator

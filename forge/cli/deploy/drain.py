@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from forge.cli.connection import Connection, person
-from forge.cli.runner_drain import drain_runner, report
+from forge.cli.queue.runner_drain import drain_runner, report
 from forge.client.operator import Operator
 from forge.core.errors import NotFound
 from forge.runtime.rpc.channel import Channels

@@ -68,7 +68,7 @@ def drain_runner(
     wait_s = duration_s("wait", wait) or 0.0
 
     async def set_drain() -> None:
-        from forge.cli import runner_drain
+        from forge.cli.queue import runner_drain
         from forge.client.operator import Operator
 
         async with at.open() as (coordinator, channels):
