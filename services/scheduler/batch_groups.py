@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.v1 import common_pb2, scheduler_pb2
-from services.scheduler.leadership.term import LeaderContext
+from services.scheduler.pool_shards import PoolShards
 from services.scheduler.state import messages as m
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -13,13 +13,13 @@ _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
 async def with_summaries(
-    leader: LeaderContext, views: Sequence[m.GroupView]
+    shards: PoolShards, views: Sequence[m.GroupView]
 ) -> list[scheduler_pb2.BatchGroup]:
     """Groups with their readable trajectories. Raises Unavailable."""
     by_shard: dict[str, list[str]] = {}
     for view in views:
         by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
-    summaries = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
+    summaries = await shards.summaries({s: ids for s, ids in by_shard.items() if ids})
     return [
         scheduler_pb2.BatchGroup(
             group=view.record,

@@ -186,7 +186,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if batch is None:
             return scheduler_pb2.LeaseBatchResponse()
         try:
-            groups = await with_summaries(leader, batch.groups)
+            groups = await with_summaries(leader.shards, batch.groups)
         except Unavailable:
             # The shard has just become unreachable: the next call chooses without it.
             await leader.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
@@ -347,7 +347,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         async for views in list_groups(
             leader.queue, leader.shards, request.tag, newest=request.newest
         ):
-            for group in await with_summaries(leader, views):
+            for group in await with_summaries(leader.shards, views):
                 yield scheduler_pb2.ListGroupsResponse(group=group)
 
     async def _lead(self, context: Any) -> LeaderContext:

@@ -137,7 +137,7 @@ def a_runner(
 
 def drain_shown() -> bool:
     """The metric."""
-    return REGISTRY.get_sample_value("forge_draining") == 1
+    return bool(REGISTRY.get_sample_value("forge_draining"))
 
 
 @asynccontextmanager
