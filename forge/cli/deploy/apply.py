@@ -4,6 +4,7 @@ restarts one after another what changed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from forge.cli.deploy.cluster import Cluster, StepFailed, reachable
@@ -23,10 +24,8 @@ def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[s
             raise InvalidArgument(f"--replace-etcd {host}: no rendered host has this name")
     raise_all(list(reachable(cluster)))
     _require_release(cluster)
-    needs: dict[str, dict[str, Any]] = {}
-    for host in cluster.manifests:
-        cluster.copy(host)
-        found = needs[host] = cluster.install(host)
+    needs = cluster.on_hosts(partial(_install, cluster))
+    for host, found in needs.items():
         report(f"{host}: {len(found['changed'])} files changed")
         for unit in found["kept"]:
             report(
@@ -42,9 +41,16 @@ def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[s
     _restart(cluster, needs, report)
 
 
+def _install(cluster: Cluster, host: str) -> dict[str, Any]:
+    cluster.copy(host)
+    return cluster.install(host)
+
+
 def _require_release(cluster: Cluster) -> None:
-    for host, manifest in cluster.manifests.items():
-        ended = cluster.transports[host].run(["readlink", "/opt/forge/.venv"])
+    read = ("readlink", "/opt/forge/.venv")
+    links = cluster.on_hosts(lambda host: cluster.transports[host].run(read))
+    for host, ended in links.items():
+        manifest = cluster.manifests[host]
         link = ended.output.strip()
         if link and link != manifest.release:
             raise FailedPrecondition(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from forge.cli.deploy.host import HostDirectory
 from forge.cli.deploy.transport import Ended
 from forge.cli.finding import Finding
 
-_AT_ONCE = 16
 _LIMIT_S = 180.0
 _NO_FORGE = 127
 _CHECK = (
@@ -43,8 +41,7 @@ class CheckedHost:
 
 def check_hosts(cluster: Cluster) -> list[CheckedHost]:
     """Return the answers of all hosts, in the order of the render; each checks itself."""
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
-        return list(threads.map(lambda host: _check_host(cluster, host), cluster.manifests))
+    return list(cluster.on_hosts(lambda host: _check_host(cluster, host)).values())
 
 
 def shared_findings(checked: Sequence[CheckedHost]) -> list[Finding]:

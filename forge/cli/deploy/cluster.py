@@ -10,9 +10,10 @@ import json
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.cli.deploy.install import NEW
 from forge.cli.deploy.kinds import MAY_END
@@ -28,6 +29,8 @@ _INSTALL_S = 300.0
 AWAY_S = 60.0
 """A connection that breaks is no reason to turn a roll around."""
 _PAUSE_S = 1.0
+_HOSTS_AT_ONCE = 16
+Result = TypeVar("Result")
 
 
 class StepFailed(ForgeError):
@@ -60,6 +63,12 @@ class Cluster:
     def admin(self) -> str:
         """The host with etcd's root password."""
         return next(host for host, one in self.manifests.items() if one.is_admin)
+
+    def on_hosts(self, do: Callable[[str], Result]) -> dict[str, Result]:
+        """Call a function for each host, for several at once; return the results in their order.
+        Raises what the first one raises, once those that have begun have ended."""
+        with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as threads:
+            return dict(zip(self.manifests, threads.map(do, self.manifests), strict=True))
 
     def perform(self, step: Step, *, release: str) -> None:
         """Do a step. `release`: the one that a healthy instance has. Raises `StepFailed`."""
@@ -224,8 +233,13 @@ def _short(words: Sequence[str]) -> str:
 
 def reachable(cluster: Cluster) -> Iterator[Unavailable]:
     """Yield an error for each host that cannot be reached, or lacks the rendered release."""
-    for host, manifest in cluster.manifests.items():
-        ended = cluster.transports[host].run([*_program(manifest.release), "--version"])
+    answers = cluster.on_hosts(
+        lambda host: cluster.transports[host].run(
+            [*_program(cluster.manifests[host].release), "--version"]
+        )
+    )
+    for host, ended in answers.items():
+        manifest = cluster.manifests[host]
         if ended.code or ended.output.strip() != manifest.release:
             remedy = f"install forge {manifest.release} there, or correct login in the inventory"
             yield Unavailable(f"{host}: {ended.reason}; {remedy}")

@@ -65,7 +65,7 @@ class Members:
         `FailedPrecondition` if all members of before left the inventory.
         """
         run = self._cluster.run
-        states = {host: run(host, "sh", "-c", STATE).split() for host in self._cluster.manifests}
+        states = self._cluster.on_hosts(lambda host: run(host, "sh", "-c", STATE).split())
         with_data = [host for host, state in states.items() if "data" in state]
         # A member that was ever ready has no such variables any more: no quorum was there yet.
         is_new = all("new" in states[one] for one in with_data)

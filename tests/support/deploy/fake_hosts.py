@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from forge.cli.deploy.cluster import Cluster
@@ -44,6 +45,7 @@ class FakeHosts:
     needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     """What an installation says of units, by host: `start` and `restart`."""
     commands: list[tuple[str, str]] = field(default_factory=list)
+    one_at_a_time: Lock = field(default_factory=Lock)
     etcd: FakeEtcd = field(init=False)
     """A test that starts members gives it a cluster, or none; others have one that runs."""
 
@@ -79,6 +81,10 @@ class FakeHosts:
 
     def answer(self, host: str, words: Sequence[str]) -> Ended:
         """The effect and the output of a command."""
+        with self.one_at_a_time:
+            return self._answer(host, words)
+
+    def _answer(self, host: str, words: Sequence[str]) -> Ended:
         self.commands.append((host, " ".join(words)))
         if self.away(host, words):
             return Ended(code=255, output="", errors=f"ssh {host}: No route to host", is_away=True)

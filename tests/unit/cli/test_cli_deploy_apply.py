@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -103,6 +104,18 @@ def test_apply_refuses_another_release_than_that_of_the_hosts(out: Path) -> None
     with pytest.raises(FailedPrecondition, match="forge deploy upgrade changes releases"):
         apply(hosts.cluster(out), lambda _: None)
     assert hosts.copied == {}
+
+
+def test_hosts_are_installed_at_once(out: Path) -> None:
+    """Each waits until the other one has begun; the fault of one has its name."""
+    hosts = FakeHosts(rendered_hosts(out), RELEASE)
+    both = Barrier(2)
+    cluster = hosts.cluster(out)
+    found = cluster.on_hosts(lambda host: (both.wait(60.0), host)[1])
+    assert found == {"alpha": "alpha", "beta": "beta"}
+    hosts.fails = lambda host, words: host == "beta" and words[-1] == "--json"
+    with pytest.raises(StepFailed, match=r"^beta: .*planted"):
+        apply(cluster, lambda _: None)
 
 
 def test_local_transport_returns_code_output_and_reason() -> None:
