@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
 import subprocess
@@ -73,33 +74,41 @@ def install_host(folder: Path) -> Iterator[Installed]:
     The packages of before are there already if they and the commands are those of an installation
     before this one: the commands then only find them.
     """
-    if not STOCK.exists():
-        make_root(STOCK)
-    stock = Disk(root=STOCK, layers=(STOCK,))
     install, start = documented()
-    store = STOCK.with_name(f"installed-{_digest_of_packages(install)}")
-    if kept(store, above=stock) is None:
-        for old in STOCK.parent.glob("installed-*"):
-            remove_tree(old)
-        bare = stock.above(folder / "first")
-        unpack_repository(bare.root / "root/forge")
-        BareHost(bare).install(install, network=True)
-        bare.keep(store)
-        rest = ""
-    else:
-        rest = _REMOVE + install
-    base = kept(store, above=stock)
-    assert base is not None
-    disk = base.above(folder / "debian12", without=_OF_FORGE if rest else ())
-    if rest:
+    base, is_new = _with_packages(install, folder / "first")
+    disk = base.above(folder / "debian12", without=() if is_new else _OF_FORGE)
+    if not is_new:
         unpack_repository(disk.root / "root/forge")
-        BareHost(disk).install(rest, network=True)
+        BareHost(disk).install(_REMOVE + install, network=True)
     for name in WORKERS:
         with (disk.root / f"etc/forge/inference@{name}.env").open("a") as env:
             env.write(CPU)
     (disk.root / "etc/forge/scheduler@1.env").write_text(SMALL)
     yield Installed(disk=disk, start=start)
     disk.remove()
+
+
+def _with_packages(install: str, root: Path) -> tuple[Disk, bool]:
+    """Return the disk that has all packages, and whether it was installed just now."""
+    STOCK.parent.mkdir(exist_ok=True)
+    with (STOCK.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not STOCK.exists():
+            make_root(STOCK)
+        stock = Disk(root=STOCK, layers=(STOCK,))
+        store = STOCK.with_name(f"installed-{_digest_of_packages(install)}")
+        found = kept(store, above=stock)
+        if found is not None:
+            return found, False
+        for old in STOCK.parent.glob("installed-*"):
+            remove_tree(old)
+        bare = stock.above(root)
+        unpack_repository(bare.root / "root/forge")
+        BareHost(bare).install(install, network=True)
+        bare.keep(store)
+        made = kept(store, above=stock)
+        assert made is not None
+        return made, True
 
 
 def _digest_of_packages(install: str) -> str:
