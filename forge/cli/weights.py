@@ -63,8 +63,8 @@ def list_weights(at: Connection, json: Json = False) -> None:
 def rollback(at: Connection, version: Version = None, wait: Wait = 60.0) -> None:
     """Serve an earlier version, and hold it: newer publications wait for [bold]promote[/bold].
 
-    Without VERSION: the base of a canary, else the version before the one in service. Training goes
-    on. The hold survives restarts of every service. The trainer's audit log has the call.
+    Without VERSION: the base of a canary, else the version before the one in service. Training
+    continues. The hold survives restarts of every service. The trainer's audit log has the call.
     """
 
     async def change(steering: WeightSteering) -> trainer_pb2.WeightsHold:

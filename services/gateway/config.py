@@ -43,7 +43,7 @@ class HttpSettings:
     """HTTP port; 0 takes a free one."""
     shared_port: Port = 0
     """Port that all gateways of this host have in common, for agents with one fixed address; a
-    connection goes to the process of its session. Without TLS alone. 0: none."""
+    connection goes to the process of its session. Only without TLS. 0: none."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
     max_bodies_mib: Annotated[float, Meta(ge=1)] = 4096.0
@@ -51,10 +51,10 @@ class HttpSettings:
     max_session_bodies_mib: Annotated[float, Meta(ge=1)] = 256.0
     """Request bodies of one session in memory."""
     images: ImageSetting = "placeholder"
-    """What becomes of images in messages: placeholder (a text with type and size stands for each),
+    """Treatment of images in messages: placeholder (a text with type and size stands for each),
     refuse (400), pass (to the engine; none serves images yet)."""
     web_search: Literal["omit", "refuse"] = "omit"
-    """What becomes of the hosted tool web_search in Responses requests, since no tool runs here:
+    """Treatment of the hosted tool web_search in Responses requests, which cannot run here:
     omit (a response header and a metric say so), refuse (400)."""
 
 

@@ -35,8 +35,8 @@ class RouterSettings:
     cached, while there are prefill workers; a longer one is prefilled there. Without prefill
     workers it computes all."""
     early_hand_off_tokens: Annotated[int, Meta(ge=0)] = 1024
-    """Fewest uncached tokens of a prompt whose keys and values its decode worker fetches while a
-    prefill worker computes them; 0: always after the whole prompt."""
+    """A decode worker fetches the keys and values of a prompt with at least so many uncached tokens
+    while a prefill worker computes them; 0: always after the whole prompt."""
     canary_engine: str = ""
     """Engine under trial beside others in the group: it gets canary_share of the sessions, and no
     more while others are available; "" for none."""

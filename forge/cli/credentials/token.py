@@ -99,7 +99,7 @@ def list_tokens(at: Connection) -> None:
 def revoke(
     at: Connection, token_id: Annotated[str, typer.Argument(help="Id, see `forge token list`.")]
 ) -> None:
-    """Revoke a token. Services refuse it within a second; during an outage of etcd, after it."""
+    """Revoke a token. Services refuse it within a second; an outage of etcd delays that."""
     from forge.runtime.security.issued_tokens import revoke as revoke_token
 
     async def main() -> None:

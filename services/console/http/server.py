@@ -171,7 +171,7 @@ class HttpServer:
     async def _search(self, request: web.Request) -> Any:
         text = request.query.get("text", "").strip()
         if not text:
-            raise InvalidArgument("text is empty: name what to search for")
+            raise InvalidArgument("text is empty: give a text to search for")
         return await self._sources.trajectories.search(
             filter_of(request.query), text, after=request.query.get("after", "")
         )

@@ -65,7 +65,7 @@ class AppendStream:
                 for answer in answers:
                     yield answer
             if self._draining:
-                raise Unavailable("this pool instance is draining: resend what has no answer yet")
+                raise Unavailable("this pool instance is draining: resend turns without an answer")
             await self._intake
         finally:
             await cancel_and_wait(self._intake)
