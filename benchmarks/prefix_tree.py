@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="workloads to run")
     parser.add_argument("--without", nargs="*", default=[], help="ways to leave out")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bf16", action="store_true", help="the trunk in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="the backbone in bfloat16")
     parser.add_argument("--hidden", type=int, help="channels of the model, a multiple of 64")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a Qwen 3 instead")

@@ -90,7 +90,7 @@ def answer_logprobs(
 ) -> list[Tensor]:
     """Log-probs [A] of each task's answer tokens at temperature 1, softmax in float64.
 
-    The trunk computes in `autocast`, None for the weights' own type; the head always in its own.
+    The backbone computes in `autocast`, None for the weights' own type; the head always in its own.
     """
     found: list[Tensor] = [torch.empty(0)] * len(tasks)
     for domain in {task.domain for task in tasks}:

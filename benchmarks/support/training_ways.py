@@ -150,7 +150,7 @@ class Bench:
         return total
 
     def _hidden(self, **inputs: Tensor) -> Tensor:
-        """Of the stock trunk, in fp32: what its head begins with."""
+        """Of the stock backbone, in fp32: what its head begins with."""
         with self._autocasting():
             states: Tensor = self.model.base_model(use_cache=False, **inputs).last_hidden_state
         return states.float()
@@ -259,10 +259,10 @@ class Bench:
     def flops(self, tokens: int, pairs: int, rows: int) -> float:
         """Forward and backward: 6 per weight and token, 12 per pair and channel, the head's."""
         config = self.model.config
-        trunk = sum(p.numel() for p in self.model.model.layers.parameters())
+        backbone = sum(p.numel() for p in self.model.model.layers.parameters())
         head = 6 * rows * config.vocab_size * config.hidden_size
         attention = 12 * pairs * self.learner.policy.channels * config.num_hidden_layers
-        return float(6 * trunk * tokens + attention + head)
+        return float(6 * backbone * tokens + attention + head)
 
     @contextmanager
     def _stock(self, attention: str) -> Iterator[None]:

@@ -337,10 +337,10 @@ async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) ->
     sizes = [3, 20, 5]
     requests = [
         (
-            trunk + prompt_ids(rng.randint(0, 20), seed=rng.randint(0, 3)),
+            shared + prompt_ids(rng.randint(0, 20), seed=rng.randint(0, 3)),
             replace(GREEDY, max_tokens=rng.randint(1, 40)),
         )
-        for trunk, size in zip(trees, sizes, strict=True)
+        for shared, size in zip(trees, sizes, strict=True)
         for _ in range(size)
     ]
     rng.shuffle(requests)

@@ -65,7 +65,7 @@ class DecodeActor(ThreadActor):
         self._step = step
         self._policy = step.policy
         self._running = step.running
-        self._trunks = step.trunks
+        self._prefixes = step.prefixes
         self._cache = cache
         self._stored = stored
         self._waiting: deque[DecodeSequence] = deque()
@@ -164,7 +164,7 @@ class DecodeActor(ThreadActor):
         if of_one and span.version == self._policy.version:
             self._cache.store(prompt.ids, fetched, from_token=match.tokens, routes=self._rows(span))
             blocks = self._cache.match(prompt.ids, pin=True)
-            # One pin for each request: blocks with two are shared, and get a trunk.
+            # One pin for each request: blocks with two are shared, and get a shared prefix.
             self._cache.unpin(match)
         room = self._policy.limits.context_tokens - prompt.tokens
         self._waiting.append(
@@ -265,20 +265,20 @@ class DecodeActor(ThreadActor):
 
     def _place(self, sequence: DecodeSequence) -> bool:
         """Give a sequence its row; return False without room."""
-        if self._trunks is not None:
-            self._trunks.seat(sequence, self._running)
+        if self._prefixes is not None:
+            self._prefixes.seat(sequence, self._running)
         own = sequence.prompt.tokens - sequence.base
         to_come = min(sequence.most_sampled, _LOOKAHEAD_TOKENS)
         if not self._running.add(sequence, tokens=own, expected_tokens=own + to_come):
-            if self._trunks is not None:
-                self._trunks.leave(sequence)
+            if self._prefixes is not None:
+                self._prefixes.leave(sequence)
             return False
         self._fill(sequence)
         sequence.began_s = sequence.sent_s = time.monotonic()
         return True
 
     def _fill(self, sequence: DecodeSequence) -> None:
-        """Copy a prompt's keys and values to its row, without those in its trunk."""
+        """Copy a prompt's keys and values to its row, without those in its shared prefix."""
         assert sequence.arrived is not None
         cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
         kv = self._running.kv(sequence)
@@ -359,8 +359,8 @@ class DecodeActor(ThreadActor):
                 whole = sequence.prompt.tokens
                 self._stored.write(known, kv, after_token=whole, kv_from=sequence.base)
         self._running.remove(sequence)
-        if self._trunks is not None:
-            self._trunks.leave(sequence)
+        if self._prefixes is not None:
+            self._prefixes.leave(sequence)
         self._unpin(sequence)
 
     def _unpin(self, sequence: DecodeSequence) -> None:

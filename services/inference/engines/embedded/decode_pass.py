@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
-from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import Drawn, draw
@@ -30,19 +30,19 @@ class DecodePass(Protocol):
 
 
 class SlabPass:
-    """The `DecodePass` over slabs and trunks."""
+    """The `DecodePass` over slabs and shared prefixes."""
 
     def __init__(
-        self, policy: Policy, running: Slabs[DecodeSequence], trunks: Trunks | None
+        self, policy: Policy, running: Slabs[DecodeSequence], prefixes: SharedPrefixes | None
     ) -> None:
         self._policy = policy
         self._running = running
-        self._trunks = trunks
+        self._prefixes = prefixes
 
     def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
         """See `DecodePass`."""
-        trunk_slabs = self._trunks.slabs.occupied if self._trunks is not None else []
-        step = SlabStep(self._running.occupied, trunk_slabs)
+        prefix_slabs = self._prefixes.slabs.occupied if self._prefixes is not None else []
+        step = SlabStep(self._running.occupied, prefix_slabs)
         ids: list[int] = []
         for sequence, draft in zip(sequences, drafts, strict=True):
             ids += (sequence.sampled[-1], *draft.ids)

@@ -19,7 +19,7 @@ import torch
 from forge.core.errors import ForgeError
 from services.inference.engines.embedded.decode_pass import DecodePass, SlabPass
 from services.inference.engines.embedded.kv.extents import Extents
-from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.metrics import (
     ACCEPTED,
@@ -69,20 +69,20 @@ class DecodeStep:
         self,
         policy: Policy,
         running: Slabs[DecodeSequence] | Extents[DecodeSequence],
-        trunks: Trunks | None,
+        prefixes: SharedPrefixes | None,
         drafter: Drafter,
         depth: DepthChooser,
         *,
         device_pass: DecodePass | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`device_pass`: the pass over extents, which have no trunks."""
+        """`device_pass`: the pass over extents, which have no shared prefixes."""
         self.policy = policy
         self.running = running
-        self.trunks = trunks
+        self.prefixes = prefixes
         if device_pass is None:
             assert isinstance(running, Slabs)
-            device_pass = SlabPass(policy, running, trunks)
+            device_pass = SlabPass(policy, running, prefixes)
         self._pass = device_pass
         self._drafter = drafter
         self._depth = depth

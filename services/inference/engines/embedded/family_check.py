@@ -39,7 +39,7 @@ from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.messages import HeldPrompt, Join, Reserve
 from services.inference.engines.embedded.model.policy import Policy, read_config
@@ -269,9 +269,9 @@ class _Pair:
         self._prefill.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
         decoded = cache()
         slabs: Slabs[Any] = Slabs(shape, context_tokens=_CONTEXT_TOKENS, capacity_bytes=capacity)
-        trunks = None
+        prefixes = None
         if not shape.windowed:
-            trunks = Trunks(
+            prefixes = SharedPrefixes(
                 shape,
                 decoded,
                 context_tokens=_CONTEXT_TOKENS,
@@ -279,7 +279,7 @@ class _Pair:
                 least_tokens=2 * _BLOCK_TOKENS,
             )
         depth = DepthChooser(_KnownAnswers.most, adaptive=False)
-        step = DecodeStep(policy, slabs, trunks, drafter, depth)
+        step = DecodeStep(policy, slabs, prefixes, drafter, depth)
         self._decode = DecodeActor(step, decoded, max_running=16, max_waiting=16, threads=1)
         self._decode.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
 

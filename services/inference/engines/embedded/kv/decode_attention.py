@@ -1,11 +1,11 @@
 """One decode step's attention: a new token for every running sequence, and its drafts.
 
-Each sequence reads its own slab row. All sequences of a trunk read it together, and the two results
-are merged by their log-sum-exp.
+Each sequence reads its own slab row. All sequences of a shared prefix read it together, and the two
+results are merged by their log-sum-exp.
 
 Shape suffixes: N new tokens, R rows of a slab, S new tokens of each row, padded to the most of a
-row, K tokens that read one trunk, M tokens that read trunks, H key-value heads, G query heads per
-key-value head, Q = H * G, T tokens, D head size.
+row, K tokens that read one shared prefix, M tokens that read shared prefixes, H key-value heads,
+G query heads per key-value head, Q = H * G, T tokens, D head size.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from services.inference.engines.embedded.kv.attention import (
     attention_with_lse,
     with_sinks,
 )
-from services.inference.engines.embedded.kv.shared_prefixes import Trunk
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefix
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
 _PADDED_SEQUENCES = 16
-"""A trunk with more sequences is read alone; the others are padded to the largest of them."""
+"""A prefix with more sequences is read alone; the others are padded to the largest of them."""
 
 
 class SlabStep:
     """The KvPass of one step: its tokens are those of the slabs' sequences, in order, each with as
     many as its `step_tokens`."""
 
-    def __init__(self, slabs: Sequence[Slab], trunk_slabs: Sequence[Slab]) -> None:
+    def __init__(self, slabs: Sequence[Slab], prefix_slabs: Sequence[Slab]) -> None:
         device = slabs[0].layers[0].device
         self._dtype = slabs[0].layers[0].dtype
         self._slabs = [_SlabTokens.of(slab) for slab in slabs]
@@ -45,7 +45,9 @@ class SlabStep:
             positions += range(first, first + row.step_tokens)
         self.positions_N = torch.tensor(positions, device=device)
         self._reads = [
-            _TrunkRead.of(slab, trunks, numbers) for slab in trunk_slabs for trunks in _reads(slab)
+            _PrefixRead.of(slab, prefixes, numbers)
+            for slab in prefix_slabs
+            for prefixes in _reads(slab)
         ]
         self._bias: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
@@ -69,13 +71,13 @@ class SlabStep:
             out.append(tokens.unpadded(read))
         out_NHGD = torch.cat(out) if len(out) > 1 else out[0]
         if self._reads:
-            self._merge_trunks(layer, q_NHGD, out_NHGD, torch.cat(lse), scale=scale)
+            self._merge_prefixes(layer, q_NHGD, out_NHGD, torch.cat(lse), scale=scale)
         if sinks_Q is not None:
             sinks_HG = sinks_Q.view(q_NHGD.shape[1:3])
             out_NHGD = with_sinks(out_NHGD, torch.cat(lse), sinks_HG)
         return out_NHGD.flatten(1, 2)
 
-    def _merge_trunks(
+    def _merge_prefixes(
         self,
         layer: int,
         q_NHGD: torch.Tensor,
@@ -85,12 +87,12 @@ class SlabStep:
         scale: float | None,
     ) -> None:
         for read in self._reads:
-            trunk_out, trunk_lse = read.attend(layer, q_NHGD, scale=scale)
+            prefix_out, prefix_lse = read.attend(layer, q_NHGD, scale=scale)
             asking = read.asking
             # softmax over both parts, from the two parts' log-sum-exp.
-            share = torch.sigmoid(trunk_lse - lse_NHG[asking])[..., None]
+            share = torch.sigmoid(prefix_lse - lse_NHG[asking])[..., None]
             own = out_NHGD[asking].to(share.dtype)
-            out_NHGD[asking] = torch.lerp(own, trunk_out.to(share.dtype), share).to(self._dtype)
+            out_NHGD[asking] = torch.lerp(own, prefix_out.to(share.dtype), share).to(self._dtype)
 
     def _bias_for(self, window: int | None, groups: int) -> list[torch.Tensor]:
         if (window, groups) not in self._bias:
@@ -189,26 +191,28 @@ class _SlabTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TrunkRead:
-    """Trunks of one slab that all their sequences read in one call."""
+class _PrefixRead:
+    """Shared prefixes of one slab that all their sequences read in one call."""
 
     slab: Slab
     rows: slice
     length: int
     bias: torch.Tensor | None
-    """[R, 1, 1, T]; None when all trunks have the same length."""
+    """[R, 1, 1, T]; None when all shared prefixes have the same length."""
     table: torch.Tensor
-    """[R, K], the number of the token that reads there; padding beyond a trunk's own."""
+    """[R, K], the number of the token that reads there; padding beyond a shared prefix's own."""
     asking: torch.Tensor
     """[M], the numbers of the reading tokens, each once."""
     places: torch.Tensor
     """[M], the place of each in the flattened table."""
 
     @classmethod
-    def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, range]) -> _TrunkRead:
+    def of(
+        cls, slab: Slab, prefixes: Sequence[SharedPrefix], numbers: Mapping[int, range]
+    ) -> _PrefixRead:
         """`numbers`: those of each sequence's tokens, by its id()."""
         kv = slab.layers[0]
-        reading = [[n for one in trunk.sequences for n in numbers[id(one)]] for trunk in trunks]
+        reading = [[n for one in shared.sequences for n in numbers[id(one)]] for shared in prefixes]
         widest = max(map(len, reading))
         table: list[list[int]] = []
         asking: list[int] = []
@@ -217,7 +221,7 @@ class _TrunkRead:
             table.append(own + [0] * (widest - len(own)))
             asking += own
             places += range(row * widest, row * widest + len(own))
-        lengths = [trunk.tokens for trunk in trunks]
+        lengths = [shared.tokens for shared in prefixes]
         longest = _length(slab, lengths)
         bias = None
         if set(lengths) != {longest}:
@@ -225,7 +229,7 @@ class _TrunkRead:
             bias = attention_bias(last_R, longest, window=None, dtype=kv.dtype)[:, None, None]
         return cls(
             slab=slab,
-            rows=slice(trunks[0].row, trunks[-1].row + 1),
+            rows=slice(prefixes[0].row, prefixes[-1].row + 1),
             length=longest,
             bias=bias,
             table=torch.tensor(table, device=kv.device),
@@ -247,20 +251,20 @@ class _TrunkRead:
         return out.flatten(0, 1)[self.places], lse.flatten(0, 1)[self.places]
 
 
-def _reads(slab: Slab) -> list[list[Trunk]]:
-    """The trunks of a slab, in consecutive runs that are read in one call each."""
-    runs: list[list[Trunk]] = []
-    for trunk in slab.rows:
-        assert isinstance(trunk, Trunk)
-        if runs and not _is_wide(trunk) and not _is_wide(runs[-1][-1]):
-            runs[-1].append(trunk)
+def _reads(slab: Slab) -> list[list[SharedPrefix]]:
+    """The shared prefixes of a slab, in consecutive runs that are read in one call each."""
+    runs: list[list[SharedPrefix]] = []
+    for shared in slab.rows:
+        assert isinstance(shared, SharedPrefix)
+        if runs and not _is_wide(shared) and not _is_wide(runs[-1][-1]):
+            runs[-1].append(shared)
         else:
-            runs.append([trunk])
+            runs.append([shared])
     return runs
 
 
-def _is_wide(trunk: Trunk) -> bool:
-    return len(trunk.sequences) > _PADDED_SEQUENCES
+def _is_wide(shared: SharedPrefix) -> bool:
+    return len(shared.sequences) > _PADDED_SEQUENCES
 
 
 def _length(slab: Slab, needed: Sequence[int]) -> int:

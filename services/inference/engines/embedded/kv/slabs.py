@@ -32,7 +32,7 @@ class SlabRow:
     tokens: int = 0
     """Tokens with keys and values in this row."""
     base: int = 0
-    """Tokens before them, with keys and values in a trunk."""
+    """Tokens before them, with keys and values in a shared prefix."""
     step_tokens: int = 1
     """Tokens that the next step computes."""
     room: int = 0

@@ -21,7 +21,7 @@ from services.inference.engines.embedded.kv.device_attention import (
 )
 from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
@@ -106,7 +106,7 @@ def decode_actor(
     *,
     kv_bytes: int,
 ) -> DecodeActor:
-    """The actor that samples; `kv_bytes` for running sequences and trunks."""
+    """The actor that samples; `kv_bytes` for running sequences and shared prefixes."""
     depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
     attend = device_attention(policy.kv_shape)
     if attend is None:
@@ -115,7 +115,9 @@ def decode_actor(
             context_tokens=policy.limits.context_tokens,
             capacity_bytes=kv_bytes,
         )
-        step = DecodeStep(policy, slabs, _trunks(policy, cache, slabs), HeadDrafter(policy), depth)
+        step = DecodeStep(
+            policy, slabs, _prefixes(policy, cache, slabs), HeadDrafter(policy), depth
+        )
     else:
         extents: Extents[Any] = Extents(
             policy.kv_shape,
@@ -137,11 +139,11 @@ def decode_actor(
     )
 
 
-def _trunks(policy: Policy, cache: KvCache, running: Slabs[Any]) -> Trunks | None:
+def _prefixes(policy: Policy, cache: KvCache, running: Slabs[Any]) -> SharedPrefixes | None:
     """Return None on a GPU, and for models with a sliding window: neither can merge two reads."""
     if policy.device.type != "cpu" or policy.kv_shape.windowed:
         return None
-    return Trunks(
+    return SharedPrefixes(
         policy.kv_shape,
         cache,
         context_tokens=policy.limits.context_tokens,

@@ -88,7 +88,7 @@ def test_the_engine_keeps_only_matrices_in_16_bits(tmp_path: Path) -> None:
 
 
 def test_draft_heads_run_in_16_bits(tmp_path: Path) -> None:
-    """Heads take the trunk's float32 states and give float32 logits."""
+    """Heads take the backbone's float32 states and give float32 logits."""
     config = CONFIGS["llama"]
     config.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -131,19 +131,19 @@ class Memory:
 def test_kv_slabs_never_allocate_more_than_their_bound(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through random joins, growths and leaves of sequences and trunks: old and new memory of a
-    growing slab count together, and trunks count in the same bound."""
+    """Through random joins, growths and leaves of sequences and shared prefixes, which have one
+    bound: old and new memory of a growing slab count together."""
     rng = random.Random(seed)
     memory = Memory(monkeypatch)
     running = slabs(capacity_tokens=6 * 1024)
-    trunks: Slabs[SlabRow] = Slabs(
+    prefixes: Slabs[SlabRow] = Slabs(
         SHAPE, context_tokens=CONTEXT, capacity_bytes=running.capacity_bytes, beside=running
     )
     rows: list[tuple[Slabs[SlabRow], SlabRow]] = []
     refused = 0
     for _ in range(600):
         if rng.random() < 0.5 or not rows:
-            kind = rng.choice((running, running, trunks))
+            kind = rng.choice((running, running, prefixes))
             row = SlabRow()
             tokens = rng.randint(1, 600)
             if kind.add(row, tokens=tokens, expected_tokens=tokens + rng.randint(0, 300)):
@@ -157,7 +157,7 @@ def test_kv_slabs_never_allocate_more_than_their_bound(
         else:
             kind, row = rows.pop(rng.randrange(len(rows)))
             kind.remove(row)
-        assert memory.live == running.bytes + trunks.bytes
+        assert memory.live == running.bytes + prefixes.bytes
     assert refused
     assert memory.peak <= running.capacity_bytes
     assert memory.peak > running.capacity_bytes // 2

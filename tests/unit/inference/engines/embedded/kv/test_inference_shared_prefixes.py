@@ -1,4 +1,4 @@
-"""Which running sequences get a trunk."""
+"""Which running sequences get a shared prefix."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 
-from services.inference.engines.embedded.kv.shared_prefixes import Trunk, Trunks
+from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefix, SharedPrefixes
 from tests.contract import engines
 
-_PLANT = Trunks._plant
+_PLANT = SharedPrefixes._plant
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> list[Trunk]:
-    """Collects new trunks; `clear` drops those of the check at the start."""
-    found: list[Trunk] = []
+def planted(monkeypatch: pytest.MonkeyPatch) -> list[SharedPrefix]:
+    """Collects new shared prefixes; `clear` drops those of the check at the start."""
+    found: list[SharedPrefix] = []
 
-    def plant(trunks: Trunks, *given: Any) -> Trunk | None:
-        trunk = _PLANT(trunks, *given)
-        found.extend([trunk] if trunk else [])
-        return trunk
+    def plant(prefixes: SharedPrefixes, *given: Any) -> SharedPrefix | None:
+        shared = _PLANT(prefixes, *given)
+        found.extend([shared] if shared else [])
+        return shared
 
-    monkeypatch.setattr(Trunks, "_plant", plant)
+    monkeypatch.setattr(SharedPrefixes, "_plant", plant)
     return found
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_sequence_alone_gets_no_trunk(
-    tmp_path: Path, planted: list[Trunk], turns: int
+async def test_sequence_alone_gets_no_shared_prefix(
+    tmp_path: Path, planted: list[SharedPrefix], turns: int
 ) -> None:
     """A cached prompt that no other request has is read with the sequence's own tokens."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
@@ -43,8 +43,8 @@ async def test_sequence_alone_gets_no_trunk(
     assert planted == []
 
 
-async def test_equal_prompts_share_one_trunk(tmp_path: Path, planted: list[Trunk]) -> None:
-    """Requests with the same prompt that run together have one trunk."""
+async def test_equal_prompts_share_one_prefix(tmp_path: Path, planted: list[SharedPrefix]) -> None:
+    """Requests with the same prompt that run together have one shared prefix."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     async with engines.ENGINES["both"](tmp_path) as pair:
         await pair.load(engines.published(engines.reference("qwen3")), version=1)
