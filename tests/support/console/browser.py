@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +10,8 @@ from importlib.resources import files
 from typing import Any
 
 from playwright.async_api import Browser, Page, async_playwright
+
+from tests.support.runtime.waiting import StillNotSo, until
 
 LIMIT_MS = 60_000
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -52,9 +53,10 @@ class Watched:
     async def until(self, expression: str, argument: Any = None) -> None:
         """Wait until an expression is true. Not by `wait_for_function`: the policy of the page has
         no `eval`."""
-        async with asyncio.timeout(LIMIT_MS / 1000):
-            while not await self.page.evaluate(expression, argument):
-                await asyncio.sleep(0.05)
+        try:
+            await until(lambda: self.page.evaluate(expression, argument), limit_s=LIMIT_MS / 1000)
+        except StillNotSo:
+            raise StillNotSo(f"not true within {LIMIT_MS} ms: {expression}") from None
 
     async def problems(self) -> list[str]:
         """Violations that axe-core finds, as lines."""

@@ -16,6 +16,7 @@ from services.console.http.access import needs_login
 from services.console.http.server import TOPIC_RIGHTS, static_files
 from tests.support.console.page import Console, served, token_of
 from tests.support.pool.records import make_turn
+from tests.support.runtime.waiting import until
 
 WITH_LOGIN = ConsoleConfig(http=HttpSettings(login="always"))
 STATIC = Path(__file__).parents[4] / "services" / "console" / "static"
@@ -205,9 +206,7 @@ async def test_live_pages_are_limited() -> None:
             await anext(console.events(response))
             status, body = await console.get("/api/events?topics=queue")
             assert status == 429 and "http.max_viewers" in body["error"]
-        async with asyncio.timeout(60):
-            while console.topics["queue"].watched.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: not console.topics["queue"].watched.is_set())
         async with console.client.get("/api/events?topics=queue") as response:
             assert response.status == 200
 

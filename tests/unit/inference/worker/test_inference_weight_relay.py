@@ -15,6 +15,7 @@ from services.inference.worker import weight_relay
 from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_relay import WeightRelay
 from tests.support.inference.weight_sources import Source, Worker, tensors_of
+from tests.support.runtime.waiting import until
 
 WORKERS = 8
 WEIGHTS = {f"t{number}": bytes([number]) * (1 << 20) for number in range(6)}
@@ -40,9 +41,7 @@ async def test_publication_leaves_the_trainer_once() -> None:
         worker.publish(1, WEIGHTS, source=address)
     await trainer.hung.wait()
     # Three slices have left the trainer, and reach every worker before the fourth does.
-    async with asyncio.timeout(60):
-        while any(_received(worker) < 3 << 20 for worker in workers):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(_received(worker) >= 3 << 20 for worker in workers))
     assert not any(worker.follower.weights for worker in workers)
     trainer.go_on.set()
     for worker in workers:
