@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,31 @@ def test_every_link_to_a_file_is_valid() -> None:
     """Relative links of all Markdown files name files of the repository."""
     for page in pages():
         list(links.targets((ROOT / page).read_text(encoding="utf-8"), source=page))
+
+
+def headings(text: str) -> set[str]:
+    """The fragments of a page's headings, as the site and the hosts of repositories make them."""
+    outside = re.sub(r"^(```+|~~~+).*?^\1[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found: Counter[str] = Counter()
+    fragments = set()
+    for heading in re.findall(r"^#+ (.*)", outside, flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        name = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", shown).strip().lower())
+        fragments |= {name} if not found[name] else {f"{name}-{found[name]}"}
+        found[name] += 1
+    return fragments
+
+
+def test_every_link_to_a_heading_is_valid() -> None:
+    """Within a page and to another one."""
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages()}
+    fragments = {page: headings(text) for page, text in texts.items()}
+    for page, text in texts.items():
+        for target, fragment in re.findall(r"\]\(([^()\s#:]*)#([\w-]+)\)", text):
+            linked = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+            linked = linked if target else page
+            if linked in fragments:
+                assert fragment in fragments[linked], f"{page} links {target}#{fragment}"
 
 
 def test_every_path_in_the_docs_exists() -> None:
