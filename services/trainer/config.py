@@ -214,8 +214,9 @@ class TrainerConfig(ServiceConfig):
     autocast: Literal["none", "auto", "bfloat16"] = "none"
     """Type of the model's backbone; auto: bfloat16 where the device has it; master weights and the
     head are float32."""
-    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights sent to inference; auto: that of the backbone."""
+    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights sent to inference; auto: that of the backbone, so float32 unless autocast
+    is on."""
     publish_from: Literal["rank_0", "ranks"] = "rank_0"
     """Where published weights are held: all at rank 0, or a part of equal size at each rank, which
     sends it to workers. The latter needs mesh.dp_shard above 1, workers that reach the gRPC port of

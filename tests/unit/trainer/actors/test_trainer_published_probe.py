@@ -15,18 +15,23 @@ from services.trainer.config import LoraSettings
 from services.trainer.weight_publisher import Snapshot
 from tests.support.trainer.learners import started_learner
 
+_AUTOCAST = {"float32": "none", "bfloat16": "bfloat16"}
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_engine_computes_the_probe_of_a_publication(
     model_path: Path, tmp_path: Path, dtype: str, lora_rank: int
 ) -> None:
-    """In both types, merged or with adapters; with other log-probs the weights are refused and
-    those before stay."""
+    """In both types, by default that of the backbone, merged or with adapters; with other log-probs
+    the weights are refused and those before stay."""
     lora = LoraSettings(rank=lora_rank)
-    actor = started_learner(model_path, tmp_path, publish_dtype=dtype, lora=lora)
+    # The default publishes in the type of the backbone.
+    settings = {"publish_dtype": dtype} if lora_rank else {"autocast": _AUTOCAST[dtype]}
+    actor = started_learner(model_path, tmp_path, lora=lora, **settings)
     snapshot: Snapshot = actor.receive(TakeSnapshot(step=1))
     assert snapshot.probe is not None
+    assert {one.dtype for one in snapshot.tensors} == {dtype}
     probe = Probe(ids=tuple(snapshot.probe.ids), logprobs=tuple(snapshot.probe.logprobs))
     engine = Policy.build(str(model_path), dtype="float32", device="cpu")
     tensors = {one.name: one for one in snapshot.tensors}
