@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +51,22 @@ class Shard:
     data: Tensor
 
 
-def copy_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Shard]:
+def _pageable(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def copy_shards(
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    copy: Callable[[Tensor], Tensor] = _pageable,
+) -> list[Shard]:
     """Copies of this rank's shards of `tensors`; together the ranks of `group` have each element
-    once. All ranks call it with the same names; None is a world of one.
+    once. All ranks call it with the same names; None is a world of one. `copy` makes a contiguous
+    copy in host memory.
 
     Raises `RuntimeError` when a rank fails.
     """
-    copies = _HostCopies()
+    copies = _HostCopies(copy)
     with _as_error(RuntimeError):
         save(dict(tensors), storage_writer=copies, process_group=group, no_dist=group is None)
     return copies.shards
@@ -66,8 +75,9 @@ def copy_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
 class _HostCopies(StorageWriter):
     """Copies what DCP would write to host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self.shards: list[Shard] = []
+        self._copy = copy
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
@@ -76,7 +86,7 @@ class _HostCopies(StorageWriter):
             assert about is not None, "tensors alone"
             found = planner.resolve_data(item)
             assert isinstance(found, Tensor), "tensors alone"
-            data = found.detach().to("cpu", copy=True).contiguous()
+            data = self._copy(found)
             offsets = tuple(about.chunk.offsets)
             self.shards.append(Shard(name=item.index.fqn, offsets=offsets, data=data))
             results.append(

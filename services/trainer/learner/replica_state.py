@@ -39,6 +39,7 @@ from services.trainer.checkpoint.reading import (
 )
 from services.trainer.checkpoint.shards import copy_shards
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee
+from services.trainer.model.host_copies import finish_copies, host_copy
 
 _BASE = "base"
 """Key in the learner's file: the fingerprint of the base model that the checkpoint needs."""
@@ -70,6 +71,11 @@ class ReplicaState:
     def captured(self) -> Contents:
         """A copy of this rank's part of the state that a checkpoint holds. If the world shards the
         state, all ranks call it."""
+        contents = self._copied()
+        finish_copies(self._learner.policy.device)
+        return contents
+
+    def _copied(self) -> Contents:
         model, owners = self._own_part()
         files = _model_files(owners, self._ranks)
         adapters = self._trainee.adapters
@@ -81,7 +87,8 @@ class ReplicaState:
             learner["mtp"] = {key: one for key, one in learner["mtp"].items() if key != "heads"}
         tensors = {MASTER_PREFIX + name: one for name, one in master.items()}
         outline = _outline(learner, tensors)
-        shards = copy_shards(tensors, self._world.everyone if self._shared else None)
+        group = self._world.everyone if self._shared else None
+        shards = copy_shards(tensors, group, copy=host_copy)
         # All ranks gather the adapters; rank 0 writes them whole, in PEFT's layout.
         whole_adapters = {
             name: whole(one.detach()).to("cpu", copy=True).contiguous()
@@ -118,7 +125,7 @@ class ReplicaState:
         return own, owners
 
     def _published(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", self._published_type, copy=True).contiguous()
+        return host_copy(tensor, self._published_type)
 
     def _random_states(self) -> list[dict[str, Tensor]]:
         own = random_state(self._learner.policy.device)

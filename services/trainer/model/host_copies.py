@@ -1,4 +1,5 @@
-"""Copies of the model's tensors in host memory, made before the next step changes them.
+"""Copies of tensors in host memory, for publication and checkpoints, made before the next step
+changes them.
 
 Owns how a device tensor gets there: rounded on the device, which halves its bytes, into memory that
 the device writes without the processor (pinned). torch keeps freed pinned memory for later copies.
@@ -21,12 +22,24 @@ def host_copies(
     ended."""
     device: torch.device | None = None
     for name, tensor in tensors:
-        if tensor.is_cuda:
-            device = tensor.device
-            yield name, _from_device(tensor.detach().to(dtype))
-        else:
-            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        device = tensor.device
+        yield name, host_copy(tensor, dtype)
     if device is not None:
+        finish_copies(device)
+
+
+def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous copy in `dtype`, or in the tensor's own type; that of a device's tensor is
+    complete after `finish_copies`."""
+    wanted = dtype or tensor.dtype
+    if tensor.is_cuda:
+        return _from_device(tensor.detach().to(wanted))
+    return tensor.detach().to("cpu", wanted, copy=True).contiguous()
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait for the copies from a device."""
+    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
