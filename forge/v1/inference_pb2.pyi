@@ -610,7 +610,10 @@ class FetchKvResponse(_message.Message):
     @_builtins.property
     def slice(self) -> _common_pb2.TensorSlice:
         """Instead of `block`: a slice of the array "kv", with the shape of KvBlock. The fields below are
-        those of KvBlock and set in each response with a slice.
+        those of KvBlock and set in each response with a slice. Before the response or slices that end with
+        the prompt, for a model with recurrent layers: slices of the array "recurrent", bytes with the states
+        of these layers after the prompt's last token, without the fields below. Only with
+        FetchKvRequest.slices; else FAILED_PRECONDITION.
         """
 
     @_builtins.property

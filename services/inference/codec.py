@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
-from forge.core.errors import DataLoss, InvalidArgument
+from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import (
     TOKEN_BYTES,
@@ -54,6 +54,7 @@ _FINISH = {
     None: FINISH_REASON_UNSPECIFIED,
 }
 _KV = "kv"
+_RECURRENT = "recurrent"
 _MAX_SPAN_BYTES = 1 << 40
 MAX_BIASES = 4096
 MAX_REPETITION_PENALTY = 10.0
@@ -295,6 +296,20 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
         yield FetchKvResponse(block=chunk)
 
 
+def write_recurrent(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
+    """Encode the states of recurrent layers, before the span that ends with them; nothing without
+    any. Raises FailedPrecondition without `slices`."""
+    if not span.recurrent:
+        return
+    if not slices:
+        raise FailedPrecondition("the hand-off has recurrent states: set `slices` in the request")
+    states = NamedTensor(
+        name=_RECURRENT, dtype="uint8", shape=(len(span.recurrent),), data=span.recurrent
+    )
+    for piece in tensors.slices(states):
+        yield FetchKvResponse(slice=piece)
+
+
 def write_end(span: KvSpan, response: FetchKvResponse) -> None:
     """Add what a span has beside keys and values: the last hidden state, the first token."""
     if span.first is not None:
@@ -330,6 +345,12 @@ class SpanAssembler:
     def __init__(self) -> None:
         self._slices = tensors.SliceAssembler()
         self._joiner = Joiner()
+        self._recurrent: bytes | memoryview = b""
+
+    def take_recurrent(self) -> bytes | memoryview:
+        """The states of recurrent layers that came before a span; then there are none."""
+        states, self._recurrent = self._recurrent, b""
+        return states
 
     def add(self, response: FetchKvResponse) -> KvSpan | None:
         """Return the span at its last response. Raises `DataLoss` for a misplaced or damaged
@@ -339,6 +360,9 @@ class SpanAssembler:
             return None if whole is None else _read_block(whole)
         array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
         if array is None:
+            return None
+        if array.name == _RECURRENT:
+            self._recurrent = array.data
             return None
         return KvSpan(
             from_token=response.from_token,
@@ -350,6 +374,7 @@ class SpanAssembler:
             last_state=read_state(response),
             fingerprint=response.model_fingerprint,
             first=read_first(response),
+            recurrent=self.take_recurrent(),
         )
 
 

@@ -32,8 +32,10 @@ def write_shared_span(span: KvSpan, *, name: str, checksum: int) -> FetchKvRespo
     return response
 
 
-def read_shared_span(response: FetchKvResponse, data: memoryview) -> KvSpan:
-    """Decode a span with this data. Raises DataLoss as `read_state`."""
+def read_shared_span(
+    response: FetchKvResponse, data: memoryview, recurrent: bytes | memoryview
+) -> KvSpan:
+    """Decode a span with this data and these states. Raises DataLoss as `read_state`."""
     return KvSpan(
         from_token=response.from_token,
         tokens=response.tokens,
@@ -44,6 +46,7 @@ def read_shared_span(response: FetchKvResponse, data: memoryview) -> KvSpan:
         last_state=read_state(response),
         fingerprint=response.model_fingerprint,
         first=read_first(response),
+        recurrent=recurrent,
     )
 
 

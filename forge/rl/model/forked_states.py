@@ -35,7 +35,7 @@ PENDING = ("pending", 0)
 def fork_states(model: nn.Module) -> bool:
     """Let the recurrent layers of a model compute trees; whether it has any. Passes without the
     keyword `tree` stay as they are. Idempotent."""
-    layers = [one for one in model.modules() if _cache_name(one)]
+    layers = [one for one in model.modules() if is_recurrent(one)]
     for index, layer in enumerate(layers):
         layer._forge_index = index  # type: ignore[assignment]
         # A bound method, so that a copy of the model has its own.
@@ -45,7 +45,21 @@ def fork_states(model: nn.Module) -> bool:
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether `fork_states` lets this layer compute trees."""
-    return bool(_cache_name(module))
+    return bool(cache_name(module)) and scan_takes_state(module)
+
+
+def scan_takes_state(module: nn.Module) -> bool:
+    """Whether a recurrent layer computes several tokens from a state; else only one, or all from
+    the first token on."""
+    return not hasattr(module, "dt_proj")  # Mamba 1
+
+
+def cache_name(module: nn.Module) -> str:
+    """Name of the cache in the forward of a recurrent layer; "" for another module."""
+    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return ""
+    parameters = signature(type(module).forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "")
 
 
 def tree_input(part: TreePart, prefix: Prefix | None, *, forked: bool) -> TreeInput:
@@ -57,16 +71,6 @@ def tree_input(part: TreePart, prefix: Prefix | None, *, forked: bool) -> TreeIn
     wanted = frozenset[int]() if states is None else states.wanted
     forks = plan_forks(schedule.nodes, prefix=schedule.prefix, wanted=wanted)
     return TreeInput(schedule=schedule, prefix=prefix, forks=forks, states=states)
-
-
-def _cache_name(module: nn.Module) -> str:
-    """ "" for a module that is no recurrent layer."""
-    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
-        return ""
-    if hasattr(module, "dt_proj"):
-        return ""  # Mamba 1: its scan takes no state
-    parameters = signature(type(module).forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), "")
 
 
 def _forward(
@@ -84,7 +88,7 @@ def _forward(
     index: int = layer._forge_index  # type: ignore[assignment]
     if tree.states is not None:
         hidden_states = tree.states.enter(index, hidden_states)
-    name, states, outputs = _cache_name(layer), dict[int, State](), []
+    name, states, outputs = cache_name(layer), dict[int, State](), []
     for batch in tree.forks.batches:
         nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
         before = _before(batch, index, states, tree)

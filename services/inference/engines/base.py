@@ -168,8 +168,12 @@ class KvSpan:
     process: empty from another worker."""
     first: Tokens | None = None
     """The token that prefill sampled, with the end of the prompt."""
+    recurrent: bytes | memoryview = b""
+    """With the end of the prompt: the states of the recurrent layers after it, as the engine holds
+    them; empty for a model without such layers."""
     kept: object = None
-    """From `local_kv` alone: the held prompt itself, in place of `data` and `last_state`."""
+    """From `local_kv` alone: the held prompt itself, in place of `data`, `last_state` and
+    `recurrent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

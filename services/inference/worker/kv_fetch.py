@@ -163,16 +163,22 @@ class KvFetch:
                     continue
                 if began_s is None:
                     began_s = time.monotonic() if request.early else asked_s
-                shared = response.HasField("shared")
-                span = await self._read_shared(response) if shared else assembler.add(response)
+                span: KvSpan | None
+                if response.HasField("shared"):
+                    span = await self._read_shared(response, assembler.take_recurrent())
+                else:
+                    span = assembler.add(response)
                 if span is not None:
                     yield span, began_s
                     began_s = None
         finally:
             call.cancel()
 
-    async def _read_shared(self, response: pb.FetchKvResponse) -> KvSpan:
-        """Map a span in shared memory. Raises DataLoss, Unavailable if it cannot be opened."""
+    async def _read_shared(
+        self, response: pb.FetchKvResponse, recurrent: bytes | memoryview
+    ) -> KvSpan:
+        """Map a span in shared memory; `recurrent` came before it. Raises DataLoss, Unavailable if
+        it cannot be opened."""
         shared = response.shared
         try:
             data = await asyncio.to_thread(
@@ -182,7 +188,7 @@ class KvFetch:
             # The next fetches do without it.
             self._fetcher.shared_memory = ""
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
-        return kv_codec.read_shared_span(response, data)
+        return kv_codec.read_shared_span(response, data, recurrent)
 
 
 def _is_empty(response: pb.FetchKvResponse) -> bool:

@@ -219,6 +219,25 @@ def test_last_state_travels_with_the_last_slice() -> None:
     assert assembler.add(bare) == replace(span, last_state=b"")
 
 
+def test_recurrent_states_travel_before_the_span_that_ends_a_prompt() -> None:
+    """In slices with checksums, and with that span alone; without slices they are refused."""
+    states = bytes(range(256)) * (CHUNK_BYTES // 128)
+    span = KvSpan(
+        from_token=0, tokens=1, version=1, dtype="uint8", shape=(8,), data=bytes(8),
+        recurrent=states,
+    )  # fmt: skip
+    sent = [*codec.write_recurrent(span, slices=True), *codec.write_span(span, slices=True)]
+    assert len(sent) == 3
+    assembler = codec.SpanAssembler()
+    assert [assembler.add(response) for response in sent] == [None, None, span]
+    assert assembler.add(sent[-1]) == replace(span, recurrent=b"")
+    sent[0].slice.data = b"s" + sent[0].slice.data[1:]
+    with pytest.raises(DataLoss, match=r"recurrent: .* damaged"):
+        assembler.add(sent[0])
+    with pytest.raises(FailedPrecondition, match="set `slices`"):
+        list(codec.write_recurrent(span, slices=False))
+
+
 def test_span_larger_than_a_message_needs_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,19 +15,20 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, KvSpan, Piece, Prompt
+from services.inference.engines.base import BrokenWeights, Piece, Prompt
+from services.inference.engines.embedded.arrivals import Arrivals
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.messages import (
     Abort,
     Deliver,
-    HeldPrompt,
     Join,
     Reserve,
     Swap,
@@ -35,7 +36,6 @@ from services.inference.engines.embedded.messages import (
 from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
-from services.inference.engines.tensor_bytes import from_bytes
 
 WAITING_SHARE = 1 / 8
 """Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""
@@ -64,8 +64,10 @@ class DecodeActor(ThreadActor):
         """`recompute`: a swap ends the answers whose keys and values are of other weights."""
         self._step = step
         self._policy = step.policy
+        self._arrivals = Arrivals(step.policy)
         self._running = step.running
         self._prefixes = step.prefixes
+        self._states = step.states
         self._cache = cache
         self._stored = stored
         self._waiting: deque[DecodeSequence] = deque()
@@ -151,9 +153,11 @@ class DecodeActor(ThreadActor):
                     f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0
                 )
             assert match.tokens + span.tokens == prompt.tokens
-            fetched = self._keys_and_values(span)
-            # A part of a held prompt keeps all of it.
-            self._require_room_to_wait(fetched.untyped_storage().nbytes())
+            fetched = self._arrivals.keys_and_values(span)
+            arrived = Arrived(
+                cached=match, fetched=fetched, pinned=True, recurrent=self._arrivals.recurrent(span)
+            )
+            self._require_room_to_wait(arrived.nbytes)
         except BaseException:
             self._unreserve(prompt.request_id)
             raise
@@ -162,7 +166,9 @@ class DecodeActor(ThreadActor):
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         if of_one and span.version == self._policy.version:
-            self._cache.store(prompt.ids, fetched, from_token=match.tokens, routes=self._rows(span))
+            self._cache.store(
+                prompt.ids, fetched, from_token=match.tokens, routes=self._arrivals.routes(span)
+            )
             blocks = self._cache.match(prompt.ids, pin=True)
             # One pin for each request: blocks with two are shared, and get a shared prefix.
             self._cache.unpin(match)
@@ -176,44 +182,16 @@ class DecodeActor(ThreadActor):
                 sampled=array("i", join.first.ids),
                 most_sampled=min(prompt.sampling.max_tokens, room),
                 version=span.version if of_one else _MIXED,
-                arrived=Arrived(cached=match, fetched=fetched, pinned=blocks is None),
+                arrived=replace(arrived, pinned=blocks is None),
                 matcher=join.matcher,
-                state=self._state(span),
+                state=self._arrivals.state(span),
                 prompt_blocks=blocks,
                 kv_shape=self._policy.kv_shape,
-                routes=bytearray(self._rows(span).numpy().tobytes()),
+                routes=bytearray(self._arrivals.routes(span).numpy().tobytes()),
                 routes_start=match.tokens,
                 routes_sent=prompt.tokens,
             )
         )
-
-    def _keys_and_values(self, span: KvSpan) -> torch.Tensor:
-        if isinstance(span.kept, HeldPrompt):
-            own = span.kept.kv[:, :, :, span.from_token :]
-            # A view would keep the memory of the whole prompt.
-            return own.clone() if span.tokens < span.from_token else own
-        fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
-        return fetched.to(self._policy.device)
-
-    def _rows(self, span: KvSpan) -> torch.Tensor:
-        """The experts of a hand-off; those from another worker are not known."""
-        shape = self._policy.kv_shape
-        if not span.routes:
-            return shape.unknown_routes(span.tokens)
-        rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
-        return rows.view(span.tokens, shape.route_bytes)
-
-    def _state(self, span: KvSpan) -> torch.Tensor | None:
-        """The hidden state that came with a hand-off; None without a fitting one, which only
-        delays drafts by a step."""
-        policy = self._policy
-        if isinstance(span.kept, HeldPrompt):
-            return span.kept.state if policy.drafts is not None else None
-        fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
-        if policy.drafts is None or not span.last_state or not fitting:
-            return None
-        state = from_bytes(span.last_state, dtype=span.dtype, shape=(policy.head.channels,))
-        return state.to(policy.device)
 
     def _require_room_to_wait(self, arriving_bytes: int) -> None:
         """Raises ResourceExhausted if waiting keys and values would exceed their share of the
@@ -221,11 +199,7 @@ class DecodeActor(ThreadActor):
         most_bytes = int(self._running.capacity_bytes * WAITING_SHARE)
 
         def is_full() -> bool:
-            waiting = [
-                one.arrived.fetched.untyped_storage().nbytes()
-                for one in self._waiting
-                if one.arrived
-            ]
+            waiting = [one.arrived.nbytes for one in self._waiting if one.arrived]
             return bool(waiting) and sum(waiting) + arriving_bytes > most_bytes
 
         if is_full():
@@ -287,6 +261,9 @@ class DecodeActor(ThreadActor):
         own = slice(first - sequence.base, sequence.tokens)
         for layer, new in zip(kv, fetched, strict=True):
             layer[:, :, own] = new[:, :, first - cached.tokens :]
+        if self._states is not None:
+            assert sequence.arrived.recurrent is not None
+            self._states.add(sequence, sequence.arrived.recurrent)
         self._drop_arrived(sequence)
 
     @torch.inference_mode()
@@ -358,6 +335,10 @@ class DecodeActor(ThreadActor):
                 # Prefill has stored the whole blocks of the prompt.
                 whole = sequence.prompt.tokens
                 self._stored.write(known, kv, after_token=whole, kv_from=sequence.base)
+            if self._states is not None:
+                self._cache.store_states(known, self._states.kept(sequence))
+        if self._states is not None:
+            self._states.remove(sequence)
         self._running.remove(sequence)
         if self._prefixes is not None:
             self._prefixes.leave(sequence)

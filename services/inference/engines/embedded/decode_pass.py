@@ -13,6 +13,7 @@ import torch
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import Drawn, draw
 from services.inference.engines.embedded.sequences import DecodeSequence
@@ -33,8 +34,13 @@ class SlabPass:
     """The `DecodePass` over slabs and shared prefixes."""
 
     def __init__(
-        self, policy: Policy, running: Slabs[DecodeSequence], prefixes: SharedPrefixes | None
+        self,
+        policy: Policy,
+        running: Slabs[DecodeSequence],
+        prefixes: SharedPrefixes | None,
+        states: StateRows | None,
     ) -> None:
+        self._states = states
         self._policy = policy
         self._running = running
         self._prefixes = prefixes
@@ -47,7 +53,8 @@ class SlabPass:
         for sequence, draft in zip(sequences, drafts, strict=True):
             ids += (sequence.sampled[-1], *draft.ids)
         ids_N = torch.tensor(ids, device=self._policy.device)
-        logits_NV = self._policy.forward(ids_N, step.positions_N, step)
+        recurrent = [self._states.batch(sequences)] if self._states is not None else []
+        logits_NV = self._policy.forward(ids_N, step.positions_N, step, recurrent=recurrent)
         return draw_rows(logits_NV, sequences, drafts)
 
     def after_swap(self) -> None:

@@ -21,6 +21,7 @@ from services.inference.engines.embedded.decode_pass import DecodePass, SlabPass
 from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.metrics import (
     ACCEPTED,
     DRAFT_DEPTH,
@@ -73,16 +74,19 @@ class DecodeStep:
         drafter: Drafter,
         depth: DepthChooser,
         *,
+        states: StateRows | None = None,
         device_pass: DecodePass | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`device_pass`: the pass over extents, which have no shared prefixes."""
+        """`states`: of the running sequences' recurrent layers; then there are no drafts.
+        `device_pass`: the pass over extents, which have no shared prefixes."""
         self.policy = policy
         self.running = running
         self.prefixes = prefixes
+        self.states = states
         if device_pass is None:
             assert isinstance(running, Slabs)
-            device_pass = SlabPass(policy, running, prefixes)
+            device_pass = SlabPass(policy, running, prefixes, states)
         self._pass = device_pass
         self._drafter = drafter
         self._depth = depth
@@ -125,6 +129,8 @@ class DecodeStep:
                 sequence.state = last_C.to(self.policy.dtype, copy=True)
             row += sequence.step_tokens
             outcomes.append((sequence, outcome))
+        if self.states is not None:
+            self.states.advance()
         self._observe(drafts, counts, depth=depth, seconds=self._clock() - began_s)
         return outcomes
 

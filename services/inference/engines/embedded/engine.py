@@ -20,19 +20,19 @@ __all__ = ["EmbeddedBoth", "EmbeddedDecode", "EmbeddedPrefill"]
 class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
     """Reads prompts and samples, with one model and one prefix cache."""
 
-    held_share = 1 / 4
-
     role = "both"
+    held_share = 1 / 4
+    resumes = True
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """As `RoleEngine.make_actor`."""
         options, policy, store = parts.options, parts.policy, parts.store
-        running_bytes = options.kv_bytes - int(options.kv_bytes * cls.held_share)
-        cache = parts.prefix_cache()
+        kv_bytes = cls.running_bytes(options)
+        cache = parts.prefix_cache(resumes=cls.resumes)
         return BothActor(
             prefill_actor(options, policy, cache, store),
-            decode_actor(options, policy, cache, store, kv_bytes=running_bytes),
+            decode_actor(options, policy, cache, store, kv_bytes=kv_bytes, resumes=cls.resumes),
         )
 
     def status(self) -> EngineStatus:

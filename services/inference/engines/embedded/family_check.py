@@ -41,6 +41,7 @@ from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.messages import HeldPrompt, Join, Reserve
 from services.inference.engines.embedded.model.policy import Policy, read_config
 from services.inference.engines.embedded.prefill import PrefillActor, Read
@@ -58,6 +59,7 @@ forward too; a family that the engine does not know differs by nats."""
 _BLOCK_TOKENS = 4
 _PASS_TOKENS = 24
 _ANSWER_TOKENS = 5
+_MOST_RUNNING = 16
 _SEED = 5
 _CONTEXT_TOKENS = 96
 _LONGEST_TOKENS = 44
@@ -194,12 +196,15 @@ def _compare(model: Any, cases: Sequence[_Case]) -> list[tuple[str, float, bool]
     policy.version = 1
     prompts = [case.ids for case in cases]
     plain = _Pair(policy, HeadDrafter(policy)).sample(prompts, vocabulary=vocabulary)
-    drafter = _KnownAnswers([answer.ids for answer in plain], vocabulary)
-    drafted = _Pair(policy, drafter).sample(prompts, vocabulary=vocabulary)
+    drafted = []
+    if policy.kv_shape.states is None:
+        drafter = _KnownAnswers([answer.ids for answer in plain], vocabulary)
+        drafted = _Pair(policy, drafter).sample(prompts, vocabulary=vocabulary)
     model.set_attn_implementation(own_attention)
     found = []
     decoded = [", decoded"] * len(plain) + [", decoded with drafts"] * len(drafted)
-    answers = zip([*cases, *cases], [*plain, *drafted], decoded, strict=True)
+    sampled = [*plain, *drafted]
+    answers = zip([*cases, *cases][: len(sampled)], sampled, decoded, strict=True)
     for case, answer, last_place in answers:
         own_NV = _own_logprobs(model, case.ids + answer.ids)[len(case.ids) - 1 : -1]
         engine_NV = torch.full_like(own_NV, torch.nan)
@@ -258,10 +263,10 @@ class _Pair:
 
     def __init__(self, policy: Policy, drafter: Drafter) -> None:
         shape = policy.kv_shape
-        capacity = 64 * _CONTEXT_TOKENS * shape.token_bytes
+        capacity = 64 * (_CONTEXT_TOKENS * shape.token_bytes + shape.state_bytes)
 
         def cache() -> KvCache:
-            return KvCache(shape, block_tokens=_BLOCK_TOKENS, capacity_bytes=capacity // 4)
+            return KvCache(shape, block_tokens=_BLOCK_TOKENS, capacity_bytes=capacity)
 
         self._prefill = PrefillActor(
             policy, cache(), block_tokens=_BLOCK_TOKENS, pass_tokens=_PASS_TOKENS, threads=1
@@ -279,8 +284,15 @@ class _Pair:
                 least_tokens=2 * _BLOCK_TOKENS,
             )
         depth = DepthChooser(_KnownAnswers.most, adaptive=False)
-        step = DecodeStep(policy, slabs, prefixes, drafter, depth)
-        self._decode = DecodeActor(step, decoded, max_running=16, max_waiting=16, threads=1)
+        states = None
+        if shape.states is not None:
+            states = StateRows(
+                shape.states, shape.device, rows=_MOST_RUNNING, block_tokens=_BLOCK_TOKENS
+            )
+        step = DecodeStep(policy, slabs, prefixes, drafter, depth, states=states)
+        self._decode = DecodeActor(
+            step, decoded, max_running=_MOST_RUNNING, max_waiting=16, threads=1
+        )
         self._decode.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
 
     def sample(self, prompts: Sequence[list[int]], *, vocabulary: int) -> list[_Answer]:
@@ -334,6 +346,7 @@ class _Pair:
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
             data=tensor_bytes.to_bytes(kv),
+            recurrent=b"" if held.recurrent is None else tensor_bytes.to_bytes(held.recurrent),
         )
 
         def deliver(piece: Piece | ForgeError) -> None:

@@ -28,6 +28,14 @@ class HeldPrompt:
     version: int
     state: torch.Tensor | None = None
     """The last token's hidden state; None without draft heads."""
+    recurrent: torch.Tensor | None = None
+    """States of the recurrent layers after the last token, uint8 [1, state_bytes]; None without
+    such layers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys, values and states."""
+        return self.kv.nbytes + (0 if self.recurrent is None else self.recurrent.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

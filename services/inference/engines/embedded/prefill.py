@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
@@ -32,6 +33,9 @@ from services.inference.engines.embedded.prefill_schedule import (
     WaitingPrefixes,
     next_pass,
 )
+from services.inference.engines.embedded.recurrent.layers import StateBatch
+from services.inference.engines.embedded.recurrent.read_states import ReadStates
+from services.inference.engines.embedded.recurrent.shape import StateShape
 from services.inference.engines.embedded.stored_kv import StoredKv
 from services.inference.engines.grammar_masks import Matcher
 
@@ -186,7 +190,7 @@ class PrefillActor(ThreadActor):
         shape = self._policy.kv_shape
         # The last token is always computed: its logits give the first token of the answer.
         limit = prompt.tokens - 1
-        match = self._cache.match(prompt.ids, limit_tokens=limit)
+        match = self._cache.resumable(prompt.ids, limit_tokens=limit)
         reading = Reading(
             prompt=prompt,
             ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
@@ -199,9 +203,28 @@ class PrefillActor(ThreadActor):
         self._read_stored(reading, limit)
         reading.done = reading.filled = reading.cached
         source, shared = prefixes.longest(prompt, limit_tokens=limit)
+        if source is not None and source.recurrent is not None and shared > reading.cached:
+            shared = source.recurrent.share(shared, done=source.done)
+        if shape.states is not None:
+            reading.recurrent = self._begin_states(shape.states, prompt, match, at_least=shared)
         if source is not None and shared > reading.cached:
             reading.source, reading.shared, reading.done = source, shared, shared
         return reading
+
+    def _begin_states(
+        self, shape: StateShape, prompt: Prompt, match: Match, *, at_least: int
+    ) -> ReadStates:
+        """The states that a prompt goes on from, and those that it keeps: behind its last block,
+        and where it parts from another prompt, if that is behind the first `at_least` tokens."""
+        states = ReadStates(shape, self._policy.device)
+        self._cache.read_states(match, states.now)
+        limit = prompt.tokens - 1
+        start = max(match.tokens, at_least)
+        parting = self._cache.match(prompt.ids, limit_tokens=limit).tokens
+        for stop in (limit // self._block_tokens * self._block_tokens, parting):
+            if stop > start:
+                states.stop(stop)
+        return states
 
     def _read_stored(self, reading: Reading, limit_tokens: int) -> None:
         if self._stored is None:
@@ -227,6 +250,7 @@ class PrefillActor(ThreadActor):
             torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
             torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
             storage,
+            recurrent=_state_batches(spans),
             logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
         )
         storage.finish()
@@ -304,6 +328,8 @@ class PrefillActor(ThreadActor):
             return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
         if computed:
             self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
+            if reading.recurrent is not None:
+                self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
             if self._stored is not None:
                 self._stored.write(reading.prompt.ids, reading.kv, after_token=reading.start)
         prefill_s = reading.compute_s + reading.stored_s
@@ -324,10 +350,26 @@ class PrefillActor(ThreadActor):
             routes=reading.routes,
             version=version,
             state=reading.state,
+            recurrent=None if reading.recurrent is None else reading.recurrent.now,
         )
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
         self.loop.call_soon_threadsafe(_deliver_all, answers)
+
+
+def _state_batches(spans: Sequence[Span]) -> list[StateBatch]:
+    """The sequences of a pass for recurrent layers."""
+    batches: list[StateBatch] = []
+    offset = 0
+    for span in spans:
+        reading, source, begin = span.reading, span.reading.source, None
+        if reading.recurrent is not None:
+            if source is not None and span.start == reading.shared:
+                assert source.recurrent is not None
+                begin = source.recurrent.kept[reading.shared]
+            batches += reading.recurrent.batches(span.start, span.end, offset=offset, begin=begin)
+        offset += span.end - span.start
+    return batches
 
 
 def _report_all(parts: Sequence[tuple[Callable[[PartRead], None], PartRead]]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from forge.core.placement.prefix_cache import PrefixCache
 from services.inference.engines.base import Prompt
+from services.inference.engines.embedded.recurrent.read_states import ReadStates
 
 _MASK_ELEMENTS = 1 << 24
 """Most elements of one prompt's attention mask in one pass; longer prompts take several passes."""
@@ -49,6 +50,8 @@ class Reading:
     """Logits of the last computed token, shape [vocabulary]."""
     state: torch.Tensor | None = None
     """The model's last hidden state of that token, shape [channels]; None without draft heads."""
+    recurrent: ReadStates | None = None
+    """States of the recurrent layers; None without such layers."""
 
     @property
     def start(self) -> int:

@@ -31,6 +31,14 @@ class Arrived:
     fetched: torch.Tensor
     pinned: bool
     """Whether `cached` has a pin of its own, beside those of the sequence's `prompt_blocks`."""
+    recurrent: torch.Tensor | None = None
+    """As of HeldPrompt."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the fetched part; a part of a held prompt keeps all of it."""
+        states = 0 if self.recurrent is None else self.recurrent.nbytes
+        return self.fetched.untyped_storage().nbytes() + states
 
 
 @dataclass(frozen=True, slots=True)

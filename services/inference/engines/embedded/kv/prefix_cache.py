@@ -5,13 +5,15 @@ Bounded in bytes, emptied when the weights change. Owned by one engine actor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from forge.core.placement.prefix_cache import Listener, Match, PrefixCache
 from forge.core.token_columns import TOKEN_BYTES
+from services.inference.engines.embedded.kv.cached_states import CachedStates
 from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.kv.state_memory import state_rows
 
 Layers = Sequence[torch.Tensor] | torch.Tensor
 """Keys and values of a sequence, [2, heads, tokens, head_size] of each layer."""
@@ -27,8 +29,13 @@ class KvCache(PrefixCache):
         block_tokens: int,
         capacity_bytes: int,
         listener: Listener | None = None,
+        resumes: bool = True,
     ) -> None:
-        blocks = capacity_bytes // (block_tokens * shape.token_bytes)
+        """`resumes`: the cache has states of recurrent layers, too, for prompts that go on from
+        them; they share its capacity."""
+        blocks, rows = cache_sizes(
+            shape, block_tokens=block_tokens, capacity_bytes=capacity_bytes, resumes=resumes
+        )
         super().__init__(
             block_tokens=block_tokens, capacity_tokens=blocks * block_tokens, listener=listener
         )
@@ -41,6 +48,34 @@ class KvCache(PrefixCache):
         )
         self._routes = torch.empty((blocks, block_tokens, shape.route_bytes), dtype=torch.uint8)
         """Experts of the tokens of each block, on the host; no bytes if they are not recorded."""
+        self._states = CachedStates(shape, rows)
+
+    def resumable(self, ids: bytes, *, limit_tokens: int) -> Match:
+        """Return the longest cached prefix of `ids` that a prompt can go on from: of a model with
+        recurrent layers, one whose states are cached."""
+        match = self.match(ids, limit_tokens=limit_tokens)
+        if not self._states.are_needed:
+            return match
+        blocks = self._states.deepest(match.slots)
+        return self.match(ids, limit_tokens=blocks * self.block_tokens)
+
+    def read_states(self, match: Match, out: torch.Tensor) -> None:
+        """Copy the states after a resumable match, [1, S]."""
+        if match.slots:
+            self._states.read(match.slots[-1], out)
+
+    def store_states(self, ids: bytes, states: Mapping[int, torch.Tensor]) -> None:
+        """Cache states, [1, S] each, by the number of tokens before them; those are a prefix of
+        `ids` that is cached, or the states are left out."""
+        for tokens, row in states.items():
+            match = self.match(ids, limit_tokens=tokens)
+            if match.tokens == tokens:
+                self._states.store(match.slots[-1], row)
+
+    def clear(self) -> None:
+        """See `PrefixCache`."""
+        super().clear()
+        self._states.clear()
 
     def read_routes(self, match: Match, out: torch.Tensor) -> None:
         """Copy the experts of a match, [tokens, route_bytes], to the front of `out`."""
@@ -64,6 +99,8 @@ class KvCache(PrefixCache):
         Both may begin at `from_token` if all tokens before it are cached and pinned.
         """
         placed = self.insert(ids)
+        for block in placed:
+            self._states.forget(block.slot)
         if placed:
             size = self.block_tokens
             start = placed[0].start_token - from_token
@@ -81,6 +118,15 @@ class KvCache(PrefixCache):
                     if routes is not None
                     else torch.tensor(255, dtype=torch.uint8)
                 )
+
+
+def cache_sizes(
+    shape: KvShape, *, block_tokens: int, capacity_bytes: int, resumes: bool
+) -> tuple[int, int]:
+    """Number of blocks and of states in a cache."""
+    rows = state_rows(shape, capacity_bytes) if resumes else 0
+    blocks = (capacity_bytes - rows * shape.state_bytes) // (block_tokens * shape.token_bytes)
+    return blocks, rows
 
 
 def prefix(ids: bytes, tokens: int) -> bytes:

@@ -8,6 +8,7 @@ import torch
 
 from forge.core.routes import Routes, RouteShape, RouteSpan
 from services.inference.engines.base import KvSpan, RefusedHandOff
+from services.inference.engines.embedded.recurrent.shape import StateShape
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.tensor_bytes import NAMES
 
@@ -30,6 +31,15 @@ class KvShape:
     """Names the model's architecture; see `KvSpan`."""
     routes: RouteShape | None = None
     """The routers of a model whose experts are recorded."""
+    attends: bool = True
+    """False for a model without attention: each token then has one value, which is zero."""
+    states: StateShape | None = None
+    """Of the recurrent layers, if there are any."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent layers' states after one token; 0 without such layers."""
+        return 0 if self.states is None else self.states.bytes
 
     @property
     def route_bytes(self) -> int:
@@ -77,10 +87,17 @@ class KvShape:
                 f"the hand-off is {span.dtype} {list(span.shape)} in {has} bytes; this "
                 f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes"
             )
+        if span.kept is None and len(span.recurrent) != self.state_bytes:
+            REFUSED_HAND_OFFS.labels("shape").inc()
+            raise RefusedHandOff(
+                f"the hand-off has {len(span.recurrent)} bytes of recurrent states; this model has "
+                f"{self.state_bytes}"
+            )
 
     def empty(self, tokens: int) -> torch.Tensor:
         """Allocate one sequence: [layers, 2, heads, tokens, head_size]."""
-        return torch.empty(
+        allocate = torch.empty if self.attends else torch.zeros
+        return allocate(
             (self.layers, 2, self.heads, tokens, self.head_size),
             dtype=self.dtype,
             device=self.device,

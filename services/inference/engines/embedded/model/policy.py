@@ -6,7 +6,7 @@ does not change the served weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from forge.rl.routing import RoutePass, find_routing, routed
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, ModelLimits
 from services.inference.engines.embedded.kv import attention
-from services.inference.engines.embedded.kv.attention import Heads, KvPass
+from services.inference.engines.embedded.kv.attention import KvPass
+from services.inference.engines.embedded.kv.fitting import Fit, FittedPass, Recorder
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
 from services.inference.engines.embedded.model.head import DraftHeads, ModelHead
@@ -36,6 +37,7 @@ from services.inference.engines.embedded.model.packed_linears import (
     packable,
     placeholder,
 )
+from services.inference.engines.embedded.recurrent.layers import RecurrentLayers, StateBatch
 from services.inference.engines.tensor_bytes import DTYPES, from_named, is_finite
 from services.inference.engines.weight_checks import check_tensor, match_names
 
@@ -90,6 +92,9 @@ class Policy:
         self._draft_tokens = draft_tokens
         self._draft_note: str | None = None
         self.module = model
+        self._recurrent = RecurrentLayers(model)
+        self._fit: Fit | None = None
+        """For attention layers that are not stored as they are."""
         self.dtype = _matrix_type(model)
         if numerics.is_narrow(self.dtype):
             numerics.patch(model)
@@ -104,7 +109,11 @@ class Policy:
         """Experts of the tokens of the last pass, [tokens, KvShape.route_bytes] on the host; None
         for a model whose experts are not recorded."""
         self._route_shape: RouteShape | None = None
-        shape = _probe(self)
+        shape = self._measure()
+        if shape.states is not None and draft_tokens:
+            # A rejected draft would have changed the states.
+            log.info("drafts_not_used", reason="the model's recurrent layers have states")
+            self._draft_tokens = 0
         self._route_shape = _find_routes(self, model)
         self.kv_shape = replace(shape, routes=self._route_shape)
 
@@ -150,12 +159,20 @@ class Policy:
         positions_N: torch.Tensor,
         kv_pass: KvPass,
         *,
+        recurrent: Sequence[StateBatch] = (),
         logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`; then
-        `head.states` has the states of these rows."""
+        `head.states` has the states of these rows. `recurrent`: their sequences for recurrent
+        layers; without any the pass is one sequence from its start."""
         passed = RoutePass() if self._route_shape is not None else None
-        with routed(passed), numerics.autocast(self.device, self.dtype):
+        if self._fit is not None:
+            kv_pass = FittedPass(kv_pass, self._fit)
+        with (
+            routed(passed),
+            self._recurrent.used(recurrent),
+            numerics.autocast(self.device, self.dtype),
+        ):
             output = self.module(
                 input_ids=ids_N[None],
                 position_ids=positions_N[None],
@@ -167,6 +184,35 @@ class Policy:
             self.routes_NX = _rows(passed, self._route_shape)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _measure(self) -> KvShape:
+        """Run one token to find the shape of keys, values and states, independent of the config's
+        names."""
+        recorder = Recorder()
+        one = torch.zeros(1, dtype=torch.long, device=self.device)
+        try:
+            with torch.inference_mode():
+                self.forward(one, one, recorder)
+        except TypeError as error:
+            raise InvalidArgument(f"the embedded engine cannot run this model: {error}") from error
+        fit, states = recorder.fit(), self._recurrent.measure()
+        if fit is None and states is None:
+            raise InvalidArgument(
+                "the embedded engine knows none of this model's layers: it has neither attention "
+                "over keys and values nor recurrent layers"
+            )
+        self._fit = None if fit is None or fit.is_plain else fit
+        return KvShape(
+            layers=1 if fit is None else fit.layers,
+            windowed=recorder.windowed,
+            heads=1 if fit is None else fit.heads,
+            head_size=1 if fit is None else fit.head_size,
+            groups=1 if fit is None else fit.groups,
+            dtype=self.dtype,
+            device=self.device,
+            attends=fit is not None,
+            states=states,
+        )
 
     def wait(self) -> None:
         """Wait until the device has computed all passes so far."""
@@ -305,23 +351,6 @@ def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
     digest.update(flat.numpy().data)
 
 
-class _Recorder:
-    """A KvPass that records shapes."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int]] = {}
-        self.groups = 1
-        self.windowed = False
-
-    def attend(self, heads: Heads) -> torch.Tensor:
-        self.windowed |= any(
-            one is not None for one in (heads.window, heads.softcap, heads.sinks_Q)
-        )
-        self.seen[heads.layer] = (heads.k_NHD.shape[1], heads.k_NHD.shape[2])
-        self.groups = heads.q_NQD.shape[1] // heads.k_NHD.shape[1]
-        return heads.v_NHD.new_zeros((*heads.q_NQD.shape[:2], heads.v_NHD.shape[2]))
-
-
 def _matrix_type(model: torch.nn.Module) -> torch.dtype:
     """Type of the model's matrices."""
     kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
@@ -339,7 +368,7 @@ def _find_routes(policy: Policy, model: torch.nn.Module) -> RouteShape | None:
     two = torch.zeros(2, dtype=torch.long, device=policy.device)
     try:
         with torch.inference_mode():
-            return find_routing(model, lambda: policy.forward(two, two, _Recorder()))
+            return find_routing(model, lambda: policy.forward(two, two, Recorder()))
     except InvalidArgument as error:
         log.debug("experts_not_recorded", reason=str(error))
         return None
@@ -350,31 +379,3 @@ def _rows(passed: RoutePass, shape: RouteShape) -> torch.Tensor:
     kind = torch.uint8 if shape.id_bytes == 1 else torch.uint16
     ids_NX = passed.choice().flatten(1).to(kind).cpu()
     return ids_NX.view(torch.uint8)
-
-
-def _probe(policy: Policy) -> KvShape:
-    """Run one token to find the shape of keys and values, independent of the config's names."""
-    recorder = _Recorder()
-    one = torch.zeros(1, dtype=torch.long, device=policy.device)
-    try:
-        with torch.inference_mode():
-            policy.forward(one, one, recorder)
-    except TypeError as error:
-        raise InvalidArgument(f"the embedded engine cannot run this model: {error}") from error
-    shapes = set(recorder.seen.values())
-    layers = len(recorder.seen)
-    if len(shapes) != 1 or set(recorder.seen) != set(range(layers)):
-        raise InvalidArgument(
-            "the embedded engine needs the same key and value heads in every layer; "
-            f"this model has {sorted(shapes) or 'none'} in layers {sorted(recorder.seen)}"
-        )
-    ((heads, head_size),) = shapes
-    return KvShape(
-        layers=layers,
-        windowed=recorder.windowed,
-        heads=heads,
-        head_size=head_size,
-        groups=recorder.groups,
-        dtype=policy.dtype,
-        device=policy.device,
-    )

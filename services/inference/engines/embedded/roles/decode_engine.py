@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import ThreadActor
@@ -29,25 +29,46 @@ from services.inference.engines.embedded.messages import Abort, Join, Reserve
 from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
 from services.inference.engines.embedded.roles.wiring import (
     decode_actor,
+    running_limit,
 )
+from services.inference.engines.provider import EngineOptions
 
 
 class EmbeddedDecode(RoleEngine):
     """Samples; fetches the keys and values that its prefix cache lacks."""
 
     role = "decode"
+    held_share: ClassVar[float] = 0.0
+    """As of `EmbeddedPrefill`."""
+    resumes = False
 
     def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
         super().__init__(parts, actor)
-        self.capacity = parts.options.max_running
+        self.capacity = running_limit(
+            parts.options,
+            parts.policy,
+            kv_bytes=self.running_bytes(parts.options),
+            resumes=self.resumes,
+        )
         self._fetching: dict[bytes, asyncio.Event] = {}
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """As `RoleEngine.make_actor`."""
-        kv_bytes = parts.options.kv_bytes
-        cache = parts.prefix_cache()
-        return decode_actor(parts.options, parts.policy, cache, parts.store, kv_bytes=kv_bytes)
+        options = parts.options
+        return decode_actor(
+            options,
+            parts.policy,
+            parts.prefix_cache(resumes=cls.resumes),
+            parts.store,
+            kv_bytes=cls.running_bytes(options),
+            resumes=cls.resumes,
+        )
+
+    @classmethod
+    def running_bytes(cls, options: EngineOptions) -> int:
+        """Memory of running sequences."""
+        return options.kv_bytes - int(options.kv_bytes * cls.held_share)
 
     def status(self) -> EngineStatus:
         """Count requests beyond `capacity` as queued."""

@@ -28,10 +28,17 @@ class HeldPrompts:
     """At most `capacity_bytes` of keys and values, held or during the read."""
 
     def __init__(
-        self, *, capacity_bytes: int, token_bytes: int, on_release: Callable[[], None]
+        self,
+        *,
+        capacity_bytes: int,
+        token_bytes: int,
+        on_release: Callable[[], None],
+        prompt_bytes: int = 0,
     ) -> None:
+        """`prompt_bytes`: of a prompt of any length, during its read."""
         self._capacity_bytes = capacity_bytes
         self._token_bytes = token_bytes
+        self._prompt_bytes = prompt_bytes
         self._on_release = on_release
         self._held: dict[str, _Held] = {}
         self._reading: Counter[bytes] = Counter()
@@ -47,7 +54,7 @@ class HeldPrompts:
 
         Raises ResourceExhausted for a prompt above the whole capacity.
         """
-        needed = prompt.tokens * self._token_bytes
+        needed = self._needed_bytes(prompt.ids)
         if needed > self._capacity_bytes:
             raise ResourceExhausted(
                 f"a prompt of {prompt.tokens} tokens takes {needed} bytes of keys and values, more "
@@ -93,7 +100,7 @@ class HeldPrompts:
             prompt, granted = self._line[0]
             # Done: its caller has left.
             if not granted.done():
-                own = 0 if prompt.ids in self._reading else prompt.tokens * self._token_bytes
+                own = 0 if prompt.ids in self._reading else self._needed_bytes(prompt.ids)
                 if self._bytes() + own > self._capacity_bytes:
                     return
                 self._reading[prompt.ids] += 1
@@ -101,6 +108,8 @@ class HeldPrompts:
             self._line.popleft()
 
     def _bytes(self) -> int:
-        read = {id(held.prompt.kv): held.prompt.kv.nbytes for held in self._held.values()}
-        being_read = sum(len(ids) // TOKEN_BYTES for ids in self._reading)
-        return sum(read.values()) + being_read * self._token_bytes
+        read = {id(held.prompt.kv): held.prompt.nbytes for held in self._held.values()}
+        return sum(read.values()) + sum(self._needed_bytes(ids) for ids in self._reading)
+
+    def _needed_bytes(self, ids: bytes) -> int:
+        return len(ids) // TOKEN_BYTES * self._token_bytes + self._prompt_bytes

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import ClassVar
 
+import torch
+
 from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
@@ -22,6 +24,7 @@ from services.inference.engines.embedded.prefill import (
     PartRead,
     Read,
 )
+from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
 from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
@@ -43,7 +46,7 @@ class EmbeddedPrefill(RoleEngine):
 
     held_share: ClassVar[float] = 1.0
     """Share of the memory for keys and values that held prompts may take."""
-
+    resumes = True
     role = "prefill"
 
     def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
@@ -51,6 +54,7 @@ class EmbeddedPrefill(RoleEngine):
         self._held = HeldPrompts(
             capacity_bytes=int(parts.options.kv_bytes * self.held_share),
             token_bytes=parts.policy.kv_shape.token_bytes,
+            prompt_bytes=(1 + MOST_STOPS) * parts.policy.kv_shape.state_bytes,
             on_release=partial(self._work.add, -1),
         )
         self._early = EarlyReads()
@@ -58,7 +62,8 @@ class EmbeddedPrefill(RoleEngine):
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """As `RoleEngine.make_actor`."""
-        return prefill_actor(parts.options, parts.policy, parts.prefix_cache(), parts.store)
+        cache = parts.prefix_cache(resumes=cls.resumes)
+        return prefill_actor(parts.options, parts.policy, cache, parts.store)
 
     @property
     def stored_tokens(self) -> int:
@@ -162,12 +167,10 @@ class EmbeddedPrefill(RoleEngine):
     ) -> KvSpan:
         """Copy the keys and values of some tokens; `last`: with what follows the prompt."""
         kv = read.kv[:, :, :, start:end]
-        if kv.nbytes <= _INLINE_BYTES:
-            data = tensor_bytes.to_bytes(kv)
-        else:
-            data = await asyncio.to_thread(tensor_bytes.to_bytes, kv)
+        data = await _copied(kv)
         whole = read if last and isinstance(read, HeldPrompt) else None
-        return self._described(read, start, end, whole=whole, data=data)
+        recurrent = b"" if whole is None else await _copied(whole.recurrent)
+        return self._described(read, start, end, whole=whole, data=data, recurrent=recurrent)
 
     def _described(
         self,
@@ -177,6 +180,7 @@ class EmbeddedPrefill(RoleEngine):
         *,
         whole: HeldPrompt | None,
         data: bytes = b"",
+        recurrent: bytes = b"",
         kept: HeldPrompt | None = None,
     ) -> KvSpan:
         """`whole`: the prompt that ends with this span."""
@@ -190,6 +194,7 @@ class EmbeddedPrefill(RoleEngine):
             shape=tuple(kv.shape),
             last_state=b"" if state is None else tensor_bytes.to_bytes(state),
             data=data,
+            recurrent=recurrent,
             fingerprint=self._policy.kv_shape.fingerprint,
             first=None if whole is None else whole.prefilled.first,
             routes=b"" if whole is None else whole.routes[start:end].numpy().tobytes(),
@@ -211,3 +216,12 @@ class EmbeddedPrefill(RoleEngine):
         return EngineStatus(
             version=self._policy.version, running=self._work.count - held, queued=held
         )
+
+
+async def _copied(values: torch.Tensor | None) -> bytes:
+    """The bytes of a tensor; of none, none."""
+    if values is None:
+        return b""
+    if values.nbytes <= _INLINE_BYTES:
+        return tensor_bytes.to_bytes(values)
+    return await asyncio.to_thread(tensor_bytes.to_bytes, values)

@@ -16,7 +16,7 @@ from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_log import CacheLog
-from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.roles.wiring import (
@@ -61,15 +61,17 @@ class EngineParts:
     store: KvStore | None
     cache_log: CacheLog
 
-    def prefix_cache(self) -> KvCache:
-        """Make an empty prefix cache."""
-        return prefix_cache(self.options, self.policy, self.cache_log)
+    def prefix_cache(self, *, resumes: bool) -> KvCache:
+        """Make an empty prefix cache; `resumes` as of `KvCache`."""
+        return prefix_cache(self.options, self.policy, self.cache_log, resumes=resumes)
 
 
 class RoleEngine(ABC):
     """Shared by all roles: start, limits, weights and the count of requests."""
 
     role: ClassVar[str]
+    resumes: ClassVar[bool]
+    """Whether its cache has states of recurrent layers, from which later prompts go on."""
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> Self:
@@ -89,7 +91,12 @@ class RoleEngine(ABC):
     def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
         policy, options = parts.policy, parts.options
         self.limits: ModelLimits = policy.limits
-        self.capabilities = replace(CAPABILITIES, routed_experts=policy.kv_shape.routes is not None)
+        shape = policy.kv_shape
+        self.capabilities = replace(
+            CAPABILITIES,
+            routed_experts=shape.routes is not None,
+            drafts=CAPABILITIES.drafts and shape.states is None,
+        )
         self._policy = policy
         self._actor = actor
         self._options = options
@@ -97,7 +104,7 @@ class RoleEngine(ABC):
         self.cache_reports = parts.cache_log
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = Work()
-        context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes
+        context_bytes = policy.limits.context_tokens * shape.token_bytes + shape.state_bytes
         if context_bytes > options.kv_bytes:
             log.warning(
                 "context_exceeds_kv_mib",
@@ -114,8 +121,14 @@ class RoleEngine(ABC):
     @property
     def cache_tokens(self) -> int:
         """Capacity of the prefix cache."""
-        block_bytes = self._options.block_tokens * self._policy.kv_shape.token_bytes
-        return self._options.cache_bytes // block_bytes * self._options.block_tokens
+        block_tokens = self._options.block_tokens
+        blocks, _ = cache_sizes(
+            self._policy.kv_shape,
+            block_tokens=block_tokens,
+            capacity_bytes=self._options.cache_bytes,
+            resumes=self.resumes,
+        )
+        return blocks * block_tokens
 
     async def load(
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None

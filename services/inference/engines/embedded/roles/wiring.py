@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 from forge.core.errors import ConfigError
+from forge.runtime.telemetry import log
 from services.inference.engines.cache_log import CacheLog
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
@@ -23,6 +24,8 @@ from services.inference.engines.embedded.kv.extents import Extents
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.kv.state_memory import state_rows
+from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.speculation.depth import DepthChooser
@@ -72,13 +75,16 @@ def build_policy(options: EngineOptions) -> Policy:
     return policy
 
 
-def prefix_cache(options: EngineOptions, policy: Policy, log: CacheLog) -> KvCache:
-    """An empty prefix cache, whose changes go to `log`."""
+def prefix_cache(
+    options: EngineOptions, policy: Policy, log: CacheLog, *, resumes: bool
+) -> KvCache:
+    """An empty prefix cache, whose changes go to `log`; `resumes` as of `KvCache`."""
     return KvCache(
         policy.kv_shape,
         block_tokens=options.block_tokens,
         capacity_bytes=options.cache_bytes,
         listener=log,
+        resumes=resumes,
     )
 
 
@@ -105,19 +111,29 @@ def decode_actor(
     store: KvStore | None,
     *,
     kv_bytes: int,
+    resumes: bool,
 ) -> DecodeActor:
-    """The actor that samples; `kv_bytes` for running sequences and shared prefixes."""
+    """The actor that samples; `kv_bytes` for running sequences and shared prefixes. `resumes`: it
+    also keeps states for prompts that go on from its answers. Raises ConfigError without memory for
+    one sequence."""
     depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
-    attend = device_attention(policy.kv_shape)
+    shape = policy.kv_shape
+    most = running_limit(options, policy, kv_bytes=kv_bytes, resumes=resumes)
+    states = None
+    if shape.states is not None:
+        block_tokens = options.block_tokens if resumes else 0
+        states = StateRows(shape.states, shape.device, rows=most, block_tokens=block_tokens)
+        kv_bytes -= states.bytes
+    # The pass over extents has no recurrent layers.
+    attend = device_attention(shape) if states is None else None
     if attend is None:
         slabs: Slabs[Any] = Slabs(
             policy.kv_shape,
             context_tokens=policy.limits.context_tokens,
             capacity_bytes=kv_bytes,
         )
-        step = DecodeStep(
-            policy, slabs, _prefixes(policy, cache, slabs), HeadDrafter(policy), depth
-        )
+        prefixes = _prefixes(policy, cache, slabs)
+        step = DecodeStep(policy, slabs, prefixes, HeadDrafter(policy), depth, states=states)
     else:
         extents: Extents[Any] = Extents(
             policy.kv_shape,
@@ -132,11 +148,26 @@ def decode_actor(
         step,
         cache,
         _stored(store, policy),
-        max_running=options.max_running,
+        max_running=most,
         max_waiting=_MAX_WAITING,
         threads=options.threads,
         recompute=options.recompute_on_update,
     )
+
+
+def running_limit(options: EngineOptions, policy: Policy, *, kv_bytes: int, resumes: bool) -> int:
+    """Most requests that sample at the same time; arguments are those of `decode_actor`. Raises
+    ConfigError without memory for the states of one."""
+    shape = policy.kv_shape
+    if shape.states is None:
+        return options.max_running
+    rows = state_rows(shape, kv_bytes, copies=2 if resumes else 1)
+    if not rows:
+        raise ConfigError(
+            f"kv.mib: {kv_bytes >> 20} MiB for running requests have no room for the recurrent "
+            f"states of one request, {shape.state_bytes >> 20} MiB, and its keys and values"
+        )
+    return min(options.max_running, rows)
 
 
 def _prefixes(policy: Policy, cache: KvCache, running: Slabs[Any]) -> SharedPrefixes | None:
@@ -152,8 +183,11 @@ def _prefixes(policy: Policy, cache: KvCache, running: Slabs[Any]) -> SharedPref
 
 
 def kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
-    """The KV store of the options, if there is one."""
+    """The KV store of the options, if there is one and the model has keys and values alone."""
     if options.kv_store is None:
+        return None
+    if policy.kv_shape.states is not None:
+        log.warning("kv_store_not_used", reason="the model's recurrent layers have states")
         return None
     return KvStore(options.kv_store, token_bytes=policy.kv_shape.token_bytes)
 

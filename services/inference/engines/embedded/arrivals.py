@@ -1,0 +1,55 @@
+"""What a hand-off brings to the engine that decodes, as tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from services.inference.engines.base import KvSpan
+from services.inference.engines.embedded.messages import HeldPrompt
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.tensor_bytes import from_bytes
+
+
+class Arrivals:
+    """The hand-offs to one model, checked by `KvShape.check`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def keys_and_values(self, span: KvSpan) -> torch.Tensor:
+        """[layers, 2, heads, tokens, head_size], of the tokens of the span."""
+        if isinstance(span.kept, HeldPrompt):
+            own = span.kept.kv[:, :, :, span.from_token :]
+            # A view would keep the memory of the whole prompt.
+            return own.clone() if span.tokens < span.from_token else own
+        fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
+        return fetched.to(self._policy.device)
+
+    def recurrent(self, span: KvSpan) -> torch.Tensor | None:
+        """As of HeldPrompt."""
+        if isinstance(span.kept, HeldPrompt):
+            return span.kept.recurrent
+        if not span.recurrent:
+            return None
+        shape = (1, len(span.recurrent))
+        return from_bytes(span.recurrent, dtype="uint8", shape=shape).to(self._policy.device)
+
+    def routes(self, span: KvSpan) -> torch.Tensor:
+        """The experts of its tokens, a row each; those from another worker are not known."""
+        shape = self._policy.kv_shape
+        if not span.routes:
+            return shape.unknown_routes(span.tokens)
+        rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
+        return rows.view(span.tokens, shape.route_bytes)
+
+    def state(self, span: KvSpan) -> torch.Tensor | None:
+        """The hidden state behind the prompt; None without a fitting one, which only delays drafts
+        by a step."""
+        policy = self._policy
+        if isinstance(span.kept, HeldPrompt):
+            return span.kept.state if policy.drafts is not None else None
+        fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
+        if policy.drafts is None or not span.last_state or not fitting:
+            return None
+        state = from_bytes(span.last_state, dtype=span.dtype, shape=(policy.head.channels,))
+        return state.to(policy.device)

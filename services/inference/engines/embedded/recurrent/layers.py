@@ -1,0 +1,216 @@
+"""The recurrent layers of any transformers model, over packed passes.
+
+Owns the forward that replaces a recurrent layer's own. It runs the layer's own forward on the
+tokens of one sequence after the other, or on one token of each running sequence at once, and stands
+in for the cache that transformers hands to such layers: it begins with the states of these
+sequences and leaves the states after their last token in the same place. A pass without sequences
+is one sequence from its start, whose states nothing keeps.
+
+Shapes: N packed tokens, B sequences of a batch, T tokens of each, C hidden channels, S bytes of the
+states of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from forge.core.errors import InvalidArgument
+from forge.rl.model.forked_states import cache_name, scan_takes_state
+from services.inference.engines.embedded.recurrent.shape import Key, StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBatch:
+    """Sequences whose recurrent layers compute together."""
+
+    places_BT: torch.Tensor | None
+    """Index in the pass of each token; None: all N tokens in their order, one of each sequence."""
+    rows_BS: torch.Tensor
+    """The states before these tokens; afterwards those behind them."""
+    is_start: bool = False
+    """Whether these are the sequences' first tokens."""
+    begin_BS: torch.Tensor | None = None
+    """States to begin with, in place of those in `rows_BS`."""
+    keep_BS: torch.Tensor | None = None
+    """Where the states behind these tokens are stored, too."""
+
+
+class RecurrentLayers:
+    """The recurrent layers of one model; changes their forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._layers = [one for one in model.modules() if cache_name(one)]
+        for number, layer in enumerate(self._layers):
+            layer.forward = partial(self._forward, number, layer)
+        self.shape: StateShape | None = None
+        """Of the states of one sequence; None before `measure`."""
+        self._batches: Sequence[StateBatch] | None = None
+        self._seen: dict[Key, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @contextmanager
+    def used(self, batches: Sequence[StateBatch]) -> Iterator[None]:
+        """Within, a pass has the tokens of these sequences, in the order of their computation."""
+        self._batches = batches
+        try:
+            yield
+        finally:
+            self._batches = None
+
+    def measure(self) -> StateShape | None:
+        """Return the shape of the states that the last pass left, of one sequence; None without
+        any."""
+        seen, self._seen = self._seen, {}
+        self.shape = StateShape(seen) if seen else None
+        return self.shape
+
+    def _forward(
+        self,
+        number: int,
+        layer: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        *places: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        if self._batches is None:
+            return _own(layer, hidden_states, *places, **named)
+        named.pop("attention_mask", None)
+        if not self._batches:
+            first = _FirstCache(number, self._seen)
+            return _own(layer, hidden_states, **named | {cache_name(layer): first})
+        output_NC = torch.empty_like(hidden_states[0])
+        for batch in self._batches:
+            self._compute(number, layer, batch, hidden_states[0], output_NC, named)
+        return output_NC[None]
+
+    def _compute(
+        self,
+        number: int,
+        layer: torch.nn.Module,
+        batch: StateBatch,
+        hidden_NC: torch.Tensor,
+        output_NC: torch.Tensor,
+        named: dict[str, Any],
+    ) -> None:
+        assert self.shape is not None
+        if batch.begin_BS is not None:
+            self.shape.copy_layer(number, batch.begin_BS, batch.rows_BS)
+        states = self.shape.of_layer(number, batch.rows_BS)
+        given = named | {cache_name(layer): _RowsCache(states)}
+        places_BT = batch.places_BT
+        hidden_BTC = hidden_NC[:, None] if places_BT is None else hidden_NC[places_BT]
+        if batch.is_start or scan_takes_state(layer):
+            output_BTC = _own(layer, hidden_BTC, **given)
+        else:
+            output_BTC = torch.cat(
+                [_own(layer, one_BC[:, None], **given) for one_BC in hidden_BTC.unbind(1)], dim=1
+            )
+        if places_BT is None:
+            output_NC[:] = output_BTC[:, 0]
+        else:
+            output_NC[places_BT] = output_BTC
+        if batch.keep_BS is not None:
+            self.shape.copy_layer(number, batch.rows_BS, batch.keep_BS)
+
+
+def _own(
+    layer: torch.nn.Module, hidden_states: torch.Tensor, *places: Any, **named: Any
+) -> torch.Tensor:
+    """The layer's own forward."""
+    output: object = type(layer).forward(layer, hidden_states, *places, **named)
+    if not isinstance(output, torch.Tensor):
+        raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
+    return output
+
+
+class _FirstCache:
+    """The cache of one layer at the start of one sequence; notes the shapes of its states."""
+
+    def __init__(self, number: int, seen: dict[Key, torch.Tensor]) -> None:
+        self._number = number
+        self._seen = seen
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Nothing is before the first token."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Nothing is before the first token."""
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Nothing is before the first token."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """One token may take a path of its own."""
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Note the last inputs, as many as the convolution has."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        self._seen[self._number, "conv", state_idx] = conv_states.new_zeros(
+            (*conv_states.shape[:-1], size)
+        )
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Note the state."""
+        self._seen[self._number, "recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+class _RowsCache:
+    """The cache of one layer over rows of states, as transformers' layers use it."""
+
+    def __init__(self, states: dict[tuple[str, int], torch.Tensor]) -> None:
+        self._states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Inputs of the convolution before the first token; changed in place."""
+        return self._states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The state before the first token; changed in place."""
+        return self._states.get(("recurrent", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Zeros are the state before the first token."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """One token may take a path of its own."""
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Store the last inputs; return all with those before them."""
+        kept = self._states["conv", state_idx]
+        whole = torch.cat([kept, conv_states.to(kept.dtype)], dim=-1)
+        kept.copy_(whole[..., -kept.shape[-1] :])
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Store the state behind the last token."""
+        kept = self._states["recurrent", state_idx]
+        if recurrent_states is not kept:
+            kept.copy_(recurrent_states)
+        return kept
