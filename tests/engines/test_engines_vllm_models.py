@@ -1,6 +1,5 @@
 """Models with experts, sinks or recurrent layers on vLLM: weights come by the stream, and their
-log-probs are those of the model. The embedded engine refuses two of them. Models that vLLM would
-serve wrongly, or end with, are refused.
+log-probs are those of the model. Models that vLLM would serve wrongly, or end with, are refused.
 
 Runs in the environment of `make engine-vllm` alone: `make test-engines`.
 """

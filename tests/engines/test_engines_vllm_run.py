@@ -1,4 +1,4 @@
-"""`forge run --engine vllm` on small models of families that the embedded engine refuses.
+"""`forge run --engine vllm` on small models with sinks, and with recurrent layers.
 
 Runs by `make test-engines`, in the environment of the services; the worker runs in vLLM's own.
 """
@@ -85,7 +85,7 @@ def save_starting_weights(family: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", MOST_GAP)
-def test_run_trains_a_family_that_vllm_alone_serves(family: str, tmp_path: Path) -> None:
+def test_run_trains_with_sinks_and_recurrent_layers(family: str, tmp_path: Path) -> None:
     """Each step changes the weights and vLLM serves them; on the first batch the trainer has the
     log-probs that vLLM sampled with."""
     save_starting_weights(family, tmp_path / "root")
