@@ -22,14 +22,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
     LlamaConfig,
-    Mamba2Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
 from examples.engine import ExampleEngine
@@ -72,7 +69,7 @@ END = 0
 _PIECES = ["<end>", *map(chr, range(33, 127)), "\u0120", '{"', '":', "12", "na"]
 """The tokenizer: printable ASCII, a space as byte-level tokenizers spell it, and a few merges."""
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -87,12 +84,12 @@ _SHAPE = {
     "initializer_range": 0.2,
 }
 CONFIGS = {
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=True),
-    "llama": LlamaConfig(**_SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SHAPE, head_dim=HEAD_SIZE, tie_word_embeddings=False),
 }
 
 ROUTED = Qwen3MoeConfig(
-    **_SHAPE,
+    **SHAPE,
     head_dim=HEAD_SIZE,
     num_experts=8,
     num_experts_per_tok=2,
@@ -102,57 +99,13 @@ ROUTED = Qwen3MoeConfig(
 )
 """A mixture of experts with a layer that has none."""
 
-RECURRENT = {
-    # Attention between two layers with convolutions and states.
-    "qwen3_next": Qwen3NextConfig(
-        # Its own passes of other lengths differ by more with larger weights.
-        **_SHAPE | {"initializer_range": 0.1},
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    ),
-    # Both in each layer.
-    "falcon_h1": FalconH1Config(
-        **_SHAPE,
-        head_dim=16,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_chunk_size=16,
-    ),
-    # No attention.
-    "mamba2": Mamba2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=3,
-        state_size=16,
-        num_heads=8,
-        head_dim=16,
-        n_groups=2,
-        chunk_size=16,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.2,
-    ),
-}
-"""Models with layers whose state goes from token to token."""
-_CONFIGS = {**CONFIGS, **RECURRENT, "qwen3_moe": ROUTED}
-
 
 def reference(family: str, *, seed: int = 0) -> PreTrainedModel:
     """The model as transformers runs it, with random weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_CONFIGS[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        ROUTED if family == "qwen3_moe" else CONFIGS[family], dtype=torch.float32
+    )
     return model.eval().requires_grad_(False)
 
 

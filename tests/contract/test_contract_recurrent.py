@@ -23,8 +23,8 @@ from tests.contract.engines import (
     make_prompt,
     prompt_ids,
     published,
-    reference,
 )
+from tests.contract.recurrent_models import RECURRENT, reference
 
 ERROR_NATS = 2e-5
 GREEDY = replace(engines.GREEDY, top_logprobs=1)
@@ -47,7 +47,7 @@ async def served(
 ) -> AsyncIterator[tuple[Pair, PreTrainedModel]]:
     """An engine with passes of 32 tokens, and its model."""
     role, family = request.param
-    engines.RECURRENT[family].save_pretrained(tmp_path)
+    RECURRENT[family].save_pretrained(tmp_path)
     model = reference(family)
     async with engines.EMBEDDED[role](tmp_path, pass_tokens=32) as pair:
         await pair.load(published(model), version=1)
@@ -57,7 +57,7 @@ async def served(
 @pytest.fixture
 def model_path(tmp_path: Path) -> Path:
     """The model with linear attention."""
-    engines.RECURRENT["qwen3_next"].save_pretrained(tmp_path)
+    RECURRENT["qwen3_next"].save_pretrained(tmp_path)
     return tmp_path
 
 
