@@ -11,15 +11,15 @@ from typing import Any
 from forge.agents.attempts import Attempts, Limits
 from forge.agents.command_setup import make_command
 from forge.agents.config import RunnerConfig
-from forge.agents.control_groups import CONTROL_GROUPS
 from forge.agents.domains import Domains
 from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
-from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import CALL_S, Runner
-from forge.agents.sandbox import SANDBOX
+from forge.agents.sandbox.control_groups import CONTROL_GROUPS
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal

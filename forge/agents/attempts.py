@@ -16,9 +16,9 @@ from typing import Any
 
 from forge.agents.environments.base import Domain, Episode, Transcript
 from forge.agents.gateways import Gateways
-from forge.agents.own_time import OutOfTime, within
 from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway, Rollout, RolloutResult, Scaffold
+from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.client.session import AgentSession
@@ -48,8 +48,8 @@ class Limits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
-    """Limit on the agent's own time (`forge.agents.own_time`): waiting for the model, the score or
-    a busy host does not count."""
+    """Limit on the agent's own time (`forge.agents.sandbox.own_time`): waits for the model, the
+    score or a busy host do not count."""
     max_tokens: int
 
 

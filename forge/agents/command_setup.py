@@ -13,7 +13,7 @@ from forge.agents.launchers.bare import BareLauncher
 from forge.agents.launchers.base import Launcher, Limits, Program, Request
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import Command, command_words
 from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log

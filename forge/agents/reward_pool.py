@@ -24,8 +24,11 @@ from typing import Any, Final
 
 import msgspec
 
-from forge.agents.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.child import (
+from forge.agents.environments.base import Reward, Transcript
+from forge.agents.reward_worker import LENGTH_BYTES, framed
+from forge.agents.rewards import RewardTask
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.sandbox.child import (
     OutputTail,
     clean_environment,
     how_it_ended,
@@ -33,13 +36,10 @@ from forge.agents.child import (
     killed_from_outside,
     last_lines,
 )
-from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
-from forge.agents.environments.base import Reward, Transcript
-from forge.agents.own_time import OutOfTime, within
-from forge.agents.process_sandbox import ProcessSandbox
-from forge.agents.reward_worker import LENGTH_BYTES, framed
-from forge.agents.rewards import RewardTask
-from forge.agents.sandbox import REMEDY
+from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
+from forge.agents.sandbox.own_time import OutOfTime, within
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.program_sandbox import REMEDY
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge.agents.control_groups import delegated_group
+from forge.agents.sandbox.control_groups import delegated_group
 from forge.core.errors import FailedPrecondition
 from tests.support.agents.plain_user import PLAIN_USER, REPOSITORY, plain_user
 
@@ -63,14 +63,14 @@ print(len(made))
 RUNNER = """
 import asyncio, json, os, sys
 from pathlib import Path
-from forge.agents.control_groups import CONTROL_GROUPS, delegated_group
+from forge.agents.sandbox.control_groups import CONTROL_GROUPS, delegated_group
 from forge.agents.launchers.base import Limits
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.agents.environments.base import Transcript
-from forge.agents.sandbox import Sandbox
+from forge.agents.sandbox.program_sandbox import Sandbox
 from forge.agents.scaffolds.command import Command
 from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout

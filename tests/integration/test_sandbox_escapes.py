@@ -20,14 +20,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge.agents.sandbox import Sandbox
+from forge.agents.sandbox.program_sandbox import Sandbox
 from tests.support.agents.plain_user import REPOSITORY, plain_user
 from tests.support.runtime.waiting import until
 
 SECRET = "a-secret-of-the-runner"
 RUNNER = """
 import asyncio, dataclasses, json, sys
-from forge.agents.sandbox import Sandbox
+from forge.agents.sandbox.program_sandbox import Sandbox
 async def main():
     sandbox = Sandbox()
     print(await sandbox.problem(), flush=True)

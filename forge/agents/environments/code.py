@@ -31,7 +31,7 @@ from forge.agents.environments.teaching import (
     a_habit,
     function_tool,
 )
-from forge.agents.sandbox import SANDBOX
+from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.core.errors import InvalidArgument
 
 HABITS: Final = {

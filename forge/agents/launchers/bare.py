@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from forge.agents.child import kill_group, start_turn
 from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.sandbox.child import kill_group, start_turn
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
 # and exec would be unsafe in a process with threads. The program ends with the runner.

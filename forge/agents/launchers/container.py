@@ -21,9 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from forge.agents import seccomp
-from forge.agents.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.child import kill_group, last_lines, start_turn
 from forge.agents.launchers import container_removal
 from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
 from forge.agents.launchers.gateway_network import (
@@ -31,6 +28,9 @@ from forge.agents.launchers.gateway_network import (
     gateway_network,
     host_names,
 )
+from forge.agents.sandbox import seccomp
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.sandbox.child import kill_group, last_lines, start_turn
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.telemetry import log
 

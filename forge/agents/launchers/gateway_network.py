@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from forge.agents.child import last_lines, start_turn
 from forge.agents.launchers import namespace_listeners
 from forge.agents.launchers.handover import Handover
 from forge.agents.rollout import Gateway
+from forge.agents.sandbox.child import last_lines, start_turn
 
 CONNECTIONS: Final = 64
 """Open connections of one program; more are closed at once."""

@@ -1,6 +1,6 @@
 """Programs in bubblewrap, with a private /tmp and the gateway as their network.
 
-Owns what a command sees; `forge.agents.process_sandbox` owns how the sandbox is made.
+Owns what a command sees; `forge.agents.sandbox.process_sandbox` owns how the sandbox is made.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from forge.agents.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.child import kill_group, last_lines
-from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
-from forge.agents.installations import names_file
 from forge.agents.launchers import entry
 from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
-from forge.agents.process_sandbox import ProcessSandbox
-from forge.agents.sandbox import REMEDY
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.sandbox.child import kill_group, last_lines
+from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
+from forge.agents.sandbox.installations import names_file
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.program_sandbox import REMEDY
 from forge.core.errors import ConfigError
 
 _CERTIFICATES: Final = "/etc/forge-tls"

@@ -17,7 +17,10 @@ from asyncio.subprocess import Process
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from forge.agents.child import (
+from forge.agents.environments.base import Episode, Transcript
+from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, Program, Request
+from forge.agents.rollout import Rollout
+from forge.agents.sandbox.child import (
     OutputTail,
     clean_environment,
     how_it_ended,
@@ -25,10 +28,7 @@ from forge.agents.child import (
     killed_from_outside,
     last_lines,
 )
-from forge.agents.environments.base import Episode, Transcript
-from forge.agents.installations import names_file
-from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, Program, Request
-from forge.agents.rollout import Rollout
+from forge.agents.sandbox.installations import names_file
 from forge.client.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from forge.agents.control_groups import delegated_group
-from forge.agents.process_sandbox import ProcessSandbox
-from forge.agents.sandbox import REMEDY as SANDBOX_REMEDY
-from forge.agents.sandbox import SANDBOX
+from forge.agents.sandbox.control_groups import delegated_group
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.program_sandbox import REMEDY as SANDBOX_REMEDY
+from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.cli.connection import Connection
 from forge.cli.doctor.cluster_doctor import cluster_findings
 from forge.cli.finding import Finding, findings_of

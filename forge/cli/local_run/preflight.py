@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
-from forge.agents.sandbox import SANDBOX
+from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.cli.connection import CONNECT_S
 from forge.cli.local_run.dataset import held_out_tasks
 from forge.cli.local_run.member_checks import check_members

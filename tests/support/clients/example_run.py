@@ -13,8 +13,8 @@ from forge.agents.domains import PromptDomain
 from forge.agents.environments.base import Transcript
 from forge.agents.launchers.base import Limits
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.rollout import Gateway, Rollout
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import Command, command_words
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from forge.agents.own_time import OutOfTime, most_to_run, within
+from forge.agents.sandbox.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb

@@ -18,7 +18,7 @@ import structlog
 from forge.agents.launchers.bare import BareLauncher
 from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, Limits
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.process_sandbox import ProcessSandbox
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import LOGGED_CHARS, Command, command_words
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.tracing import as_current

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.agents import bubblewrap
+from forge.agents.sandbox import bubblewrap
 from forge.cli.doctor import machine as doctor
 from forge.core.errors import FailedPrecondition
 

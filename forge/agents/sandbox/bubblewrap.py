@@ -1,9 +1,9 @@
 """The sandbox of a model's program: bubblewrap with a seccomp filter.
 
 Owns the file system, the namespaces, the user and the system calls of a program;
-`forge.agents.sandbox` owns its limits. The program sees the interpreter, its standard library and
-shared libraries, all read-only, and nothing else: no /proc, no network, no other process. The
-filter is `forge.agents.seccomp`'s allow-list.
+`program_sandbox` owns its limits. The program sees the interpreter, its standard library and shared
+libraries, all read-only, and nothing else: no /proc, no network, no other process. The filter is
+the allow-list of `seccomp`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from forge.agents import seccomp
+from forge.agents.sandbox import seccomp
 from forge.core.errors import FailedPrecondition
 
 UNPRIVILEGED_ID: Final = 65534

@@ -1,8 +1,8 @@
 """Runs a model's Python program in a short-lived process, within limits.
 
 Owns the process and its containment, outermost first:
-- a deadline in own time (`forge.agents.own_time`), after which the process group is killed;
-- bubblewrap (`forge.agents.bubblewrap`): its own root, no network, no other process, never root;
+- a deadline in own time (`own_time`), after which the process group is killed;
+- bubblewrap (`bubblewrap`): its own root, no network, no other process, never root;
 - resource limits: CPU time, memory, no written byte; its reader limits the output;
 - an audit hook that refuses everything a calculation does not need: writing, sockets, processes;
 - a `time.sleep` with a limit on the total.
@@ -22,11 +22,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from forge.agents import bubblewrap, seccomp
-from forge.agents.bubblewrap import Bubblewrap
-from forge.agents.child import kill_group, start_turn
-from forge.agents.control_groups import CONTROL_GROUPS, ControlGroup
-from forge.agents.own_time import OutOfTime, within
+from forge.agents.sandbox import bubblewrap, seccomp
+from forge.agents.sandbox.bubblewrap import Bubblewrap
+from forge.agents.sandbox.child import kill_group, start_turn
+from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
+from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
 
 REMEDY: Final = (

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge.agents import bubblewrap
 from forge.agents.environments import code
 from forge.agents.environments.base import Transcript
-from forge.agents.sandbox import Limits, Sandbox
+from forge.agents.sandbox import bubblewrap
+from forge.agents.sandbox.program_sandbox import Limits, Sandbox
 from forge.core.errors import FailedPrecondition
 from tests.support.runtime.waiting import until
 
@@ -28,7 +28,7 @@ ENDLESS_WAITS = [
 ]
 RUN_IN_A_PROCESS = """
 import asyncio, sys
-from forge.agents.sandbox import Sandbox
+from forge.agents.sandbox.program_sandbox import Sandbox
 async def main():
     sandbox = Sandbox()
     print(await sandbox.problem(), flush=True)

@@ -13,8 +13,8 @@ import pytest
 from forge.agents.launchers.bare import BareLauncher
 from forge.agents.launchers.base import Launcher, Limits, Request
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.process_sandbox import ProcessSandbox
 from forge.agents.rollout import Gateway
+from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import rollout
 

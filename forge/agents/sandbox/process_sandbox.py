@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from forge.agents import bubblewrap, seccomp
-from forge.agents.child import clean_environment, last_lines, start_turn
-from forge.agents.installations import is_within, shown_directories, without_home
+from forge.agents.sandbox import bubblewrap, seccomp
+from forge.agents.sandbox.child import clean_environment, last_lines, start_turn
+from forge.agents.sandbox.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
 
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -164,7 +164,7 @@ class ProcessSandbox:
         """Directories from which the process imports, and those of its programs."""
         yield Path.cwd()
         yield from shown_directories(self.programs)
-        yield Path(__file__).parents[2]
+        yield Path(__file__).parents[3]
         yield from (Path(entry) for entry in sys.path if entry)
         for name in self.modules:
             try:
