@@ -20,9 +20,9 @@ from services.gateway.config import GatewayConfig
 from services.gateway.external.api import ExternalApi
 from services.gateway.http.bodies import Bodies
 from services.gateway.http.edge import Edge
-from services.gateway.http.images import image_policy
+from services.gateway.http.listener.shared_port import port_of_host
+from services.gateway.http.message_parts.images import image_policy
 from services.gateway.http.server import HttpServer
-from services.gateway.http.shared_port import port_of_host
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.model.other_model import OtherModel

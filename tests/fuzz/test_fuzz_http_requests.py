@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.http import control, request_body
+from services.gateway.http import control
 from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
-from services.gateway.http.images import PlaceholderImages
+from services.gateway.http.message_parts.images import PlaceholderImages
 from services.gateway.http.openai import chat_schema, guided, responses_schema
 from services.gateway.http.openai.fields import CHAT as CHAT_FIELDS
 from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
 from services.gateway.http.openai.responses_history import history_of
 from services.gateway.http.openai.responses_turn import head_and_turn
-from services.gateway.http.parameters import decode_request
-from services.gateway.http.request_body import checked_stops
+from services.gateway.http.request_fields import request_body
+from services.gateway.http.request_fields.parameters import decode_request
+from services.gateway.http.request_fields.request_body import checked_stops
 from tests.support.gateway.chat_templates import make_model
 from tests.support.suite.damaged import damaged_json
 

@@ -10,8 +10,8 @@ from aiohttp import web
 from forge.core.credit.rewards import RewardKind
 from forge.v1 import common_pb2
 from services.gateway.close_session import close_session
-from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.request_fields import request_body
 
 
 class RewardBody(msgspec.Struct):

@@ -25,9 +25,9 @@ from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody
 from services.gateway.http.bodies import Bodies, check_encoding
 from services.gateway.http.errors import public_error, speaks_google
-from services.gateway.http.images import REFUSED as REFUSED_IMAGES
-from services.gateway.http.images import ImagePolicy
-from services.gateway.http.request_body import without_lone_surrogates
+from services.gateway.http.message_parts.images import REFUSED as REFUSED_IMAGES
+from services.gateway.http.message_parts.images import ImagePolicy
+from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from services.gateway.http.request_span import begin_request_span
 from services.gateway.metrics import REFUSED
 from services.gateway.model_table import ModelTable

@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from forge.core.errors import InvalidArgument
-from services.gateway.http import request_body
 from services.gateway.http.edge import Edge
 from services.gateway.http.forward import external_of, forward
+from services.gateway.http.request_fields import request_body
 
 
 class EmbeddingsRequest(msgspec.Struct):

@@ -21,7 +21,6 @@ from services.gateway.config import ConnectionSettings
 from services.gateway.errors import BrokenBody
 from services.gateway.http.anthropic.messages import AnthropicMessages
 from services.gateway.http.bodies import release_body
-from services.gateway.http.connections import Connection, Connections
 from services.gateway.http.control import Control
 from services.gateway.http.edge import CLAIMS, Edge, Endpoints, json_response, route_of
 from services.gateway.http.embeddings import Embeddings
@@ -36,13 +35,14 @@ from services.gateway.http.errors import (
     speaks_google,
 )
 from services.gateway.http.gemini.generate import Gemini
+from services.gateway.http.listener.connections import Connection, Connections
+from services.gateway.http.listener.shared_port import SharedPort
 from services.gateway.http.models import Models
 from services.gateway.http.openai.chat import ChatCompletions
 from services.gateway.http.openai.completions import Completions
 from services.gateway.http.openai.responses import Responses
 from services.gateway.http.openapi import OpenApi
 from services.gateway.http.request_span import end_request_span
-from services.gateway.http.shared_port import SharedPort
 from services.gateway.http.tokens import Tokens
 from services.gateway.metrics import REQUESTS
 

@@ -23,11 +23,11 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of, prefill_of
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.arguments import input_json
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.forward import external_of, forward
-from services.gateway.http.parameters import decode_request
+from services.gateway.http.message_parts.arguments import input_json
+from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn

@@ -23,8 +23,12 @@ from services.gateway.http.anthropic.client_tools import (
     client_tool,
     known_types,
 )
-from services.gateway.http.parameters import Fields
-from services.gateway.http.request_body import checked_stops, sampling_params, tool_to_call
+from services.gateway.http.request_fields.parameters import Fields
+from services.gateway.http.request_fields.request_body import (
+    checked_stops,
+    sampling_params,
+    tool_to_call,
+)
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 

@@ -22,15 +22,15 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.external.api import ExternalApi
-from services.gateway.http.arguments import input_json
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, google_error
 from services.gateway.http.forward import forward
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
+from services.gateway.http.message_parts.arguments import input_json
 from services.gateway.http.openai.responses_tools import count_omitted
-from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn

@@ -20,15 +20,15 @@ from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.gemini.json_schema import json_schema
 from services.gateway.http.openai.guided import any_of
-from services.gateway.http.parameters import Fields, add_ignored
-from services.gateway.http.request_body import (
+from services.gateway.http.request_fields.parameters import Fields, add_ignored
+from services.gateway.http.request_fields.request_body import (
     checked_stops,
     sampling_params,
     tool_to_call,
     top_logprobs_of,
     within,
 )
-from services.gateway.http.reshaping import Reshaping
+from services.gateway.http.request_fields.reshaping import Reshaping
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 

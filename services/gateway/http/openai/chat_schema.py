@@ -19,12 +19,12 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
-from services.gateway.http.images import REFUSED, ImagePolicy
+from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
+from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.openai.content import Part, content_of
 from services.gateway.http.openai.guided import Guided, guided_grammar_of
-from services.gateway.http.parameters import add_ignored
-from services.gateway.http.prefill import split_prefill
-from services.gateway.http.request_body import (
+from services.gateway.http.request_fields.parameters import add_ignored
+from services.gateway.http.request_fields.request_body import (
     sampling_params,
     tool_to_call,
     top_logprobs_of,

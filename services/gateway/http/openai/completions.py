@@ -28,8 +28,8 @@ from services.gateway.http.openai.completion_object import (
     usage_of,
 )
 from services.gateway.http.openai.fields import COMPLETIONS
-from services.gateway.http.parameters import decode_request
-from services.gateway.http.request_body import checked_stops
+from services.gateway.http.request_fields.parameters import decode_request
+from services.gateway.http.request_fields.request_body import checked_stops
 from services.gateway.turns.answer_parser import TokenLogprob
 from services.gateway.turns.types import Piece, Turn
 

@@ -8,7 +8,7 @@ import msgspec
 
 from forge.core.conversation.messages import Image
 from forge.core.errors import InvalidArgument
-from services.gateway.http.images import GivenImage, ImagePolicy
+from services.gateway.http.message_parts.images import GivenImage, ImagePolicy
 
 IMAGE_PARTS = frozenset({"image_url", "input_image"})
 

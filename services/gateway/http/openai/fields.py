@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.http.parameters import Fields
+from services.gateway.http.request_fields.parameters import Fields
 
 _NOT_SAMPLED = "the recorded distribution would differ from the sampled one"
 _ENGINE = "no engine of this release has it"

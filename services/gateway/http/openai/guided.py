@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from forge.core.errors import InvalidArgument
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES
 from forge.v1 import common_pb2
-from services.gateway.http.reshaping import Reshaping
+from services.gateway.http.request_fields.reshaping import Reshaping
 from services.gateway.structured_output.response_format import answer_grammar
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")

@@ -26,7 +26,7 @@ from services.gateway.http.openai.responses_recall import recall, stored_respons
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_socket import ResponsesSocket
 from services.gateway.http.openai.responses_turn import Response, draft_of, failure_events
-from services.gateway.http.parameters import decode_request
+from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.turns.record import ASK_TIMEOUT_S
 
 

@@ -24,8 +24,8 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
-from services.gateway.http.images import REFUSED, ImagePolicy
-from services.gateway.http.message_array import with_first
+from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
+from services.gateway.http.message_parts.message_array import with_first
 from services.gateway.http.openai.content import Part, content_of, text_of
 from services.gateway.http.openai.responses_items import RAW_CUSTOM, key_of_item
 from services.gateway.http.openai.responses_tools import arguments_of, flat_name

@@ -17,7 +17,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.openai.responses_tools import flat_name
-from services.gateway.http.parameters import add_ignored
+from services.gateway.http.request_fields.parameters import add_ignored
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_METADATA = 16

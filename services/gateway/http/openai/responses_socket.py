@@ -33,8 +33,8 @@ from services.gateway.http.openai.responses_items import response_key
 from services.gateway.http.openai.responses_relay import relay_response
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_turn import Draft, draft_of, failure_events
-from services.gateway.http.parameters import decode_request
-from services.gateway.http.request_body import without_lone_surrogates
+from services.gateway.http.request_fields.parameters import decode_request
+from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from services.gateway.metrics import REQUESTS
 
 HEARTBEAT_S = 30.0

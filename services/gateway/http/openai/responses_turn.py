@@ -18,7 +18,6 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.http import request_body
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure
 from services.gateway.http.openai import responses_schema
@@ -34,6 +33,7 @@ from services.gateway.http.openai.responses_items import (
 from services.gateway.http.openai.responses_recall import conversation_of
 from services.gateway.http.openai.responses_schema import LOGPROBS, ResponsesRequest
 from services.gateway.http.openai.responses_tools import count_omitted, responses_tools, tool_set
+from services.gateway.http.request_fields import request_body
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from services.gateway.http.request_body import without_lone_surrogates
+from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
 pieces = st.sampled_from(["\ud83d", "\ude00", "\U0001f600", "\\", '"', "u", "ud83d", "a", "\n"])

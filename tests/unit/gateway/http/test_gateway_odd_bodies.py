@@ -9,9 +9,10 @@ import pytest
 from forge.core.errors import InvalidArgument
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
-from services.gateway.http import control, request_body
+from services.gateway.http import control
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import MessagesRequest
+from services.gateway.http.request_fields import request_body
 from services.gateway.reward_rules import admitted_rewards
 
 

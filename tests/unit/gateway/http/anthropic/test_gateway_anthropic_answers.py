@@ -23,8 +23,8 @@ from services.gateway.http.anthropic.messages import (
     ending,
 )
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.arguments import input_json
-from services.gateway.http.request_body import decode
+from services.gateway.http.message_parts.arguments import input_json
+from services.gateway.http.request_fields.request_body import decode
 from services.gateway.turns.types import Turn
 
 

@@ -18,7 +18,7 @@ from services.gateway.conversation.conversation import Conversation
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.request_body import decode
+from services.gateway.http.request_fields.request_body import decode
 from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")

@@ -11,7 +11,7 @@ from anthropic.types.beta import BetaToolUnionParam
 from forge.grammar.answer_grammar import check_schema
 from services.gateway.http.anthropic.client_tools import Display, client_tool, known_types
 from services.gateway.http.anthropic.schema import MessagesRequest, tools_of
-from services.gateway.http.request_body import decode
+from services.gateway.http.request_fields.request_body import decode
 
 EXECUTED_BY_AGENTS = ("bash_", "text_editor_", "memory_", "computer_2")
 SCREEN = Display(width_px=1024, height_px=768, zoom=True)

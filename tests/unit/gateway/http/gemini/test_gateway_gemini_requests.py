@@ -12,8 +12,8 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.gemini.json_schema import json_schema
-from services.gateway.http.images import PlaceholderImages
-from services.gateway.http.parameters import IGNORED, decode_request
+from services.gateway.http.message_parts.images import PlaceholderImages
+from services.gateway.http.request_fields.parameters import IGNORED, decode_request
 from tests.support.gateway.chat_templates import make_model
 
 FORMAT = make_model("chatml").format

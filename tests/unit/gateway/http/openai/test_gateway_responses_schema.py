@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.http import request_body
 from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.responses_history import history_of, messages_of
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from services.gateway.http.openai.responses_tools import responses_tools, tool_set
+from services.gateway.http.request_fields import request_body
 from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")

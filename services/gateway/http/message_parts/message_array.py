@@ -16,7 +16,7 @@ import msgspec
 
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
-from services.gateway.http.images import ImagePolicy
+from services.gateway.http.message_parts.images import ImagePolicy
 
 Item = TypeVar("Item")
 

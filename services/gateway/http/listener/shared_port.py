@@ -22,7 +22,7 @@ from pathlib import Path
 from forge.core.errors import ConfigError
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
-from services.gateway.http.socket_handover import SocketHandover
+from services.gateway.http.listener.socket_handover import SocketHandover
 from services.gateway.metrics import SHARED_CONNECTIONS
 
 BACKLOG = 128

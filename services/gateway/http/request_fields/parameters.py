@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from forge.core.errors import InvalidArgument
-from services.gateway.http.request_body import decode
+from services.gateway.http.request_fields.request_body import decode
 from services.gateway.metrics import IGNORED_PARAMETERS
 
 IGNORED = "X-Forge-Ignored"

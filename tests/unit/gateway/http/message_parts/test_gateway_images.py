@@ -16,7 +16,7 @@ from forge.core.errors import ConfigError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.prompt import Prompt
 from services.gateway.http.anthropic import history, schema
-from services.gateway.http.images import (
+from services.gateway.http.message_parts.images import (
     REFUSED,
     GivenImage,
     ImagePolicy,
@@ -24,7 +24,7 @@ from services.gateway.http.images import (
     image_policy,
 )
 from services.gateway.http.openai import chat_schema, responses_history
-from services.gateway.http.request_body import decode
+from services.gateway.http.request_fields.request_body import decode
 from tests.support.gateway.chat_templates import make_model
 
 PIXELS = base64.b64encode(b"p" * 70).decode()

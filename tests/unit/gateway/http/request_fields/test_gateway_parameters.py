@@ -12,13 +12,13 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2
 from services.gateway.http.anthropic import history, schema
+from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.openai import chat_schema
 from services.gateway.http.openai.completions_schema import CompletionRequest, prompts_of
 from services.gateway.http.openai.fields import CHAT, COMPLETIONS, RESPONSES
 from services.gateway.http.openai.responses_schema import ResponsesRequest
-from services.gateway.http.parameters import IGNORED, decode_request
-from services.gateway.http.prefill import split_prefill
-from services.gateway.http.request_body import decode
+from services.gateway.http.request_fields.parameters import IGNORED, decode_request
+from services.gateway.http.request_fields.request_body import decode
 
 LEAST: dict[Any, tuple[Any, dict[str, Any]]] = {
     chat_schema.ChatCompletionRequest: (CHAT, {"model": "m", "messages": []}),

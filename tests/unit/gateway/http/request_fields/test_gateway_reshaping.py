@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.errors import InvalidArgument
 from forge.v1.common_pb2 import SamplingParams
-from services.gateway.http.reshaping import MAX_BIASES, Reshaping
+from services.gateway.http.request_fields.reshaping import MAX_BIASES, Reshaping
 
 
 def written(**fields: Any) -> SamplingParams:

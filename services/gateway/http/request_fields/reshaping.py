@@ -6,7 +6,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2
-from services.gateway.http.request_body import within
+from services.gateway.http.request_fields.request_body import within
 
 MAX_BIASES = 4096
 MAX_DIGITS = 10

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from forge.core.conversation.messages import Image, Message
 from forge.core.errors import InvalidArgument
-from services.gateway.http.images import GivenImage, ImagePolicy
+from services.gateway.http.message_parts.images import GivenImage, ImagePolicy
 
 Heard = tuple[str, Image | None]
 """The text of a part, and the image that it stands for."""

@@ -13,8 +13,8 @@ from typing import cast
 
 import pytest
 
-from services.gateway.http.shared_port import SharedPort, owner_of
-from services.gateway.http.socket_handover import SocketHandover
+from services.gateway.http.listener.shared_port import SharedPort, owner_of
+from services.gateway.http.listener.socket_handover import SocketHandover
 from tests.support.runtime.waiting import until
 
 

@@ -1,0 +1,1 @@
+"""Connections of the HTTP listener, and one port for several gateways of a host."""

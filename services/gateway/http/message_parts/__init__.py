@@ -1,0 +1,1 @@
+"""Conversions of messages that several protocols share: arrays, images, tool results, prefill."""

@@ -1,0 +1,1 @@
+"""Fields of requests: decoding, bounds, and fields that a protocol ignores or refuses."""
