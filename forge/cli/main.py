@@ -260,7 +260,7 @@ def support_bundle(
 
     Versions, settings, status, counts of queue and pool, metrics, the findings of
     [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the
-    systemd journal. Services may be down; MANIFEST.txt says what is missing.
+    systemd journal. Services may be down; MANIFEST.txt names missing parts.
     """
     from forge.cli.doctor.bundle_command import make_bundle
 

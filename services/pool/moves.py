@@ -1,7 +1,7 @@
 """Moves of groups to and from other shards, for the scheduler's leader.
 
 Owns the transfer: pages of records from the source, small transactions at the target.
-`data.moving` owns what is stored. Nothing here chooses groups.
+`data.moving` owns the stored records. Nothing here chooses groups.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _make(directory: Path, *, memory_bytes: int, processes: int) -> None:
     directory.mkdir()
     if memory_bytes:
         (directory / "memory.max").write_text(str(memory_bytes))
-        # Else the host's swap would take what is beyond.
+        # Else the host's swap would take the excess.
         with suppress(FileNotFoundError):
             (directory / "memory.swap.max").write_text("0")
         (directory / "memory.oom.group").write_text("1")

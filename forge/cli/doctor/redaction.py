@@ -170,7 +170,7 @@ class Redactor:
 
 
 def _kind_of(reason: str) -> str:
-    """Returns a reason without what is behind its colon: the error of an agent, a tool or a reward
+    """Returns a reason without the text behind its colon: the error of an agent, a tool or a reward
     function, perhaps with the last output of a program."""
     head, colon, tail = reason.partition(": ")
     if len(head) > _LONGEST_KIND:

@@ -126,7 +126,7 @@ class _Export(ABC):
                 self.damaged.add(trajectory_id)
 
     def left_out(self) -> list[str]:
-        """Returns one line per kind of what is not in the file."""
+        """Returns one line for each kind of omission."""
         lines = [f"left out: {count} turns {_REASONS[why]}" for why, count in self.turns.items()]
         if self.freed:
             lines.append(f"left out: {self.freed} trajectories that were freed")
@@ -224,7 +224,7 @@ class _PreferenceExport(_Export):
             self.write(await self._pairs.beginning_with(page.shard, one))
 
     def left_out(self) -> list[str]:
-        """Returns one line per kind of what is not in the file."""
+        """Returns one line for each kind of omission."""
         pairs = self._pairs
         self.freed = pairs.freed
         lines = super().left_out()

@@ -158,13 +158,13 @@ class Replica:
         """Resigns, so that the other replica can lead at once."""
         tasks = {task for task in (self._task, self._announcing) if task is not None}
         await cancel_and_wait(*tasks)
-        office = self._elected
+        leadership = self._elected
         if self._leader is not None:
             await self._leader.close()
             # It may have lost its lease meanwhile, and been elected again.
-            office = self._leader.leadership
-        if office is not None:
-            await office.resign()
+            leadership = self._leader.leadership
+        if leadership is not None:
+            await leadership.resign()
 
     def _committed(self, position: int, changes: Changes) -> None:
         if self._leader is not None:

@@ -55,7 +55,7 @@ class RemoteCopies:
                 for file in checkpoint.rglob("*")
                 if file.is_file() and file.name != STATE_FILE
             )
-            # A rewind may repeat the step: what is there must not count meanwhile.
+            # A rewind may repeat the step: the earlier copy must not count meanwhile.
             self._remove(self._place(checkpoint.name))
             for name in (*names, STATE_FILE):
                 target = self._place(f"{checkpoint.name}/{name}")

@@ -94,7 +94,7 @@ class TokenValueFiles:
         return sum(self._sizes.values())
 
     def open(self) -> None:
-        """Read the headers of all files, and remove what is unfinished or unreadable."""
+        """Read the headers of all files, and remove unfinished and unreadable ones."""
         if not self._directory.is_dir():
             return
         for path in sorted(self._directory.iterdir()):

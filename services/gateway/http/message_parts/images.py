@@ -87,7 +87,7 @@ def placeholder(image: Image) -> str:
 
 
 def image_policy(setting: ImageSetting, model_path: str) -> ImagePolicy:
-    """Returns the policy of a setting. Raises `ConfigError` for `pass`, with what is missing."""
+    """Returns the policy of a setting. Raises `ConfigError` for `pass`, with the missing part."""
     if setting == "refuse":
         return RefuseImages()
     if setting == "placeholder":

@@ -257,7 +257,7 @@ class Policy:
     def _pack(
         self, weight: _Weight, tensor: torch.Tensor, packed: dict[int, Packed]
     ) -> torch.Tensor:
-        """Pack the matrix of a packed layer; return what is served as the plain one."""
+        """Pack the matrix of a packed layer; return the matrix that is served in its place."""
         key = id(weight.served)
         if all(key != id(layer.weight) for layer in self._packable):
             return tensor

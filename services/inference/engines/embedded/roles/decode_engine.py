@@ -115,7 +115,7 @@ class EmbeddedDecode(RoleEngine):
                 self._actor.tell(Abort(request_id=prompt.request_id))
 
     async def _fetched(self, prompt: Prompt, fetch_kv: FetchKv, missing_from: int) -> KvSpan:
-        """Fetch what is missing; all of the prompt, if other weights than those of the cached part
+        """Fetch the missing part; all of the prompt, if other weights than those of the cached part
         computed it."""
         try:
             span = await fetch_kv(missing_from)
