@@ -255,11 +255,11 @@ def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]
 def _obey(config: TrainerConfig, world: World, store: Store) -> None:
     """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
     lost during an order."""
-    replica = ModelReplica(config, world=world)
-    replica.check()
-    parts = PartWriter(store, rank=world.rank)
+    # First: wrong files and a port in use are known before the model is loaded.
     with _serving_segments(store, config, rank=world.rank) as segments:
-        _obey_orders(replica, world, parts, segments)
+        replica = ModelReplica(config, world=world)
+        replica.check()
+        _obey_orders(replica, world, PartWriter(store, rank=world.rank), segments)
 
 
 @contextmanager

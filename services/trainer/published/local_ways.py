@@ -61,10 +61,11 @@ class LocalWays:
         `rest` of its tensors. Returns its tensors, in shared memory if it is there, and the ways
         for the announcement. Raises `Unavailable` when a rank is lost."""
         ways = []
-        if self._directory is not None and await _written(
-            "directory", self._directory, version, manifest, tensors, rest
-        ):
-            ways.append(DIRECTORY_WAY)
+        if self._directory is not None:
+            written = await _written("directory", self._directory, version, manifest, tensors, rest)
+            # An empty one is written, too: rank 0 may have no tensor.
+            if written is not None:
+                ways.append(DIRECTORY_WAY)
         # Ranks of another host do not see this one's memory.
         here = rest is None or all(place == self._place for place in rest.places)
         if here and await self._has_neighbours():

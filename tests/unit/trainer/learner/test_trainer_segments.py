@@ -169,6 +169,27 @@ async def test_ranks_write_one_file_together(
     assert not any(list(one.iterdir()) for one in directories.values())
 
 
+async def test_rank_0_may_have_no_tensor(group: SegmentGroup, tmp_path: Path) -> None:
+    """One tensor with most of the bytes belongs to the rank in the middle."""
+    weights = {"large": bytes(1 << 20), "small": b"s"}
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
+    (tmp_path / "shared").mkdir()
+    trainer.publisher._ways = LocalWays(
+        workers=trainer.steering._workers, directory=str(tmp_path / "shared")
+    )
+    async with publishing(trainer):
+        await trainer.publisher.publish(group.snapshot(1, weights))
+        found = announced(trainer.register)
+        assert found.ways == (DIRECTORY_WAY,)
+        assert [one.first for one in found.segments] == [0, 1]
+        assert found.source not in {one.source for one in found.segments}
+        subscriber = Worker(silence_s=60.0)
+        subscriber._announcements.put_nowait(found.encode())
+        assert await subscriber.until_serving(1) == weights
+        await subscriber.stop()
+    trainer.publisher._ways.keep(())
+
+
 def data_of(tensors: list[NamedTensor]) -> dict[str, bytes]:
     return {one.name: bytes(one.data) for one in tensors}
 
