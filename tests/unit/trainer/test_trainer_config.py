@@ -104,6 +104,7 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--optimizer.learning-rate-schedule=linear", "schedule = linear .*max_steps = 0"),
         ("--evaluation.every-steps=5", "evaluation.every_steps = 5 .*without evaluation.tasks"),
         ("--evaluation.at-start", "evaluation.at_start = True .*without evaluation.tasks"),
+        ("--publish-from=ranks --ranks=2", "publish_from = ranks .*mesh.dp_shard = 1"),
         ("--token-values.max-mib=1 --token-values.tokens-per-step=99000", "max_mib = 1: a token"),
     ],
 )
