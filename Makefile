@@ -10,7 +10,7 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-console console-screenshots test-systemd test-vm \
+.PHONY: run help setup hooks test test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
 	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -88,6 +88,15 @@ console-screenshots: .venv/.browser-installed  ## The pictures of docs/console.m
 
 .venv/.browser-installed: .venv/.installed
 	@$(PY) -m pip install --quiet -c constraints.txt -e ".[browser]"
+	@touch $@
+
+test-trackers: .venv-trackers/.installed  ## The real packages of Weights & Biases (offline) and Trackio
+	@.venv-trackers/bin/python -m pytest --noconftest --timeout=600 tests/trackers
+
+.venv-trackers/.installed: tests/trackers/requirements.txt pyproject.toml
+	@test -x .venv-trackers/bin/python || python3 -m venv .venv-trackers
+	@echo "Installing trackers into .venv-trackers ..."
+	@.venv-trackers/bin/pip install --quiet --disable-pip-version-check -r tests/trackers/requirements.txt -e .
 	@touch $@
 
 test-systemd: setup  ## Bare Debian 12 hosts: install, reboot, run-books (root; apt: mmdebstrap systemd-container iproute2)

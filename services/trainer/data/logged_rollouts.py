@@ -59,4 +59,6 @@ def _conversation(turns: Sequence[pb.Turn]) -> str:
     if not found:
         return ""
     messages = [to_openai(message) for message in found[-1].messages]
-    return json.dumps(messages, ensure_ascii=False)[-MOST_CHARACTERS:]
+    text = json.dumps(messages, ensure_ascii=False)[-MOST_CHARACTERS:]
+    # Half of a surrogate pair, which an agent can send, is no text: a tracker would drop the row.
+    return text.encode(errors="replace").decode()

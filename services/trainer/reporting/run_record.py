@@ -15,7 +15,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, Extent, History, extend
 from services.trainer.data.logged_rollouts import LoggedRollout
-from services.trainer.reporting.sinks import Sink
+from services.trainer.reporting.queued_sink import Sink
 
 MOST_EVALUATIONS = 1000
 """Evaluations in one answer."""

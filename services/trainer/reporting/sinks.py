@@ -10,42 +10,24 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
 from forge.core.errors import ConfigError
-from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import EVALUATION
 from services.trainer.config import TrainerConfig
 from services.trainer.data.logged_rollouts import LoggedRollout
+from services.trainer.reporting.queued_sink import QueuedSink, Sink
 
 ROLLOUTS = "rollouts"
 """Name of the table of rollouts."""
-
-
-class Sink(Protocol):
-    """Receives each step once per lineage, and each evaluation at its end."""
-
-    def begin(self, step: int) -> None:
-        """The following steps are those after `step`; they replace earlier ones."""
-
-    def write(self, metrics: pb.StepMetrics) -> None:
-        """Write a step."""
-
-    def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """Write the evaluation of an earlier step, or of step 0."""
-
-    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
-        """Write rollouts of the newest step, if the sink has tables."""
-
-    def close(self) -> None:
-        """Write everything out and end."""
+INIT_S = 20.0
+"""Longest wait for Weights & Biases to begin a run."""
 
 
 def make_sinks(config: TrainerConfig) -> list[Sink]:
@@ -58,58 +40,6 @@ def make_sinks(config: TrainerConfig) -> list[Sink]:
     if config.trackio_project:
         sinks.append(QueuedSink(TrackioSink(config.trackio_project, name=config.cluster)))
     return sinks
-
-
-class QueuedSink:
-    """Runs a sink on its own thread, so that its disk and network do not delay training."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._failed = False
-        self._to_begin: int | None = None
-        """Pending `begin`, passed on with the next step, so that repeated failures to resume
-        create no empty runs."""
-
-    def begin(self, step: int) -> None:
-        """Keep the beginning until the next step or evaluation."""
-        self._submit(lambda: self._begin_next(step))
-
-    def write(self, metrics: pb.StepMetrics) -> None:
-        """Queue a step."""
-        self._submit(lambda: self._begun().write(metrics))
-
-    def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """Queue an evaluation."""
-        self._submit(lambda: self._begun().evaluated(evaluation))
-
-    def rollouts(self, step: int, rows: Sequence[LoggedRollout]) -> None:
-        """Queue a table."""
-        self._submit(lambda: self._begun().rollouts(step, rows))
-
-    def close(self) -> None:
-        """Write all queued entries, close the sink and end the thread."""
-        self._submit(self._sink.close)
-        self._thread.shutdown()
-
-    def _begin_next(self, step: int) -> None:
-        self._to_begin = step
-
-    def _begun(self) -> Sink:
-        if self._to_begin is not None:
-            self._sink.begin(self._to_begin)
-            self._to_begin = None
-        return self._sink
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        self._thread.submit(work).add_done_callback(self._done)
-
-    def _done(self, future: Future[None]) -> None:
-        error = future.exception()
-        # One line until it works again, not one per step.
-        if error is not None and not self._failed:
-            log.warning("metrics_not_written", sink=type(self._sink).__name__, error=repr(error))
-        self._failed = error is not None
 
 
 def scalars(metrics: Message) -> dict[str, float]:
@@ -221,7 +151,8 @@ class TrackerSink:
             self._tracker: Any = import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"{setting} = {project!r} needs the package {package}: pip install {package}"
+                f"{setting} = {project!r} needs the package {package}: "
+                f"pip install 'forge-rl[{package}]'"
             ) from error
         self._project, self._name = project, name
         self._options: dict[str, Any] = {}
@@ -264,7 +195,11 @@ class WandbSink(TrackerSink):
 
     def __init__(self, project: str, *, name: str) -> None:
         super().__init__("wandb", "wandb_project", project, name=name)
-        self._options = {"reinit": "finish_previous"}
+        settings: dict[str, Any] = {"quiet": True}
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            # The end of the process waits for it; each step tries again.
+            settings["init_timeout"] = INIT_S
+        self._options = {"reinit": "finish_previous", "settings": settings}
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """Log over an axis of its own: Weights & Biases refuses an earlier step."""

@@ -6,6 +6,7 @@ import builtins
 import json
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,13 @@ from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
 from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
+from services.trainer.reporting.queued_sink import QueuedSink
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
 from tests.support.pool.records import make_turn
 from tests.support.runtime.disks import full_beyond
+from tests.support.runtime.waiting import until_blocking
+from tests.support.trainer.trackers import Table, Tracker
 
 STEP = pb.StepMetrics(
     step=3,
@@ -103,18 +107,16 @@ def test_full_disk_costs_tensorboard_the_steps_of_the_outage(tmp_path: Path) -> 
     assert {step for step, *_ in events(tmp_path)} == {3, 5}
 
 
+def tracked(monkeypatch: pytest.MonkeyPatch, package: str) -> Tracker:
+    """A stand-in for the package."""
+    stand_in = Tracker(package)
+    monkeypatch.setitem(sys.modules, package, stand_in)
+    return stand_in
+
+
 def test_wandb_gets_steps_and_a_restore_starts_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package accepts no earlier step. However often a restore is tried, it is one run."""
-    calls: list[Any] = []
-
-    def init(**settings: Any) -> Any:
-        calls.append(settings["name"])
-        return SimpleNamespace(
-            log=lambda values, step: calls.append((step, values["loss"])),
-            finish=lambda: calls.append("finish"),
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    tracker = tracked(monkeypatch, "wandb")
     run = record(wandb_project="p", cluster="c")
     run.rewind([])
     run.append(STEP)
@@ -122,7 +124,10 @@ def test_wandb_gets_steps_and_a_restore_starts_a_run(monkeypatch: pytest.MonkeyP
         run.rewind([])
     run.append(STEP)
     run.close_sinks()
-    assert calls == ["c-from-0", (3, 0.5), "finish"] * 2
+    assert [one.name for one in tracker.runs] == ["c-from-0"] * 2
+    for one in tracker.runs:
+        assert [(step, values["loss"]) for step, values in one.logged] == [(3, 0.5)]
+        assert one.finished
 
 
 ROLLOUT = LoggedRollout("t:0:0", "code", 1.0, '{"tests": 1.0}', 2, "[]")
@@ -131,37 +136,28 @@ ROLLOUT = LoggedRollout("t:0:0", "code", 1.0, '{"tests": 1.0}', 2, "[]")
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_trackers_get_a_table_of_rollouts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its columns are those of a row; both packages have one interface."""
-    logged: list[Any] = []
-    run = SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: None
-    )
-    stand_in = SimpleNamespace(
-        init=lambda **settings: run, Table=lambda columns, data: (columns, data)
-    )
-    monkeypatch.setitem(sys.modules, package, stand_in)
+    tracker = tracked(monkeypatch, package)
     kept = record(**{f"{package}_project": "p"})
     kept.rewind([])
     kept.append(STEP)
     kept.show_rollouts([ROLLOUT])
     kept.close_sinks()
     columns = ["trajectory_id", "domain", "reward", "components", "turns", "conversation"]
-    assert logged[1] == (3, {"rollouts": (columns, [list(ROLLOUT)])})
+    (run,) = tracker.runs
+    assert run.logged[1] == (3, {"rollouts": Table(columns, [list(ROLLOUT)])})
 
 
 def test_trackio_gets_an_evaluation_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes earlier steps, unlike Weights & Biases."""
-    logged: list[Any] = []
-    run = SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: None
-    )
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **settings: run))
+    tracker = tracked(monkeypatch, "trackio")
     kept = record(trackio_project="p")
     kept.rewind([])
     kept.append(STEP)
     kept.evaluated(EVALUATION)
     kept.close_sinks()
-    assert [step for step, _ in logged] == [3, 2]
-    assert logged[1][1]["evaluation/mean_reward"] == 0.5
+    (run,) = tracker.runs
+    assert [step for step, _ in run.logged] == [3, 2]
+    assert run.logged[1][1]["evaluation/mean_reward"] == 0.5
 
 
 def test_rollouts_of_many_groups_come_first() -> None:
@@ -254,8 +250,8 @@ def test_failing_sink_is_one_line_and_stops_nothing(tmp_path: Path) -> None:
     ("settings", "missing", "install"),
     [
         ({"tensorboard_dir": "x"}, "tensorboardX", r"pip install 'forge-rl\[tensorboard\]'"),
-        ({"wandb_project": "x"}, "wandb", "pip install wandb"),
-        ({"trackio_project": "x"}, "trackio", "pip install trackio"),
+        ({"wandb_project": "x"}, "wandb", r"pip install 'forge-rl\[wandb\]'"),
+        ({"trackio_project": "x"}, "trackio", r"pip install 'forge-rl\[trackio\]'"),
     ],
 )
 def test_missing_sink_package_is_one_line(
@@ -276,23 +272,77 @@ def test_missing_sink_package_is_one_line(
 
 def test_evaluation_has_its_own_axis_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends after later steps, and the package accepts no earlier step."""
-    defined: list[Any] = []
-    logged: list[Any] = []
-
-    def init(**settings: Any) -> Any:
-        return SimpleNamespace(
-            log=lambda values, step: logged.append((step, values)),
-            define_metric=lambda name, step_metric: defined.append((name, step_metric)),
-            finish=lambda: None,
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    tracker = tracked(monkeypatch, "wandb")
     run = record(wandb_project="p", cluster="c")
     run.rewind([])
     run.append(STEP)
     run.evaluated(EVALUATION)
     run.close_sinks()
-    assert defined == [("evaluation/*", "evaluation/step")]
-    step, values = logged[-1]
+    (one,) = tracker.runs
+    assert one.axes == {"evaluation/*": "evaluation/step"}
+    step, values = one.logged[-1]
     assert (step, values["evaluation/step"], values["evaluation/mean_reward"]) == (3, 2, 0.5)
     assert not any("tag" in name for name in values)
+
+
+class HangingSink(TensorBoardSink):
+    """A sink whose package waits for its network, until it is released."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def begin(self, step: int) -> None:
+        self.entered.set()
+        assert self.released.wait(60)
+        super().begin(step)
+
+
+def test_sink_that_hangs_costs_a_bounded_queue_and_wait(tmp_path: Path) -> None:
+    """Steps beyond the queue are lost with one line, and the end of training waits no longer than
+    its limit. What waited is written if the network returns in time, after its beginning."""
+    hanging = HangingSink(tmp_path)
+    with structlog.testing.capture_logs() as logged:
+        sink = QueuedSink(hanging, most=2, close_s=0.0)
+        sink.begin(0)
+        sink.write(pb.StepMetrics(step=1, loss=1))
+        assert hanging.entered.wait(60)
+        for number in range(2, 9):
+            sink.write(pb.StepMetrics(step=number, loss=number))
+        sink.begin(6)
+        sink.close()
+    assert [line["error"] for line in logged] == [
+        "2 entries wait already",
+        "3 entries wait after 0 s",
+    ]
+    hanging.released.set()
+    until_blocking(lambda: not sink.running)
+    assert [step for step, name, _ in events(tmp_path) if name == "loss"] == [1, 2, 3]
+
+
+def test_beginning_is_not_lost_with_a_full_queue(tmp_path: Path) -> None:
+    """Steps after a restore never continue the run before it."""
+    hanging = HangingSink(tmp_path)
+    sink = QueuedSink(hanging, most=1, close_s=60.0)
+    sink.begin(0)
+    sink.write(pb.StepMetrics(step=5, loss=5))
+    assert hanging.entered.wait(60)
+    sink.write(pb.StepMetrics(step=6, loss=6))
+    sink.begin(3)
+    sink.write(pb.StepMetrics(step=4, loss=4))
+    hanging.released.set()
+    until_blocking(lambda: not sink.waiting)
+    sink.write(pb.StepMetrics(step=5, loss=0.5))
+    sink.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_rows_have_no_half_of_a_surrogate_pair() -> None:
+    """An agent can send one as JSON; a tracker would drop the table."""
+    turn = make_turn(
+        messages_json='{"messages": [{"role": "user", "content": "a\\ud800b"}], '
+        '"answer": {"role": "assistant", "content": "4"}}'
+    )
+    trajectory = common_pb2.Trajectory(trajectory_id="t:0:0", turns=[turn])
+    (row,) = logged_rollouts([[trajectory]], 1)
+    assert json.loads(row.conversation)[0]["content"] == "a?b"
