@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-_SILENT_GAPS = 6.0
+_SILENT_GAPS = 3.0
 """Mean gaps after which a session counts as over."""
 _LEAST_SILENCE_S = 2.0
 _GAP_MEMORY = 256.0
@@ -21,6 +21,8 @@ _MOST_SESSIONS = 65_536
 class _Session:
     worker: str
     seen_s: float
+    rests: bool = False
+    """Between two requests."""
 
 
 class Homes:
@@ -49,7 +51,8 @@ class Homes:
         found = self._sessions.pop(session, None)
         if found is not None:
             self._living[found.worker] -= 1
-            self._observe_gap(now_s - found.seen_s)
+            if found.rests:
+                self._observe_gap(now_s - found.seen_s)
         self._sessions[session] = _Session(worker, now_s)
         self._living[worker] += 1
         while len(self._sessions) > _MOST_SESSIONS:
@@ -59,7 +62,7 @@ class Homes:
         """Note the end of a session's answer: its silence begins."""
         found = self._sessions.get(session)
         if found is not None:
-            found.seen_s = now_s
+            found.seen_s, found.rests = now_s, True
             self._sessions.move_to_end(session)
 
     def expire(self, *, now_s: float) -> None:

@@ -38,9 +38,12 @@ from services.inference.router.workers import Engine, Worker, engine_of, new_wor
 
 SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""
-_WEIGHT_OF_OTHERS = 4.0
-"""Requests that a computation slows, per request that is there: more come until it is caught up.
-Found by `benchmarks.routing`: less moves histories too often, more leaves workers idle."""
+_WEIGHT_OF_OTHERS = 8.0
+"""Requests that a computation slows, per request that is there: more come until it is caught up."""
+_WEIGHT_OF_SAMPLING = 1 / 3
+"""Part of an answer's sampling that counts: the others of a worker end soon, a computed prompt is
+paid. Both are found by `benchmarks.routing`: less of the first, or more of the second, moves
+histories and splits groups too often."""
 _PREFILL_GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
 """Bounds the queue of a prefill worker. That queue slows no running answer, so the cost alone would
 let it grow."""
@@ -229,7 +232,8 @@ class Fleet:
         beside, sampling_s = 0.0, 0.0
         if worker.samples:
             beside = self._busy_with(worker, session)
-            sampling_s = costs.each_s(engine, worker.times) * costs.answer_tokens.seconds
+            answer_s = costs.each_s(engine, worker.times) * costs.answer_tokens.seconds
+            sampling_s = _WEIGHT_OF_SAMPLING * answer_s
         return Candidate(
             worker=worker.instance_id,
             engine=engine,

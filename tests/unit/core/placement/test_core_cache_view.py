@@ -70,14 +70,18 @@ def test_chain_names_all_tokens_before_its_end() -> None:
 
 
 def test_session_lives_until_it_is_silent_for_long() -> None:
-    """Six mean pauses; it counts on the worker of its last request."""
+    """Three mean pauses between two requests; it counts on the worker of its last request. The
+    second call of a request is no pause."""
     homes = Homes()
     for turn in range(10):
-        homes.settle("a", "w0" if turn < 9 else "w1", now_s=turn)
+        worker = "w0" if turn < 9 else "w1"
+        homes.settle("a", worker, now_s=2 * turn)
+        homes.settle("a", worker, now_s=2 * turn + 0.5)
+        homes.rest("a", now_s=2 * turn + 1)
     assert (homes.live("w0"), homes.live("w1")) == (0, 1)
-    homes.expire(now_s=9 + 5.9)
+    homes.expire(now_s=19 + 2.9)
     assert homes.home("a") == "w1"
-    homes.expire(now_s=9 + 6.1)
+    homes.expire(now_s=19 + 3.1)
     assert homes.home("a") is None
     assert homes.live("w1") == 0
 
