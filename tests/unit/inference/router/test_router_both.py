@@ -131,3 +131,19 @@ async def test_unmeasured_worker_does_not_draw_a_session() -> None:
         await router.actor.receive(Decoded(placement=sampled, ids=prompt, decode_s=10.0, tokens=50))
         await router.change(both("b0"), both("b1"))
         assert read.worker.instance_id == "b0"
+
+
+@pytest.mark.parametrize(("beside", "chosen"), [(8, "b0"), (16, "b1")])
+async def test_member_of_a_group_follows_its_prompt_to_a_busier_worker(
+    beside: int, chosen: str
+) -> None:
+    """Up to a limit: b1, with four requests, would have to compute the prompt of 400 tokens."""
+    router = await harness(both("b0"), both("b1"))
+    workers = {worker.instance_id: worker for worker in router.workers}
+    prompt = ids(*range(400))
+    for name, running, stored in (("b0", beside, PromptChains(prompt).of(4)), ("b1", 4, ())):
+        change = CacheChange(stored=stored, anew=True)
+        await router.actor.receive(CacheReported(worker=workers[name], change=change))
+        workers[name].running = running
+    placed = await router.actor.receive(PlacePrefill(ids=prompt + ids(1)))
+    assert placed.worker.instance_id == chosen
