@@ -191,6 +191,22 @@ async def test_end_of_vllms_process_names_its_error(
             await pair.load(published(model), version=1)
 
 
+def test_a_record_of_experts_is_refused(tmp_path: Path) -> None:
+    """The engine declares none, and vLLM's own option, which would end the start with words of
+    vLLM, is refused with those of ours."""
+    engines.CONFIGS["llama"].save_pretrained(tmp_path)
+    limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)
+    options = EngineOptions(
+        model_path=str(tmp_path),
+        request_timeout_s=1.0,
+        device="cuda:0",
+        extra={"enable_return_routed_experts": True},
+    )
+    assert not engines.CAPABILITIES["vllm"].routed_experts
+    with pytest.raises(ConfigError, match="the engine vllm records no experts"):
+        arguments.engine_arguments(options, limits, role="both", events=None)
+
+
 async def test_drafts_by_weights_are_refused(tmp_path: Path) -> None:
     """A publication has no weights for vLLM's own drafters: they would draft by random ones."""
     engines.CONFIGS["llama"].save_pretrained(tmp_path)

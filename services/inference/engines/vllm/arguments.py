@@ -212,6 +212,12 @@ def engine_arguments(
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
     _check_drafts(options)
+    if options.extra.get("enable_return_routed_experts"):
+        raise ConfigError(
+            "engine_options.enable_return_routed_experts: the engine vllm records no experts. vLLM "
+            "returns them with its second model runner, which needs a GPU and has another sampler "
+            "than this engine; leave it out, or replay the experts of engine = 'embedded'"
+        )
     if role != "both":
         _check_hand_offs(options)
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
