@@ -62,7 +62,7 @@ class KvSettings:
     on_update: Literal["keep", "recompute"] = "keep"
     """Keys and values of running answers when the weights change: keep (the answer continues on
     those of the older weights) or recompute (prompt and answer are read again by the new ones). The
-    prefix cache is emptied in either case. recompute needs the engine embedded."""
+    prefix cache is emptied in either case. recompute needs the engine embedded or vllm."""
     store_dir: str = ""
     """Directory on a shared file system where the workers of a model keep keys and values for each
     other; "" for none. Only the workers' user may write it."""
@@ -138,7 +138,7 @@ class InferenceConfig(ServiceConfig):
         weights in the policy's group."""
         check_group("serving_group", self.serving_group)
         self.options_of_engine()
-        if self.kv.on_update == "recompute" and self.engine != "embedded":
+        if self.kv.on_update == "recompute" and self.engine not in ("embedded", "vllm"):
             raise InvalidArgument(
                 f"kv.on_update = recompute is not allowed with engine = {self.engine}: it has its "
                 "own rule for running answers"

@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.settings import load
-from services.inference.config import InferenceConfig
+from services.inference.config import InferenceConfig, KvSettings
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,12 @@ def test_engine_options_are_a_json_object() -> None:
     for wrong in ("{", "[1]", '"a"'):
         with pytest.raises(InvalidArgument, match="engine_options = "):
             InferenceConfig(engine_options=wrong).validate()
+
+
+def test_answers_are_read_again_by_engines_that_can_end_them() -> None:
+    """Another engine has a rule of its own for running answers, and refuses the setting."""
+    again = KvSettings(on_update="recompute")
+    for engine in ("embedded", "vllm"):
+        InferenceConfig(engine=engine, kv=again).validate()
+    with pytest.raises(InvalidArgument, match="not allowed with engine = tensorrt_llm"):
+        InferenceConfig(engine="tensorrt_llm", kv=again).validate()

@@ -21,13 +21,14 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
+from forge.core.errors import ForgeError, ResourceExhausted, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_array
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
+from services.inference.engines.aggregated import part
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
 from services.inference.engines.capabilities import Capabilities, Role
 from services.inference.engines.grammar_masks import Grammars
@@ -63,6 +64,7 @@ CAPABILITIES = Capabilities(
 """Without drafts, in the role both; see `capabilities_of`."""
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
+_REREAD_AFTER_S = 0.05
 
 
 def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:
@@ -134,6 +136,7 @@ class VllmEngine:
         self._cached = follower.events
         self.cache_reports = self._cached.reports
         self._timeout_s = options.request_timeout_s
+        self._recompute = options.recompute_on_update
         self._checkpoint = checkpoint
         self._grammars = Grammars(options.model_path, vocabulary=limits.vocabulary)
         self._end_token = _end_token(options.model_path)
@@ -147,6 +150,8 @@ class VllmEngine:
         self._trials: dict[int, asyncio.Future[None]] = {}
         self._update = asyncio.Lock()
         self._watch = watch
+        self._lost = False
+        """Ends the worker."""
         self._watching = asyncio.ensure_future(self._watch_process())
 
     @classmethod
@@ -222,6 +227,7 @@ class VllmEngine:
             first=leg.first,
             shares=self.capabilities.shares,
         )
+        begun = self._loaded
         collector = await self._begin(prompt, params, leg)
         # The state knows the version of each token; it stays when the request has ended.
         state = self._llm.output_processor.request_states.get(collector.request_id)
@@ -239,6 +245,11 @@ class VllmEngine:
                 finish = sampling.to_finish(completion.finish_reason)
                 cached = 0 if sampled else output.num_cached_tokens or 0
                 sampled += new
+                kept = versions.count(begun) if self._recompute else new
+                if kept < new:
+                    if kept:
+                        yield Piece(tokens=part(tokens, 0, kept), cached_tokens=cached)
+                    raise self._read_again(prompt)
                 if new or finish:
                     yield Piece(tokens=tokens, finish=finish, cached_tokens=cached)
         except EngineDeadError as error:
@@ -248,6 +259,11 @@ class VllmEngine:
             if not finished:
                 await self._llm.abort(collector.request_id, internal=True)
             collector.close()
+
+    def _read_again(self, prompt: Prompt) -> ResourceExhausted:
+        """The error of a request whose keys and values are of other weights than its next token."""
+        reread = f"request {prompt.request_id} is read again by weights"
+        return ResourceExhausted(f"{reread} {self._loaded}", retry_after_s=_REREAD_AFTER_S)
 
     async def _begin(self, prompt: Prompt, params: SamplingParams, leg: Leg) -> Any:
         ids = list(int32_array(prompt.ids))
@@ -292,7 +308,7 @@ class VllmEngine:
                 self._served, self.version = staged, version
             except ForgeError:
                 self._refused.add(version)
-                if self._served is not None:
+                if self._served is not None and not self._lost:
                     await self._serve(self._served)
                 raise
             finally:
@@ -353,6 +369,7 @@ class VllmEngine:
         self._end(self._processes.why_ended())
 
     def _end(self, reason: str) -> None:
+        self._lost = True
         if self._watch.alive:
             self._watch.tell(_Ended(reason))
 

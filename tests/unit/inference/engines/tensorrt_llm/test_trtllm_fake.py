@@ -9,6 +9,7 @@ import pytest
 
 from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
 from services.inference.engines.tensorrt_llm.surface_diff import Tree, compare
+from services.inference.engines.tensorrt_llm.worker_extension import WorkerExtension
 from tests.contract import engines
 from tests.support.inference.tensorrt_llm import install_stand_in
 from tests.support.inference.tensorrt_llm_fake._torch.async_llm import AsyncLLM
@@ -71,6 +72,17 @@ async def test_parameters_serve_one_request(tmp_path: Path) -> None:
         with pytest.raises(Misuse):
             llm.generate_async([1, 2], shared)
         llm.shutdown()
+
+
+async def test_extension_with_a_name_of_the_worker_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a private one: ours has its methods for collective calls alone."""
+    ours = [name for name in dir(WorkerExtension) if not name.startswith("__")]
+    assert sorted(ours) == ["apply_forge_update", "check_forge_update", "wait_for_engine_idle"]
+    monkeypatch.setattr(WorkerExtension, "_handle_background_error", None, raising=False)
+    with pytest.raises(ValueError, match="already defines '_handle_background_error'"):
+        await start(tmp_path)
 
 
 async def test_paused_engine_refuses_requests(tmp_path: Path) -> None:

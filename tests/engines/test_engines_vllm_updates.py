@@ -1,0 +1,86 @@
+"""Updates of vLLM's weights beside running answers, and updates that fail.
+
+Runs in the environment of `make engine-vllm` alone: `make test-engines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ResourceExhausted, Unavailable
+from tests.contract import engines
+from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, published, reference
+from tests.support.runtime.waiting import until
+
+pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
+
+
+@pytest_asyncio.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    async with engines.ENGINES["vllm"](tmp_path) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+def engine_of(pair: Pair) -> Any:
+    """The engine behind the role both."""
+    both: Any = pair.prefill
+    return both.engine
+
+
+async def test_recompute_ends_running_answers_before_their_first_token_of_new_weights(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tokens so far; an answer that begins after the swap is whole."""
+    monkeypatch.setattr(engine_of(pair), "_recompute", True)
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    ids = prompt_ids(20)
+    seen: list[Answer] = []
+
+    async def swap_once(answer: Answer) -> None:
+        if not seen:
+            seen.append(answer)
+            await pair.load(published(new), version=2)
+
+    with pytest.raises(ResourceExhausted, match="is read again by weights 2"):
+        await pair.sample(ids, replace(GREEDY, max_tokens=200), on_piece=swap_once)
+    (cut,) = seen
+    assert 0 < len(cut.ids) < 200
+    assert set(cut.versions) == {1}
+    assert is_greedy(old, ids, cut.ids)
+    again = [*ids, *cut.ids]
+    rest = await pair.sample(again)
+    assert set(rest.versions) == {2}
+    assert is_greedy(new, again, rest.ids)
+
+
+async def test_update_that_fails_in_vllms_process_ends_the_worker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by a damaged tensor. The error has what vLLM's process says, and nothing is loaded any
+    more: some layers may be of one version and some of another."""
+    module: Any = import_module("services.inference.engines.vllm.engine")
+    whole = module.shared
+
+    @contextmanager
+    def damaged(staged: Any) -> Iterator[dict[str, Any]]:
+        with whole(staged) as update:
+            *others, (*what, checksum) = update["tensors"]
+            yield update | {"tensors": [*others, (*what, checksum ^ 1)]}
+
+    monkeypatch.setattr(module, "shared", damaged)
+    vllm = engine_of(pair)
+    with pytest.raises(Unavailable, match=r"failed to load weights 2: .*XXH3-64"):
+        await pair.load(published(reference("qwen3", seed=1)), version=2)
+    await until(lambda: not vllm._watch.alive)
+    # No other test may have this engine.
+    await import_module("tests.contract.vllm_engine").stop()
