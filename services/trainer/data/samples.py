@@ -128,6 +128,29 @@ class _Rollout:
         return found.pop() if len(found) == 1 else None
 
 
+@dataclass(slots=True)
+class _Columns:
+    """Values of the rollouts of a batch, by domain, engine and weight version."""
+
+    outcomes: dict[str, list[float]] = field(default_factory=dict)
+    by_engine: dict[str, list[float]] = field(default_factory=dict)
+    by_version: dict[int, list[float]] = field(default_factory=dict)
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    completions_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, rollout: _Rollout) -> None:
+        """Add one rollout."""
+        domain, outcome = rollout.trajectory.domain, _outcome(rollout)
+        self.outcomes.setdefault(domain, []).append(outcome)
+        engine = engine_of_all(rollout.trajectory.turns)
+        self.by_engine.setdefault(engine, []).append(outcome)
+        if (version := rollout.version) is not None:
+            self.by_version.setdefault(version, []).append(outcome)
+        self.lengths.setdefault(domain, []).append(rollout.sampled_tokens)
+        if rollout.completion_s is not None:
+            self.completions_s.setdefault(domain, []).append(rollout.completion_s)
+
+
 def build_samples(
     groups: Sequence[Sequence[pb.Trajectory]],
     rules: CreditRules,
@@ -147,50 +170,27 @@ def build_samples(
     returns = [_returns(rollouts, rules.weights, baselines_s) for rollouts in kept]
     credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
-    outcomes: dict[str, list[float]] = {}
-    outcomes_by_engine: dict[str, list[float]] = {}
-    by_version: dict[int, list[float]] = {}
-    lengths: dict[str, list[int]] = {}
-    completions_s: dict[str, list[float]] = {}
-    turns = _TurnCounts()
+    columns, turns = _Columns(), _TurnCounts()
     for rollouts, group, credit in zip(kept, returns, credits, strict=True):
         for rollout, advantages_T, speed_T in zip(
             rollouts, credit.advantages, group.speed, strict=True
         ):
-            domain = rollout.trajectory.domain
+            columns.add(rollout)
             if rollout.other_turns:
+                domain = rollout.trajectory.domain
                 turns.left_out[domain, "other_model"] += rollout.other_turns
-            outcomes.setdefault(domain, []).append(_outcome(rollout))
-            engine = engine_of_all(rollout.trajectory.turns)
-            outcomes_by_engine.setdefault(engine, []).append(_outcome(rollout))
-            if (version := rollout.version) is not None:
-                by_version.setdefault(version, []).append(_outcome(rollout))
-            lengths.setdefault(domain, []).append(rollout.sampled_tokens)
-            if rollout.completion_s is not None:
-                completions_s.setdefault(domain, []).append(rollout.completion_s)
-            if credit.flat and rules.drop_flat_groups:
-                continue
-            if rules.critic:
-                # The factor alone: the critic computes the advantage.
-                factor = rules.advantages.domain_weights.get(domain, 1.0)
-                targets_T = [
-                    one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
-                ]
-                samples.extend(
-                    _turn_samples(rollout, [factor] * len(targets_T), rules, turns, targets_T)
-                )
-            else:
-                samples.extend(_turn_samples(rollout, advantages_T, rules, turns))
+            if not (credit.flat and rules.drop_flat_groups):
+                samples += _credited_samples(rollout, advantages_T, speed_T, rules, turns)
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
         turns=tuple(turns.places),
-        outcomes=outcomes,
-        outcomes_by_engine=outcomes_by_engine,
-        outcomes_by_version=by_version,
+        outcomes=columns.outcomes,
+        outcomes_by_engine=columns.by_engine,
+        outcomes_by_version=columns.by_version,
         reward_components=reward_components(one.trajectory for one in everyone),
-        lengths=lengths,
-        completions_s=completions_s,
+        lengths=columns.lengths,
+        completions_s=columns.completions_s,
         baselines_s=baselines_s,
         sampled_tokens=sum(one.sampled_tokens for one in everyone),
         groups=len(groups),
@@ -203,6 +203,22 @@ def build_samples(
         barren_domains=turns.barren_domains(),
         overlong_penalty=fmean([one.penalty for one in everyone]) if everyone else 0.0,
     )
+
+
+def _credited_samples(
+    rollout: _Rollout,
+    advantages_T: Sequence[float],
+    speed_T: Sequence[float],
+    rules: CreditRules,
+    turns: _TurnCounts,
+) -> list[Sample]:
+    """Samples with the advantages, or for a critic with its targets."""
+    if not rules.critic:
+        return _turn_samples(rollout, advantages_T, rules, turns)
+    # The factor alone: the critic computes the advantage.
+    factor = rules.advantages.domain_weights.get(rollout.trajectory.domain, 1.0)
+    targets_T = [one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)]
+    return _turn_samples(rollout, [factor] * len(targets_T), rules, turns, targets_T)
 
 
 def _returns(
