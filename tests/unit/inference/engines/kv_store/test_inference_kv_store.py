@@ -25,7 +25,7 @@ PROCESSES = 4
 
 WORKER = """
 import random, sys
-from tests.unit.inference.engines.test_inference_kv_store import *
+from tests.unit.inference.engines.kv_store.test_inference_kv_store import *
 seed, directory = int(sys.argv[1]), sys.argv[2]
 rng = random.Random(seed)
 store = open_store(directory, max_bytes=60 * TOKENS * TOKEN)
