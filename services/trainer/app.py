@@ -39,7 +39,7 @@ from services.trainer import metrics
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import DescribeRoutes, LearnerActor
 from services.trainer.actors.steering import ResumeHold, ReviewCanary, Steering
-from services.trainer.actors.token_values import DIRECTORY, KeptTokenValues, TokenValueStore
+from services.trainer.actors.token_values import DIRECTORY, KeptTokenValues, TokenValueStore, expire
 from services.trainer.actors.training import (
     UNBOUNDED_S,
     Advance,
@@ -330,9 +330,11 @@ class TrainerApp:
     async def _spawn_values(self) -> ActorRef:
         directory = Path(self._config.checkpoint.dir) / DIRECTORY
         settings = self._config.token_values
-        return await self._context.actors.spawn(
+        store = await self._context.actors.spawn(
             lambda: TokenValueStore(directory, settings), name="token-values"
         )
+        self._context.keep_running(expire(store), name="age of token values")
+        return store
 
     async def _workers(self) -> list[Instance]:
         """The workers in discovery."""

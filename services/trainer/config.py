@@ -95,6 +95,9 @@ class TokenValuesSettings:
     max_mib: Annotated[float, Meta(ge=1)] = 256.0
     """Size of the store in checkpoint.dir; beyond it the oldest steps are removed. A token takes 10
     bytes."""
+    max_age_h: Annotated[float, Meta(ge=0)] = 168.0
+    """Age in hours at which the values of a step are removed, so that those of erased trajectories
+    end too; 0: none."""
 
     def check(self) -> None:
         """Raises `InvalidArgument` if the store has no room for one step."""

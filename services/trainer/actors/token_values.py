@@ -2,14 +2,17 @@
 
 Owns what happens to values between a committed step and a reader. Training does not wait: it puts
 them into a bounded mailbox. Values for which the mailbox is full, or whose write fails, are lost
-and counted. A rewind removes the values of the steps that it takes back.
+and counted. A rewind removes the values of the steps that it takes back, and age all others.
 
 Shapes: t tokens of a turn.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -31,6 +34,8 @@ from services.trainer.reporting.token_value_files import StepValues, TokenValueF
 
 DIRECTORY = "token-values"
 """In `checkpoint.dir`."""
+EXPIRY_S = 600.0
+"""Between two removals by age, also while no step is taken."""
 PIECE_TOKENS = 32_768
 """Tokens of one response, which has 17 bytes for each."""
 
@@ -49,6 +54,11 @@ class ForgetAfter:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Remove the values beyond the age."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadValues:
     """Answered by the responses of FetchTokenValues. Raises `NotFound` and `DataLoss`."""
@@ -63,7 +73,11 @@ class TokenValueStore(ThreadActor):
     """Values of a step take up to 10 bytes a token."""
 
     def __init__(self, directory: Path, settings: TokenValuesSettings) -> None:
-        self._files = TokenValueFiles(directory, most_bytes=settings.max_mib * (1 << 20))
+        self._files = TokenValueFiles(
+            directory,
+            most_bytes=settings.max_mib * (1 << 20),
+            most_age_s=settings.max_age_h * 3600 or math.inf,
+        )
         self._failing = False
         """The last write failed; this was logged."""
 
@@ -75,12 +89,14 @@ class TokenValueStore(ThreadActor):
             log.warning("token_values_not_listed", error=str(error))
 
     def receive(self, message: Any) -> Any:
-        """Handles `Keep`, `ForgetAfter` and `ReadValues`."""
+        """Handles `Keep`, `ForgetAfter`, `Expire` and `ReadValues`."""
         match message:
             case Keep(values=values):
                 self._keep(values)
             case ForgetAfter(step=step):
                 self._files.forget_after(step)
+            case Expire():
+                self._files.expire()
             case ReadValues(trajectory_id=trajectory_id):
                 return responses(self._files.read(trajectory_id))
             case _:
@@ -152,6 +168,14 @@ class KeptTokenValues:
         except (MailboxFull, ActorStopped):
             return False
         return True
+
+
+async def expire(store: ActorRef) -> None:
+    """Remove values by age, until cancelled."""
+    while True:
+        with suppress(MailboxFull, ActorStopped):
+            store.tell(Expire())
+        await asyncio.sleep(EXPIRY_S)
 
 
 def responses(turns: Sequence[TurnValues]) -> list[pb.FetchTokenValuesResponse]:

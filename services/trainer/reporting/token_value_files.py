@@ -1,4 +1,4 @@
-"""Files of token values: one a step, the newest within a size.
+"""Files of token values: one a step, the newest within a size and an age.
 
 Written beside, fsynced and renamed: a file is complete or absent. The index of trajectories is in
 memory; a start makes it from the headers of the files. Training does not depend on the values: a
@@ -12,8 +12,10 @@ Shapes: K kept tokens of a step, t tokens of a turn.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +80,21 @@ class TurnValues:
 class TokenValueFiles:
     """The stored steps. Blocks; not thread-safe."""
 
-    def __init__(self, directory: Path, *, most_bytes: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        most_bytes: float,
+        most_age_s: float = math.inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: the wall clock, which the times of files have."""
         self._directory = directory
         self._most_bytes = most_bytes
+        self._most_age_s = most_age_s
+        self._clock = clock
+        self._stored_s: dict[int, float] = {}
+        """Time of each step's file."""
         self._sizes: dict[int, int] = {}
         """Bytes of each step's file."""
         self._trajectories: dict[int, frozenset[str]] = {}
@@ -102,10 +116,18 @@ class TokenValueFiles:
                 path.unlink(missing_ok=True)
             elif named := _NAME.fullmatch(path.name):
                 try:
-                    self._enter(_about(path), path.stat().st_size)
+                    about, status = _about(path), path.stat()
+                    self._enter(about, status.st_size, stored_s=status.st_mtime)
                 except UNREADABLE as error:
                     self._drop(int(named[1]), error)
         self._make_room()
+        self.expire()
+
+    def expire(self) -> None:
+        """Remove the steps beyond the age."""
+        oldest_s = self._clock() - self._most_age_s
+        for step in [one for one, stored_s in self._stored_s.items() if stored_s < oldest_s]:
+            self._remove(step)
 
     def write(self, values: StepValues) -> None:
         """Store a step in place of an earlier one of that number; then remove the oldest beyond the
@@ -133,7 +155,7 @@ class TokenValueFiles:
             unfinished.unlink(missing_ok=True)
             raise
         self._forget(values.step)
-        self._enter(about, len(content))
+        self._enter(about, len(content), stored_s=self._clock())
         self._make_room()
 
     def forget_after(self, step: int) -> None:
@@ -153,8 +175,9 @@ class TokenValueFiles:
             self._drop(step, error)
             raise DataLoss(f"the token values of step {step} cannot be read: {error}") from error
 
-    def _enter(self, about: _About, size_bytes: int) -> None:
+    def _enter(self, about: _About, size_bytes: int, *, stored_s: float) -> None:
         self._sizes[about.step] = size_bytes
+        self._stored_s[about.step] = stored_s
         self._trajectories[about.step] = frozenset(turn.trajectory_id for turn in about.turns)
         self._steps.update(dict.fromkeys(self._trajectories[about.step], about.step))
 
@@ -175,6 +198,7 @@ class TokenValueFiles:
 
     def _forget(self, step: int) -> None:
         self._sizes.pop(step, None)
+        self._stored_s.pop(step, None)
         for trajectory_id in self._trajectories.pop(step, ()):
             # A later step may have trained it since.
             if self._steps.get(trajectory_id) == step:

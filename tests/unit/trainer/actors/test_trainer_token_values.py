@@ -24,11 +24,13 @@ from services.trainer.actors.token_values import (
     KeptTokenValues,
     ReadValues,
     TokenValueStore,
+    expire,
 )
 from services.trainer.config import TokenValuesSettings
 from services.trainer.data.chosen_turns import TurnPlace
 from services.trainer.data.samples import BatchSamples
 from services.trainer.service import MOST_READS, TrainerServicer
+from tests.support.runtime.waiting import until
 
 SETTINGS = TokenValuesSettings()
 
@@ -119,6 +121,23 @@ async def test_write_that_fails_costs_one_step(tmp_path: Path) -> None:
     kept.keep(of_step(0), batch(), step=2, version=2)
     (only,) = await store.ask(ReadValues(trajectory_id="t:0:0"), timeout_s=60)
     assert (only.step, only.turn_index, len(only.flags)) == (2, 0, 3)
+    await actors.stop()
+
+
+async def test_values_end_at_their_age_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that waits removes them too."""
+    monkeypatch.setattr(token_values, "EXPIRY_S", 0.01)
+    actors = ActorSystem("test")
+    settings = TokenValuesSettings(max_age_h=1e-9)
+    store = await actors.spawn(lambda: TokenValueStore(tmp_path / "values", settings), name="store")
+    kept = KeptTokenValues(store, settings)
+    kept.keep(of_step(0), batch(), step=1, version=1)
+    await until((tmp_path / "values").is_dir)
+    expiry = asyncio.create_task(expire(store))
+    await until(lambda: not list((tmp_path / "values").iterdir()))
+    expiry.cancel()
     await actors.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,32 @@ def test_oldest_steps_leave_once_the_size_is_reached(tmp_path: Path) -> None:
     assert stored(files, range(1, 9)) == [5, 6, 7]
     assert files.size_bytes == sum(path.stat().st_size for path in (tmp_path / "values").iterdir())
     assert stored(opened(tmp_path, 1.5 * size), range(1, 9)) == [7]
+
+
+def test_steps_leave_at_their_age(tmp_path: Path) -> None:
+    """Also those of an earlier process: an erasure does not reach them."""
+    now_s = 10_000.0
+
+    def aged() -> TokenValueFiles:
+        files = TokenValueFiles(
+            tmp_path / "values", most_bytes=MANY, most_age_s=60.0, clock=lambda: now_s
+        )
+        files.open()
+        return files
+
+    files = aged()
+    files.write(values(1))
+    (first,) = (tmp_path / "values").iterdir()
+    os.utime(first, (now_s, now_s))
+    now_s += 50
+    files.write(values(2))
+    now_s += 20
+    files.expire()
+    assert stored(files, range(1, 3)) == [2] and not first.exists()
+    (second,) = (tmp_path / "values").iterdir()
+    os.utime(second, (now_s - 20, now_s - 20))
+    now_s += 41
+    assert stored(aged(), range(1, 3)) == [] and not second.exists()
 
 
 def test_rewind_removes_the_steps_that_it_takes_back(tmp_path: Path) -> None:
