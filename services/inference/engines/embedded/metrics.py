@@ -22,3 +22,12 @@ DRAFT_GAIN = gauge(
     "forge_inference_draft_gain",
     "Estimated tokens per second with drafts over those without, at the present load.",
 )
+CACHED_STATES = gauge(
+    "forge_inference_cached_states",
+    "States of recurrent layers in the prefix cache.",
+)
+EVICTED_STATES = counter(
+    "forge_inference_evicted_states_total",
+    "States of recurrent layers that left the prefix cache for others; their tokens are computed "
+    "again.",
+)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.metrics import CACHED_STATES, EVICTED_STATES
 
 
 class CachedStates:
@@ -48,17 +49,20 @@ class CachedStates:
         if row is None:
             if not self._free and self._oldest_first:
                 self.forget(next(iter(self._oldest_first)))
+                EVICTED_STATES.inc()
             if not self._free:
                 return
             row = self._free.pop()
         self._rows[row] = states[0]
         self._oldest_first[slot] = row
+        CACHED_STATES.set(len(self))
 
     def forget(self, slot: int) -> None:
         """Drop the states of a block, if there are any: the slot has another block now."""
         row = self._oldest_first.pop(slot, None)
         if row is not None:
             self._free.append(row)
+            CACHED_STATES.set(len(self))
 
     def clear(self) -> None:
         """Drop all."""

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import torch
+from prometheus_client import REGISTRY
 
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
@@ -96,12 +97,15 @@ def test_prompt_goes_on_from_the_deepest_cached_states() -> None:
     assert cache.resumable(ids, limit_tokens=tokens).tokens == 0
     cache.store_states(ids, {4: row(4), 8: row(8)})
     cache.store_states(int32_bytes(range(50, 60)), {4: row(9)})
+    evicted = REGISTRY.get_sample_value("forge_inference_evicted_states_total") or 0.0
     match = cache.resumable(ids, limit_tokens=11)
     assert match.tokens == 8
     found = row(0)
     cache.read_states(match, found)
     assert bool((found == 8).all())
     cache.store_states(ids, {12: row(12)})
+    assert REGISTRY.get_sample_value("forge_inference_evicted_states_total") == evicted + 1
+    assert REGISTRY.get_sample_value("forge_inference_cached_states") == 2
     assert cache.resumable(ids, limit_tokens=7).tokens == 0
     assert cache.resumable(ids, limit_tokens=tokens).tokens == 12
     cache.clear()
