@@ -20,6 +20,8 @@ def architecture(model_path: str, shape: KvShape) -> bytes:
     """Name what determines keys and values besides the weights."""
     config = (Path(model_path) / "config.json").read_bytes()
     layout = f"{_LAYOUT} {NAMES[shape.dtype]} {shape.layers} {shape.heads} {shape.head_size} "
+    if shape.states is not None:
+        layout += f"{shape.states} "
     return layout.encode() + hashlib.sha256(config).digest()
 
 

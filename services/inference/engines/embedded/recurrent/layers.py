@@ -45,16 +45,16 @@ class RecurrentLayers:
     """The recurrent layers of one model; changes their forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [one for one in model.modules() if cache_name(one)]
-        for number, layer in enumerate(self._layers):
-            layer.forward = partial(self._forward, number, layer)
+        layers = [
+            _Layer(number, one, cache_name(one), scan_takes_state(one))
+            for number, one in enumerate(filter(cache_name, model.modules()))
+        ]
+        for layer in layers:
+            layer.module.forward = partial(self._forward, layer)
         self.shape: StateShape | None = None
         """Of the states of one sequence; None before `measure`."""
         self._batches: Sequence[StateBatch] | None = None
         self._seen: dict[Key, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     @contextmanager
     def used(self, batches: Sequence[StateBatch]) -> Iterator[None]:
@@ -73,62 +73,65 @@ class RecurrentLayers:
         return self.shape
 
     def _forward(
-        self,
-        number: int,
-        layer: torch.nn.Module,
-        hidden_states: torch.Tensor,
-        *places: Any,
-        **named: Any,
+        self, layer: _Layer, hidden_states: torch.Tensor, *places: Any, **named: Any
     ) -> torch.Tensor:
         if self._batches is None:
-            return _own(layer, hidden_states, *places, **named)
+            return layer.own(hidden_states, *places, **named)
         named.pop("attention_mask", None)
         if not self._batches:
-            first = _FirstCache(number, self._seen)
-            return _own(layer, hidden_states, **named | {cache_name(layer): first})
-        output_NC = torch.empty_like(hidden_states[0])
+            named[layer.cache_name] = _FirstCache(layer.number, self._seen)
+            return layer.own(hidden_states, **named)
+        output_NC: torch.Tensor | None = None
         for batch in self._batches:
-            self._compute(number, layer, batch, hidden_states[0], output_NC, named)
+            output_BTC = self._compute(layer, batch, hidden_states[0], named)
+            if batch.places_BT is None:
+                return output_BTC.transpose(0, 1)
+            if output_NC is None:
+                output_NC = output_BTC.new_empty((hidden_states.shape[1], output_BTC.shape[2]))
+            output_NC[batch.places_BT] = output_BTC
+        assert output_NC is not None
         return output_NC[None]
 
     def _compute(
         self,
-        number: int,
-        layer: torch.nn.Module,
+        layer: _Layer,
         batch: StateBatch,
         hidden_NC: torch.Tensor,
-        output_NC: torch.Tensor,
         named: dict[str, Any],
-    ) -> None:
+    ) -> torch.Tensor:
         assert self.shape is not None
         if batch.begin_BS is not None:
-            self.shape.copy_layer(number, batch.begin_BS, batch.rows_BS)
-        states = self.shape.of_layer(number, batch.rows_BS)
-        given = named | {cache_name(layer): _RowsCache(states)}
+            self.shape.copy_layer(layer.number, batch.begin_BS, batch.rows_BS)
+        states = self.shape.of_layer(layer.number, batch.rows_BS)
+        given = named | {layer.cache_name: _RowsCache(states)}
         places_BT = batch.places_BT
         hidden_BTC = hidden_NC[:, None] if places_BT is None else hidden_NC[places_BT]
-        if batch.is_start or scan_takes_state(layer):
-            output_BTC = _own(layer, hidden_BTC, **given)
+        if batch.is_start or layer.takes_state:
+            output_BTC = layer.own(hidden_BTC, **given)
         else:
-            output_BTC = torch.cat(
-                [_own(layer, one_BC[:, None], **given) for one_BC in hidden_BTC.unbind(1)], dim=1
-            )
-        if places_BT is None:
-            output_NC[:] = output_BTC[:, 0]
-        else:
-            output_NC[places_BT] = output_BTC
+            steps = [layer.own(one_BC[:, None], **given) for one_BC in hidden_BTC.unbind(1)]
+            output_BTC = torch.cat(steps, dim=1)
         if batch.keep_BS is not None:
-            self.shape.copy_layer(number, batch.rows_BS, batch.keep_BS)
+            self.shape.copy_layer(layer.number, batch.rows_BS, batch.keep_BS)
+        return output_BTC
 
 
-def _own(
-    layer: torch.nn.Module, hidden_states: torch.Tensor, *places: Any, **named: Any
-) -> torch.Tensor:
-    """The layer's own forward."""
-    output: object = type(layer).forward(layer, hidden_states, *places, **named)
-    if not isinstance(output, torch.Tensor):
-        raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
-    return output
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    number: int
+    module: torch.nn.Module
+    cache_name: str
+    """Of the argument of its forward."""
+    takes_state: bool
+    """See `scan_takes_state`."""
+
+    def own(self, hidden_states: torch.Tensor, *places: Any, **named: Any) -> torch.Tensor:
+        """The layer's own forward."""
+        kind = type(self.module)
+        output: object = kind.forward(self.module, hidden_states, *places, **named)
+        if not isinstance(output, torch.Tensor):
+            raise InvalidArgument(f"{kind.__name__} returns more than its output")
+        return output
 
 
 class _FirstCache:

@@ -20,10 +20,16 @@ Key = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    name: tuple[str, int]
     start: int
     bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def place(self) -> slice:
+        """Of its bytes in a row."""
+        return slice(self.start, self.start + self.bytes)
 
 
 class StateShape:
@@ -31,11 +37,11 @@ class StateShape:
 
     def __init__(self, states: Mapping[Key, torch.Tensor]) -> None:
         """`states`: of one sequence, each with a batch of 1."""
-        self._parts: dict[Key, _Part] = {}
+        self._layers: dict[int, list[_Part]] = {}
         end = 0
-        for key, state in sorted(states.items()):
-            part = _Part(end, state.nbytes, tuple(state.shape[1:]), state.dtype)
-            self._parts[key] = part
+        for (layer, kind, number), state in sorted(states.items()):
+            part = _Part((kind, number), end, state.nbytes, tuple(state.shape[1:]), state.dtype)
+            self._layers.setdefault(layer, []).append(part)
             end += -(-part.bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.bytes = end
         """S."""
@@ -43,7 +49,9 @@ class StateShape:
     def __str__(self) -> str:
         """The layout, for fingerprints."""
         return " ".join(
-            f"{key}:{list(part.shape)}:{part.dtype}" for key, part in self._parts.items()
+            f"{layer} {part.name}:{list(part.shape)}:{part.dtype}"
+            for layer, parts in self._layers.items()
+            for part in parts
         )
 
     def zeros(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -53,16 +61,11 @@ class StateShape:
     def of_layer(self, layer: int, rows_BS: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
         """The states of a layer by kind and number, [B, ...] each; views of the rows."""
         return {
-            (kind, number): rows_BS[:, part.start : part.start + part.bytes]
-            .view(part.dtype)
-            .view(len(rows_BS), *part.shape)
-            for (owner, kind, number), part in self._parts.items()
-            if owner == layer
+            part.name: rows_BS[:, part.place].view(part.dtype).view(len(rows_BS), *part.shape)
+            for part in self._layers[layer]
         }
 
     def copy_layer(self, layer: int, source_BS: torch.Tensor, target_BS: torch.Tensor) -> None:
         """Copy the states of a layer from rows to rows."""
-        for (owner, _, _), part in self._parts.items():
-            if owner == layer:
-                own = slice(part.start, part.start + part.bytes)
-                target_BS[:, own] = source_BS[:, own]
+        for part in self._layers[layer]:
+            target_BS[:, part.place] = source_BS[:, part.place]
