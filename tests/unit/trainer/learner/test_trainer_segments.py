@@ -28,6 +28,7 @@ from forge.runtime.weights.delta import DeltaEncoder
 from forge.runtime.weights.version_files import read_version
 from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack
+from services.trainer.learner import segment_orders, segment_server
 from services.trainer.learner.segment_server import SegmentServer
 from services.trainer.published.local_ways import LocalWays
 from services.trainer.weight_publisher import Publisher
@@ -38,6 +39,13 @@ from tests.support.trainer.steering import SteeredTrainer
 
 FIRST = {"a": bytes(2 << 20), "b": b"b" * 900_000, "c": bytes(range(256)) * 4096, "d": b"d" * 99}
 SECOND = {name: b"\1" + data[1:] for name, data in FIRST.items()}
+
+
+@pytest.fixture(autouse=True)
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are seen at once."""
+    for module in (segment_orders, segment_server):
+        monkeypatch.setattr(module, "LOOK_S", 0.002)
 
 
 @pytest.fixture
