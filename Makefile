@@ -110,6 +110,7 @@ test-vm: setup  ## Limits of sandboxes and containers in a virtual machine (root
 	@$(PY) -m tests.support.vm -rs $(VM_TESTS)
 
 test-monitoring: setup  ## A real Prometheus on real services: targets, rules, an alert that fires (apt: prometheus)
+	@$(PY) -m pip install --quiet -c constraints.txt -e ".[monitoring]"
 	@$(PY) -m pytest tests/monitoring
 
 test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agent
