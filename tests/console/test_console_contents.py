@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 from playwright.async_api import Browser, expect
 
+from forge.cli.status.system_state import Service
 from forge.client.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
@@ -256,6 +257,30 @@ async def test_operator_steers_weights_in_a_dialog(browser: Browser) -> None:
         await dialog.locator("button.primary").click()
         await expect(dialog).to_have_count(0, timeout=LIMIT_MS)
         assert changes[1:] == [("promote", "without login")]
+
+
+async def test_operator_drains_a_runner(browser: Browser) -> None:
+    """In a dialog, over the scheduler; the button then resumes it."""
+
+    def runner(**metadata: str) -> list[Service]:
+        known = {"kind": "runner", "instance": "runner-1", "address": "127.0.0.1:1", "role": ""}
+        return [Service(**known, state="ready", version="1", metadata=metadata)]
+
+    config = ConsoleConfig(http=HttpSettings(steering=True))
+    async with served(config) as console, watched(browser, address(console)) as one:
+        console.services = runner()
+        await one.go("#/services")
+        card = one.page.locator("article", has_text="runner-1")
+        dialog = one.page.locator("dialog[open]")
+        for action, draining in (("Drain", True), ("Resume", False)):
+            await card.locator(f"button:has-text('{action}')").click(timeout=LIMIT_MS)
+            await expect(dialog).to_contain_text(f"{action} runner-1?", timeout=LIMIT_MS)
+            await dialog.locator("button.primary").click()
+            await expect(dialog).to_have_count(0, timeout=LIMIT_MS)
+            assert console.operator.drains[-1] == ("runner-1", draining, "without login")
+            console.services = runner(**({"draining": "1"} if draining else {}))
+        await expect(card).to_contain_text("ready", timeout=LIMIT_MS)
+        assert await one.problems() == []
 
 
 async def test_reader_without_rights_gets_no_buttons(browser: Browser) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import aiohttp
 
+from forge.cli.status.system_state import Service
 from forge.client.operator import Operator
 from forge.client.pool import Page, PoolReader
 from forge.client.token_values import TurnValues
@@ -28,6 +29,7 @@ from services.console.config import ConsoleConfig
 from services.console.data.closes import Closes
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
+from services.console.data.services_view import service_row
 from services.console.data.steps import Steps
 from services.console.data.tasks_view import TasksView
 from services.console.data.token_texts import TokenTexts
@@ -256,6 +258,7 @@ class Console:
         self.steering = FakeSteering()
         self.values = FakeValues()
         self.instances: list[Instance] = []
+        self.services: list[Service] = []
         self.security = Security(KEYRING, insecure=True)
         news = News()
         queue = QueueView(cast(Operator, self.operator))
@@ -272,6 +275,7 @@ class Console:
             ),
             "closes": Closes(news, self.pool.tail),
             "tasks": Poll("tasks", news, tasks.read, period_s=0.05, timeout_s=5.0),
+            "services": Poll("services", news, self._services, period_s=0.05, timeout_s=5.0),
             "overview": Poll("overview", news, _overview, period_s=0.05, timeout_s=5.0),
         }
         self.viewers = Viewers(self.topics, news, most=config.http.max_viewers)
@@ -298,6 +302,10 @@ class Console:
         )
         self.client: aiohttp.ClientSession
         self.port = 0
+
+    async def _services(self) -> dict[str, Any]:
+        rows = [service_row(one) for one in self.services]
+        return {"services": rows, "missing": [], "problems": [], "shards": []}
 
     async def _all_instances(self) -> list[Instance]:
         return self.instances
