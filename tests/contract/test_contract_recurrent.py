@@ -25,6 +25,7 @@ from tests.contract.engines import (
     published,
 )
 from tests.contract.recurrent_models import RECURRENT, reference
+from tests.support.inference.hand_off import joined
 
 ERROR_NATS = 2e-5
 GREEDY = replace(engines.GREEDY, top_logprobs=1)
@@ -124,6 +125,19 @@ async def test_branches_and_moved_requests_continue_from_kept_states(
     moved = await pair.sample(late + stayed.ids[:7], replace(SAMPLED, max_tokens=13))
     assert moved.ids == stayed.ids[7:]
     check(model, late + stayed.ids[:7], moved)
+
+
+async def test_states_travel_behind_the_blocks_of_an_early_hand_off(model_path: Path) -> None:
+    """Between real servicers: once, before the block that ends the prompt."""
+    ids, model = prompt_ids(200), reference("qwen3_next")
+    async with engines.embedded(model_path, pass_tokens=64) as pair, joined(pair) as workers:
+        await pair.load(published(model), version=1)
+        answer = await workers.sample(ids)
+        assert engines.is_greedy(model, ids, answer.ids)
+        *blocks, states, last = workers.sender.sent
+        assert blocks and all(block.slice.name == "kv" for block in blocks)
+        assert (states.slice.name, states.slice.whole_bytes) == ("recurrent", STATE_BYTES)
+        assert last.HasField("first")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
