@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from forge.cli.connection import Connection
 from forge.cli.queue import command as queue
+from forge.cli.queue import runner_drain
 from forge.client import operator
 from forge.v1 import scheduler_pb2
 
@@ -49,3 +50,34 @@ async def test_drain_waits_for_groups_unknown_to_a_new_leader(
     await queue._set(Unconnected(etcd="", cluster=""), "ACTIVITY_DRAINING", wait=True)
     assert not looks
     assert "7 trained" in capsys.readouterr().out
+
+
+async def test_drain_of_a_runner_waits_for_rollouts_unknown_to_a_new_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a leader that knows the leases of runners can say that none is left."""
+    drained = scheduler_pb2.DrainingRunner(runner_id="r", start_id="1", running=2)
+    looks = [
+        scheduler_pb2.GetSchedulerStatusResponse(draining_runners=[drained]),
+        scheduler_pb2.GetSchedulerStatusResponse(taking_over=True),
+        scheduler_pb2.GetSchedulerStatusResponse(draining_runners=[drained]),
+        scheduler_pb2.GetSchedulerStatusResponse(),
+    ]
+
+    class Scheduler:
+        async def set_runner_draining(
+            self, runner_id: str, draining: bool, *, on_behalf_of: str
+        ) -> int:
+            assert (runner_id, draining) == ("r", True) and on_behalf_of
+            return 2
+
+        async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+            return looks.pop(0)
+
+    monkeypatch.setattr(runner_drain, "_PAUSE_S", 0.0)
+    scheduler = cast(operator.Operator, Scheduler())
+    assert await runner_drain.drain_runner(scheduler, "r", resume=False, wait_s=60.0) == 0
+    assert not looks
+    looks.append(scheduler_pb2.GetSchedulerStatusResponse(taking_over=True))
+    left = await runner_drain.drain_runner(scheduler, "r", resume=False, wait_s=0.0)
+    assert left is None and "does not know" in runner_drain.report("r", left, resume=False)
