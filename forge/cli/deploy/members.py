@@ -24,8 +24,11 @@ STATE = (
 """Prints what a host has: data of a member, a prepared start, that of a new cluster."""
 ETCDCTL = 'ETCDCTL_USER="root:$(cat /etc/forge/etcd-users/root)" exec etcdctl "$@"'
 """Its password is in no list of processes."""
-_NOT_YET = ("unhealthy cluster", "in sync with leader")
-"""Refusals of etcd that end by themselves."""
+_ENDS_BY_ITSELF = (
+    *("unhealthy cluster", "in sync with leader", "context deadline exceeded"),
+    *("request timed out", "leader changed", "no leader"),
+)
+"""Errors of etcd: of a member that was connected just now, of an election, of a busy host."""
 _TLS = tuple(
     f"ETCDCTL_{name}=/etc/forge/tls/tls_{file}.pem"
     for name, file in (("CACERT", "ca"), ("CERT", "cert"), ("KEY", "key"))
@@ -134,12 +137,15 @@ class Members:
                     f"or replace the member: forge deploy apply --replace-etcd {host}"
                 )
             self._report(f"{host}: remove its lost member {present.id} from etcd")
-            self._change(within, "member", "remove", present.id)
+            lost = present.id
+            gone = lambda: all(one.id != lost for one in self._list(within))  # noqa: E731
+            self._change(within, gone, "member", "remove", lost)
             present = None
         if present is None:
             self._report(f"{host}: announce it as a learner of etcd")
             url = f"--peer-urls={self._peer_url(host)}"
-            self._change(within, "member", "add", host, "--learner", url)
+            listed = lambda: self._of(host, self._list(within)) is not None  # noqa: E731
+            self._change(within, listed, "member", "add", host, "--learner", url)
         # etcd compares it with its own list.
         named = [f"{one.name or host}={url}" for one in self._list(within) for url in one.peer_urls]
         self._report(f"{host}: start {UNIT}")
@@ -151,23 +157,30 @@ class Members:
 
     def _promote(self, host: str, within: Sequence[str]) -> None:
         """Give a learner its vote, once it has the log. Raises `StepFailed`."""
-        found = self._of(host, self._list(within))
-        if found is None or not found.is_learner:
+
+        def learner() -> Member | None:
+            found = self._of(host, self._list(within))
+            return found if found is not None and found.is_learner else None
+
+        found = learner()
+        if found is None:
             return
         self._report(f"{host}: promote its member of etcd")
-        self._change(within, "member", "promote", found.id)
+        self._change(within, lambda: learner() is None, "member", "promote", found.id)
 
-    def _change(self, within: Sequence[str], *words: str) -> None:
+    def _change(self, within: Sequence[str], is_done: Callable[[], bool], *words: str) -> None:
         """Change the members, once etcd does: it refuses a learner that lags, and any change until
-        each voter was connected for some seconds. Raises `StepFailed`."""
+        each voter was connected for some seconds. An answer that came too late says nothing: a
+        repetition first looks whether it `is_done`. Raises `StepFailed`."""
         deadline_s = self._cluster.now_s() + self._cluster.healthy_s
         while True:
             try:
-                self._etcdctl(self._clients(within), *words)
+                if not is_done():
+                    self._etcdctl(self._clients(within), *words)
                 return
             except StepFailed as error:
-                refused = any(text in str(error) for text in _NOT_YET)
-                if not refused or self._cluster.now_s() >= deadline_s:
+                ends = any(text in str(error) for text in _ENDS_BY_ITSELF)
+                if not ends or self._cluster.now_s() >= deadline_s:
                     raise
                 self._cluster.pause(1.0)
 

@@ -43,6 +43,8 @@ class FakeEtcd:
     variables: dict[str, dict[str, str]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     """Hosts whose member runs and does not answer."""
+    late: set[str] = field(default_factory=set)
+    """Commands with an effect whose first answer comes too late."""
     clusters: int = 0
     """Clusters that were made."""
 
@@ -169,6 +171,9 @@ class FakeEtcd:
             case "endpoint health", _:
                 hosts = [one.host for one in self._all() if self._client(one.host) in urls]
                 refused = "unhealthy cluster" * (not all(map(self._answers, hosts)))
+        if command in self.late and not refused:
+            self.late.discard(command)
+            refused = "context deadline exceeded"
         return Ended(code=1 if refused else 0, output="", errors=refused)
 
     def _has_quorum(self) -> bool:

@@ -108,6 +108,17 @@ def test_lost_member_is_replaced_if_its_host_is_named(
     assert whole(hosts) and any("remove its lost member" in line for line in lines)
 
 
+@pytest.mark.parametrize(("prepare", "lost"), [(grown, ()), (without_c, ("c",))])
+def test_change_of_members_whose_answer_is_late_is_done_once(
+    manifests: dict[str, Manifest], tmp_path: Path, prepare: Prepare, lost: tuple[str, ...]
+) -> None:
+    """Of a busy host: the command looks before it repeats a change."""
+    hosts = hosts_with(manifests, prepare)
+    hosts.etcd.late = {"member add", "member promote", "member remove"}
+    applied(hosts, tmp_path, *lost)
+    assert whole(hosts) and len(hosts.etcd.members) == len(NAMES)
+
+
 def test_nothing_is_replaced_that_is_not_lost(
     manifests: dict[str, Manifest], tmp_path: Path
 ) -> None:
