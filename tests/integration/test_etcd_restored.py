@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from forge.client.retry import retried
 from forge.core.errors import NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.status import translated
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
 from services.pool.replication.replica_set import ReplicaSet
@@ -22,7 +24,7 @@ from services.trainer.lineage import ELECTION, Lineage
 from tests.support.pool.records import make_group
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import LIMIT_S, until
 from tests.support.scheduler.cluster import (
     SchedulerCluster,
     assert_counts_balance,
@@ -124,9 +126,18 @@ async def test_replicas_continue_on_an_older_etcd(
         return (await shard.leader())[1].metadata.get("copies") == "2"
 
     async def put(name: str) -> None:
-        client = await shard.client()
-        await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group(name)], fence=1))
-        await client.close()
+        request = pool_pb2.PutGroupsRequest(groups=[make_group(name)], fence=1)
+
+        @translated()
+        async def stored() -> None:
+            client = await shard.client()
+            try:
+                await client.stub.PutGroups(request)
+            finally:
+                await client.close()
+
+        # The leader of before the restore is in discovery until it is deposed.
+        await retried(stored, retry_for_s=LIMIT_S)
 
     shard.put_before_start(make_group("first"))
     shard.start()
@@ -135,6 +146,7 @@ async def test_replicas_continue_on_an_older_etcd(
         await until(two_copies)
         own_etcd.save(tmp_path / "snapshot")
         await many_revisions(coordinator, 300)
+        killed = (await shard.leader())[0].id_ending
         await shard.kill_leader()
         shard.start()
         await until(two_copies)
@@ -143,6 +155,7 @@ async def test_replicas_continue_on_an_older_etcd(
         assert before is not None
 
         await restore(own_etcd, tmp_path / "snapshot", coordinator)
+        await own_etcd.end_leases(cluster, killed)
 
         async def led_anew() -> bool:
             found = await ReplicaSet.read(coordinator, "s0")
