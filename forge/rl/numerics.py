@@ -2,9 +2,14 @@
 
 Both run a model under `torch.autocast`: matrix products, those of experts too, in 16 bits; the
 residual stream, embeddings, norms, rotary embeddings, routers and the language-model head in
-float32. Queries, keys and values are rounded to 16 bits; attention adds up in float32. So the two
-differ by the order of sums alone. The trainer keeps all parameters in float32 and rounds matrices
-as it computes; the engine keeps only the rounded matrices (`store_narrow`).
+float32. Queries, keys and values are rounded to 16 bits. So the two differ by the order of sums
+alone. The trainer keeps all parameters in float32 and rounds matrices as it computes; the engine
+keeps only the rounded matrices (`store_narrow`).
+
+One different rounding of one value to 16 bits grows, over the layers, to the noise of independent
+roundings. On a CPU no rounding differs: oneDNN adds up the products of a row in the same order for
+any number of rows but one, and attention, whose sums have another order in each kernel call, adds
+up in float64 (`attention_type`), where the order changes nothing that the rounding keeps.
 
 Owns which parameters are matrices, and the patches of modules that autocast does not know.
 """
@@ -39,6 +44,13 @@ def matrix_type(value: Tensor) -> torch.dtype:
     """Type in which matrix products with `value` are computed here."""
     device = value.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+
+
+def attention_type(values: Tensor) -> torch.dtype:
+    """Type in which attention over these values adds up; the result is rounded to theirs."""
+    if not is_narrow(values.dtype):
+        return values.dtype
+    return torch.float64 if values.device.type == "cpu" else torch.float32
 
 
 def patch(model: nn.Module) -> None:

@@ -185,9 +185,8 @@ def tree_attention(
     differentiable.
 
     `sinks_H` are the scores of the heads' sinks. Computed by FlexAttention where it runs, else in
-    dense calls in fp32 or wider and returned in v's type: on a CPU the backward of small bf16 calls
-    is six times slower than fp32, and merging needs the precision. Raises `InvalidArgument` for
-    unsupported inputs.
+    dense calls in the type that `forge.rl.numerics` says, and returned in v's type. Raises
+    `InvalidArgument` for unsupported inputs.
     """
     if q.shape[0] != 1 or k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
         raise InvalidArgument(
@@ -205,8 +204,9 @@ def tree_attention(
         return flex_tree_attention(q, k, v, schedule, form, sinks_H=sinks_H)[..., :size]
     # As in an engine, whose keys and values are kept in this type.
     narrow = numerics.matrix_type(v)
-    wide = torch.promote_types(narrow, torch.float32)
-    q, k, v = (one.to(narrow).to(wide) for one in (q, k, v))
+    q, k, v = (one.to(narrow) for one in (q, k, v))
+    wide = numerics.attention_type(v)
+    q, k, v = (one.to(wide) for one in (q, k, v))
     sinks_H = None if sinks_H is None else sinks_H.to(wide)
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks_H, schedule.calls(form.window), form

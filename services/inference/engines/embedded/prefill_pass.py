@@ -71,7 +71,7 @@ class PrefillPass:
                 sinks=sinks,
             )
             read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
-        return read_NQD
+        return read_NQD.to(k_NHD.dtype)
 
     def finish(self) -> None:
         """Store what a packed pass has computed: once for each prompt, not for each layer."""

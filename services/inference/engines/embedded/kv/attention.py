@@ -9,15 +9,18 @@ Shape suffixes: N packed tokens, Q query heads, H key-value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from forge.rl.numerics import is_narrow, matrix_type
+from forge.rl.numerics import attention_type, matrix_type
 
 IMPLEMENTATION = "forge_kv"
+_WIDENED_BYTES = 4 << 20
+"""Keys that are widened at once: they stay in a processor's cache."""
 
 
 class Heads(NamedTuple):
@@ -50,10 +53,9 @@ class KvPass(Protocol):
 
 
 def exact_type(values: torch.Tensor) -> torch.dtype:
-    """Type in which attention over many queries adds up: on a CPU float32, as in the trainer; it
-    takes no longer there."""
-    narrow = values.device.type == "cpu" and is_narrow(values.dtype)
-    return torch.float32 if narrow else values.dtype
+    """Type in which attention over these values adds up: on a CPU the trainer's, which decides
+    where both round alike; on a GPU theirs, as its kernels add up in float32 by themselves."""
+    return attention_type(values) if values.device.type == "cpu" else values.dtype
 
 
 def attention(
@@ -66,10 +68,10 @@ def attention(
     is_causal: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer, [A, B, S, D]; without `bias` causal or over all keys. `sinks`: those
-    of `heads`, in a shape that broadcasts to [A, B, S]. A cap takes the plain computation, as in
-    transformers: no kernel of torch has one."""
-    if heads.softcap is None and sinks is None:
+    """Attention of one layer, [A, B, S, D], in the type of q and `bias`; without `bias` causal or
+    over all keys. `sinks`: those of `heads`, in a shape that broadcasts to [A, B, S]. A cap takes
+    the plain computation, as in transformers: no kernel of torch has one."""
+    if heads.softcap is None and sinks is None and k_ABTD.dtype == q_ABSD.dtype:
         return scaled_dot_product_attention(
             q_ABSD, k_ABTD, v_ABTD, attn_mask=bias, is_causal=is_causal, scale=heads.scale
         )
@@ -102,7 +104,22 @@ def attention_with_lse(
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, and the log-sum-exp of its scores [A, B, S] in float32 or wider; by a kernel on a
-    CPU without a cap, else by the plain computation."""
+    CPU without a cap, else by the plain computation. Keys and values in a narrower type than q are
+    widened, a few heads at a time."""
+    if k_ABTD.dtype != q_ABSD.dtype:
+        read_ABSD, lse_ABS = torch.empty_like(q_ABSD), q_ABSD.new_empty(q_ABSD.shape[:3])
+        for rows, kv_heads in _parts(k_ABTD, q_ABSD.dtype):
+            part = (rows, kv_heads)
+            read_ABSD[part], lse_ABS[part] = attention_with_lse(
+                q_ABSD[part],
+                k_ABTD[part].to(q_ABSD.dtype),
+                v_ABTD[part].to(q_ABSD.dtype),
+                bias=None if bias is None else bias[rows],
+                scale=scale,
+                softcap=softcap,
+                is_causal=is_causal,
+            )
+        return read_ABSD, lse_ABS
     if q_ABSD.device.type == "cpu" and softcap is None:
         read_ABSD, lse_ABS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_ABSD, k_ABTD, v_ABTD, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -119,6 +136,16 @@ def attention_with_lse(
         scores_ABST = scores_ABST + bias
     scores_ABST = scores_ABST.to(torch.promote_types(q_ABSD.dtype, torch.float32))
     return scores_ABST.softmax(-1).to(q_ABSD.dtype) @ v_ABTD, scores_ABST.logsumexp(-1)
+
+
+def _parts(k_ABTD: torch.Tensor, kind: torch.dtype) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads whose keys take `_WIDENED_BYTES` in this type, or one head of one row."""
+    rows, kv_heads, tokens, size = k_ABTD.shape
+    most = max(1, _WIDENED_BYTES // max(1, tokens * size * kind.itemsize))
+    height, width = max(1, most // kv_heads), min(most, kv_heads)
+    for row in range(0, rows, height):
+        for head in range(0, kv_heads, width):
+            yield slice(row, row + height), slice(head, head + width)
 
 
 def attention_bias(

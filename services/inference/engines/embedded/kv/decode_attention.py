@@ -20,6 +20,7 @@ from services.inference.engines.embedded.kv.attention import (
     attention,
     attention_bias,
     attention_with_lse,
+    exact_type,
     with_sinks,
 )
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefix
@@ -35,7 +36,7 @@ class SlabStep:
 
     def __init__(self, slabs: Sequence[Slab], prefix_slabs: Sequence[Slab]) -> None:
         device = slabs[0].layers[0].device
-        self._dtype = slabs[0].layers[0].dtype
+        self._dtype = exact_type(slabs[0].layers[0])
         self._slabs = [_SlabTokens.of(slab) for slab in slabs]
         positions: list[int] = []
         numbers: dict[int, range] = {}
@@ -54,7 +55,7 @@ class SlabStep:
     def attend(self, heads: Heads) -> torch.Tensor:
         """Store the new keys and values, then attend; see `KvPass`."""
         layer, q_NQD, k_NHD, v_NHD, scale, window, _, sinks_Q = heads
-        q_NHGD = q_NQD.view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
+        q_NHGD = q_NQD.to(self._dtype).view(len(q_NQD), k_NHD.shape[1], -1, k_NHD.shape[2])
         bias = self._bias_for(window, q_NHGD.shape[2])
         out, lse = [], []
         start = 0
@@ -75,7 +76,7 @@ class SlabStep:
         if sinks_Q is not None:
             sinks_HG = sinks_Q.view(q_NHGD.shape[1:3])
             out_NHGD = with_sinks(out_NHGD, torch.cat(lse), sinks_HG)
-        return out_NHGD.flatten(1, 2)
+        return out_NHGD.flatten(1, 2).to(q_NQD.dtype)
 
     def _merge_prefixes(
         self,
@@ -226,7 +227,8 @@ class _PrefixRead:
         bias = None
         if set(lengths) != {longest}:
             last_R = torch.tensor(lengths, device=kv.device) - 1
-            bias = attention_bias(last_R, longest, window=None, dtype=kv.dtype)[:, None, None]
+            kind = exact_type(kv)
+            bias = attention_bias(last_R, longest, window=None, dtype=kind)[:, None, None]
         return cls(
             slab=slab,
             rows=slice(prefixes[0].row, prefixes[-1].row + 1),

@@ -65,4 +65,4 @@ class _Alone:
             heads=heads,
             sinks=None if sinks_Q is None else sinks_Q[:, None],
         )[0]
-        return out_QND.transpose(0, 1)
+        return out_QND.transpose(0, 1).to(heads.q_NQD.dtype)
