@@ -106,6 +106,8 @@ class _TreeAttention(torch.autograd.Function):
         calls: tuple[Call, ...],
         form: Form,
     ) -> Tensor:
+        narrow = (q, k, v)
+        q, k, v = _widened(*narrow)
         kernel = kernel_for(q.device, softcap=form.softcap)
         _, heads, tokens, size = q.shape
         # [B, L, H, D] in memory: the layout of the kernel's output and the projection's input.
@@ -123,14 +125,19 @@ class _TreeAttention(torch.autograd.Function):
         if sinks_H is not None:
             out.mul_(torch.sigmoid(lse - sinks_H[:, None]).unsqueeze(-1))
             torch.logaddexp(lse, sinks_H[:, None], out=lse)
-        ctx.save_for_backward(q, k, v, sinks_H, out, lse)
+        result = out.to(narrow[0].dtype)
+        # Rounded to float32: its error is far below that of gradients in 16 bits.
+        kept = out.to(torch.promote_types(result.dtype, torch.float32))
+        ctx.save_for_backward(*narrow, sinks_H, kept, lse)
         ctx.calls, ctx.form, ctx.kernel = calls, form, kernel
-        return out
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks_H, out, lse = ctx.saved_tensors
+        *narrow, sinks_H, out, lse = ctx.saved_tensors
+        q, k, v = _widened(*narrow)
+        grad, out = grad.to(q.dtype), out.to(q.dtype)
         kernel: Kernel = ctx.kernel
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for call in ctx.calls:
@@ -147,7 +154,13 @@ class _TreeAttention(torch.autograd.Function):
             # Its value is zero, so its share of the gradient is what the output takes away.
             probs = (sinks_H[:, None] - lse).exp_()
             dsinks_H = -(probs * (grad * out).sum(-1)).sum((0, 2))
+        dq, dk, dv = (one.to(as_.dtype) for one, as_ in zip((dq, dk, dv), narrow, strict=True))
         return dq, dk, dv, dsinks_H, None, None
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = numerics.attention_type(v)
+    return q.to(wide), k.to(wide), v.to(wide)
 
 
 def _shape(call: Call, q: Tensor, form: Form) -> Shape:
@@ -205,13 +218,11 @@ def tree_attention(
     # As in an engine, whose keys and values are kept in this type.
     narrow = numerics.matrix_type(v)
     q, k, v = (one.to(narrow) for one in (q, k, v))
-    wide = numerics.attention_type(v)
-    q, k, v = (one.to(wide) for one in (q, k, v))
-    sinks_H = None if sinks_H is None else sinks_H.to(wide)
+    sinks_H = None if sinks_H is None else sinks_H.to(numerics.attention_type(v))
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks_H, schedule.calls(form.window), form
     )
-    return result.to(narrow)[..., :size]
+    return result[..., :size]
 
 
 def _equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +23,19 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.heads import MtpHeads
+from forge.runtime.actors.actor_system import ActorSystem
+from services.inference.engines.base import KvSpan, Prompt, Sampling
+from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
+from services.inference.engines.embedded.model import packed_linears
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import logprobs
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensor_bytes import to_named
 
 _TOKENS = 40
+_ANSWER = 12
+_HEAD_ERROR = 1e-4
+"""Of a log-prob, in nats: the head's sums in float32, whose order depends on the rows."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -49,8 +58,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_both_cast_at_the_same_places(family: str, tmp_path: Path) -> None:
-    """In bfloat16 and passes of one shape the log-probs of engine and trainer are nearly equal: the
-    mean gap is below a tenth of that of a model that computes in bfloat16 throughout."""
+    """In bfloat16 the log-probs of engine and trainer differ by the order of the head's sums in
+    float32 alone: by a thousandth of those of a model that computes in bfloat16 throughout."""
     torch.manual_seed(0)
     config = CONFIGS[family]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -68,8 +77,88 @@ def test_both_cast_at_the_same_places(family: str, tmp_path: Path) -> None:
     narrow_T = logits_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
     trainer_T = _trained(model, ids)
 
-    gap, narrow_gap = ((one - trainer_T).abs().mean() for one in (engine_T, narrow_T))
-    assert gap <= narrow_gap / 10
+    gap, narrow_gap = ((one - trainer_T).abs().max() for one in (engine_T, narrow_T))
+    assert gap <= _HEAD_ERROR
+    assert gap <= narrow_gap / 1000
+
+
+def _products_depend_on_rows() -> bool:
+    """Whether this processor's bfloat16 products of a row depend on how many rows there are."""
+    rows = torch.randn(200, 64).bfloat16()
+    matrix = torch.randn(96, 64).bfloat16()
+    many = torch.nn.functional.linear(rows, matrix)
+    counts = (2, 3, 4, 16, 33)
+    return any((torch.nn.functional.linear(rows[:n], matrix) != many[:n]).any() for n in counts)
+
+
+@pytest.mark.skipif(_products_depend_on_rows(), reason="so engine and trainer cannot be equal")
+@pytest.mark.parametrize("family", CONFIGS)
+async def test_decode_steps_round_as_the_trainer_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill in passes, decode steps of one and of several rows, and reads of a shared prefix add
+    up in orders of their own, and round as the trainer's one pass over the tree."""
+    monkeypatch.setattr(packed_linears, "_LEAST_NARROW", 1)
+    torch.manual_seed(0)
+    config = CONFIGS[family]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config.save_pretrained(tmp_path)
+    options = EngineOptions(
+        model_path=str(tmp_path),
+        dtype="bfloat16",
+        block_tokens=4,
+        pass_tokens=16,
+        request_timeout_s=60.0,
+    )
+    samples = await _sampled(options, model)
+    policy = TreePolicy(model, autocast=torch.bfloat16)
+    (tree,) = plan_batch(samples, token_budget=4096, channels=policy.channels).trees
+    served = ServedValues(model, published=torch.bfloat16, autocast=torch.bfloat16)
+    with torch.no_grad(), served.in_place():
+        gaps_T = policy.logprobs(tree)[0] - tree.behavior_T
+    assert len(gaps_T) == 3 * _ANSWER
+    assert gaps_T.abs().max() <= _HEAD_ERROR
+
+
+async def _sampled(options: EngineOptions, model: torch.nn.Module) -> list[Sample]:
+    """Two answers to one prompt at once, then one to its beginning alone."""
+    actors = ActorSystem("numerics")
+    prefill = await EmbeddedPrefill.start(actors, options)
+    decode = await EmbeddedDecode.start(actors, options)
+    for engine in (prefill, decode):
+        await engine.load(_published(model.state_dict()), version=1)
+    prompt = tuple(torch.randint(0, 97, (_TOKENS,)).tolist())
+    try:
+        both = await asyncio.gather(*(_answer(prefill, decode, prompt, seed) for seed in (1, 2)))
+        return [*both, await _answer(prefill, decode, prompt[:21], 3)]
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+async def _answer(
+    prefill: EmbeddedPrefill, decode: EmbeddedDecode, ids: tuple[int, ...], seed: int
+) -> Sample:
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, max_tokens=_ANSWER, stop_ids=frozenset(), seed=seed
+    )
+    prompt = Prompt(request_id=str(seed), ids=array("i", ids).tobytes(), sampling=sampling)
+    first = (await prefill.prefill(prompt, hold_s=60.0)).first
+    parts = [first]
+
+    async def fetch(from_token: int) -> KvSpan:
+        return await prefill.fetch_kv(prompt.request_id, from_token=from_token)
+
+    parts += [piece.tokens async for piece in decode.decode(prompt, first, fetch, stream=False)]
+    prefill.release(prompt.request_id)
+    tokens = [token for part in parts for token in part.ids]
+    return Sample(
+        ids=array("i", (*ids, *tokens)).tobytes(),
+        trained=((len(ids), len(ids) + len(tokens)),),
+        behavior_logprobs=array("f", (one for part in parts for one in part.logprobs)).tobytes(),
+        weight_versions=array("i", [1] * len(tokens)).tobytes(),
+        advantages=array("f", [1.0] * len(tokens)).tobytes(),
+    )
 
 
 def test_the_engine_keeps_only_matrices_in_16_bits(tmp_path: Path) -> None:
