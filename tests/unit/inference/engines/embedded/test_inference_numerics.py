@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_both_cast_at_the_same_places(family: str, tmp_path: Path) -> None:
     """In bfloat16 the log-probs of engine and trainer differ by the order of the head's sums in
     float32 alone: by a thousandth of those of a model that computes in bfloat16 throughout."""
     torch.manual_seed(0)
-    config = CONFIGS[family]
+    config = deepcopy(CONFIGS[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     config.save_pretrained(tmp_path)
     ids = torch.randint(0, 97, (_TOKENS,)).tolist()
@@ -100,7 +101,7 @@ async def test_decode_steps_round_as_the_trainer_does(
     up in orders of their own, and round as the trainer's one pass over the tree."""
     monkeypatch.setattr(packed_linears, "_LEAST_NARROW", 1)
     torch.manual_seed(0)
-    config = CONFIGS[family]
+    config = deepcopy(CONFIGS[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     config.save_pretrained(tmp_path)
     options = EngineOptions(
