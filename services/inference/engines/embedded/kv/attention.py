@@ -9,6 +9,7 @@ Shape suffixes: N packed tokens, Q query heads, H key-value heads, D head size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -110,10 +111,11 @@ def attention_with_lse(
         read_ABSD, lse_ABS = torch.empty_like(q_ABSD), q_ABSD.new_empty(q_ABSD.shape[:3])
         for rows, kv_heads in _parts(k_ABTD, q_ABSD.dtype):
             part = (rows, kv_heads)
+            k_part, v_part = _scratch.widened(k_ABTD[part], v_ABTD[part], q_ABSD.dtype)
             read_ABSD[part], lse_ABS[part] = attention_with_lse(
                 q_ABSD[part],
-                k_ABTD[part].to(q_ABSD.dtype),
-                v_ABTD[part].to(q_ABSD.dtype),
+                k_part,
+                v_part,
                 bias=None if bias is None else bias[rows],
                 scale=scale,
                 softcap=softcap,
@@ -136,6 +138,30 @@ def attention_with_lse(
         scores_ABST = scores_ABST + bias
     scores_ABST = scores_ABST.to(torch.promote_types(q_ABSD.dtype, torch.float32))
     return scores_ABST.softmax(-1).to(q_ABSD.dtype) @ v_ABTD, scores_ABST.logsumexp(-1)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread for widened keys and values: fresh memory takes longer to map than to
+    fill."""
+
+    def __init__(self) -> None:
+        # Not of the inference mode: a tensor of that mode cannot be written outside of it.
+        with torch.inference_mode(False):
+            self._bytes = torch.empty(2 * _WIDENED_BYTES, dtype=torch.uint8)
+
+    def widened(
+        self, k: torch.Tensor, v: torch.Tensor, kind: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one shape in a wider type, until the next call."""
+        half = k.numel() * kind.itemsize
+        if 2 * half > len(self._bytes):
+            return k.to(kind), v.to(kind)
+        places = (self._bytes[:half], self._bytes[half : 2 * half])
+        k_wide, v_wide = (one.view(kind).view(k.shape) for one in places)
+        return k_wide.copy_(k), v_wide.copy_(v)
+
+
+_scratch = _Scratch()
 
 
 def _parts(k_ABTD: torch.Tensor, kind: torch.dtype) -> Iterator[tuple[slice, slice]]:
