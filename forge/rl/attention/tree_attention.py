@@ -106,8 +106,8 @@ class _TreeAttention(torch.autograd.Function):
         calls: tuple[Call, ...],
         form: Form,
     ) -> Tensor:
-        narrow = (q, k, v)
-        q, k, v = _widened(*narrow)
+        narrow, wide = (q, k, v), numerics.attention_type(v)
+        q, k, v = (one.to(wide) for one in narrow)
         kernel = kernel_for(q.device, softcap=form.softcap)
         _, heads, tokens, size = q.shape
         # [B, L, H, D] in memory: the layout of the kernel's output and the projection's input.
@@ -126,9 +126,10 @@ class _TreeAttention(torch.autograd.Function):
             out.mul_(torch.sigmoid(lse - sinks_H[:, None]).unsqueeze(-1))
             torch.logaddexp(lse, sinks_H[:, None], out=lse)
         result = out.to(narrow[0].dtype)
-        # Rounded to float32: its error is far below that of gradients in 16 bits.
-        kept = out.to(torch.promote_types(result.dtype, torch.float32))
-        ctx.save_for_backward(*narrow, sinks_H, kept, lse)
+        # Only the forward must round as an engine does.
+        kind = torch.promote_types(result.dtype, torch.float32)
+        kept = (None if one is None else one.to(kind) for one in (sinks_H, out, lse))
+        ctx.save_for_backward(*narrow, *kept)
         ctx.calls, ctx.form, ctx.kernel = calls, form, kernel
         return result
 
@@ -136,8 +137,7 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *narrow, sinks_H, out, lse = ctx.saved_tensors
-        q, k, v = _widened(*narrow)
-        grad, out = grad.to(q.dtype), out.to(q.dtype)
+        grad, q, k, v = (one.to(out.dtype) for one in (grad, *narrow))
         kernel: Kernel = ctx.kernel
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for call in ctx.calls:
@@ -156,11 +156,6 @@ class _TreeAttention(torch.autograd.Function):
             dsinks_H = -(probs * (grad * out).sum(-1)).sum((0, 2))
         dq, dk, dv = (one.to(as_.dtype) for one, as_ in zip((dq, dk, dv), narrow, strict=True))
         return dq, dk, dv, dsinks_H, None, None
-
-
-def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = numerics.attention_type(v)
-    return q.to(wide), k.to(wide), v.to(wide)
 
 
 def _shape(call: Call, q: Tensor, form: Form) -> Shape:
