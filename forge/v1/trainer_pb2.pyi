@@ -745,6 +745,8 @@ class StepMetrics(_message.Message):
     REPLAY_FREE_GAP_MEAN_FIELD_NUMBER: _builtins.int
     REPLAY_SPLIT_NODES_FIELD_NUMBER: _builtins.int
     REPLAY_UNFIT_RECORDS_FIELD_NUMBER: _builtins.int
+    YIELD_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    YIELD_GAIN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -853,6 +855,11 @@ class StepMetrics(_message.Message):
     """Nodes of prefix trees that were split, because the recorded experts of their samples differ."""
     replay_unfit_records: _builtins.int
     """Records of turns that do not fit the model; their tokens count as unreplayed."""
+    yield_tokens_per_s: _builtins.float
+    """The two factors of yield_j: sampled tokens trained on per second of the run so far, and reward gained
+    per trajectory. 0 before the second step, and in records of earlier releases.
+    """
+    yield_gain: _builtins.float
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -936,10 +943,12 @@ class StepMetrics(_message.Message):
         replay_free_gap_mean: _builtins.float = ...,
         replay_split_nodes: _builtins.int = ...,
         replay_unfit_records: _builtins.int = ...,
+        yield_tokens_per_s: _builtins.float = ...,
+        yield_gain: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "replay_changed_share", b"replay_changed_share", "replay_compared_tokens", b"replay_compared_tokens", "replay_free_gap_mean", b"replay_free_gap_mean", "replay_gap_mean", b"replay_gap_mean", "replay_split_nodes", b"replay_split_nodes", "replay_unfit_records", b"replay_unfit_records", "replayed_tokens", b"replayed_tokens", "reward_by_domain", b"reward_by_domain", "reward_components", b"reward_components", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "unreplayed_tokens", b"unreplayed_tokens", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "empty_passes", b"empty_passes", "engines", b"engines", "entropy", b"entropy", "flat_groups", b"flat_groups", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "overlong_penalty", b"overlong_penalty", "overlong_turns_left_out", b"overlong_turns_left_out", "publish_s", b"publish_s", "rank_imbalance", b"rank_imbalance", "reference_kl", b"reference_kl", "refill_groups", b"refill_groups", "replay_changed_share", b"replay_changed_share", "replay_compared_tokens", b"replay_compared_tokens", "replay_free_gap_mean", b"replay_free_gap_mean", "replay_gap_mean", b"replay_gap_mean", "replay_split_nodes", b"replay_split_nodes", "replay_unfit_records", b"replay_unfit_records", "replayed_tokens", b"replayed_tokens", "reward_by_domain", b"reward_by_domain", "reward_components", b"reward_components", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "teacher_kl", b"teacher_kl", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "unreplayed_tokens", b"unreplayed_tokens", "updates", b"updates", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_gain", b"yield_gain", "yield_j", b"yield_j", "yield_tokens_per_s", b"yield_tokens_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -182,6 +182,8 @@ _GAUGES = {
         ("updates", "Updates of the weights by the newest step."),
         ("overlong_penalty", "Mean penalty on long answers per trajectory; at most 0."),
         ("yield_j", "Effective agent training yield so far."),
+        ("yield_tokens_per_s", "Factor of the yield: sampled tokens trained on per second."),
+        ("yield_gain", "Factor of the yield: reward gained per trajectory."),
     )
 }
 _ACCEPTANCE = gauge(

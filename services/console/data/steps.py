@@ -19,6 +19,7 @@ FIELDS = (
     *("staleness_mean", "staleness_max", "logprob_gap_mean", "logprob_gap_p99"),
     *("inference_gap_mean", "merge_ratio", "step_s", "wait_s", "publish_s", "yield_j"),
     *("trained_tokens_per_s", "trained_tokens", "masked_fraction", "behavior_kl", "run_s"),
+    *("yield_tokens_per_s", "yield_gain"),
 )
 """Columns of a row, by the names of `StepMetrics`; `MAPS` follow."""
 MAPS = ("reward_components", "reward_by_domain")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from forge.rl.learner.types import StepResult
 from forge.v1 import trainer_pb2 as pb
@@ -113,9 +114,11 @@ def step_metrics(
         mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
     )
     steps = [*earlier, metrics]
-    metrics.yield_j = training_yield(steps)
+    whole = training_yield(steps)
+    metrics.yield_j = whole.j
+    metrics.yield_tokens_per_s, metrics.yield_gain = whole
     for domain, own in metrics.domains.items():
-        own.yield_j = domain_yield(steps, domain)
+        own.yield_j = domain_yield(steps, domain).j
     return metrics
 
 
@@ -165,7 +168,21 @@ def _engines(batch: BatchSamples, result: StepResult) -> dict[str, pb.EngineMetr
     return engines
 
 
-def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
+class Yield(NamedTuple):
+    """The factors of J."""
+
+    tokens_per_s: float
+    """Sampled tokens trained on per second of the run."""
+    gain: float
+    """Reward gained per trajectory."""
+
+    @property
+    def j(self) -> float:
+        """Their product."""
+        return self.tokens_per_s * self.gain
+
+
+def training_yield(steps: Sequence[pb.StepMetrics]) -> Yield:
     """J so far: trained tokens per second times gain in mean outcome per trajectory.
 
     The seconds are the whole time of the run: steps, waiting, checkpoints, and time lost to
@@ -180,7 +197,7 @@ def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
     )
 
 
-def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> float:
+def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> Yield:
     """J of one domain: its tokens, rewards and trajectories over the whole time of the run, so that
     the throughputs of domains add up to the total."""
     own = [step.domains[domain] for step in steps if domain in step.domains]
@@ -199,9 +216,9 @@ def _seconds(steps: Sequence[pb.StepMetrics]) -> float:
     )
 
 
-def _yield(*, seconds: float, tokens: int, trajectories: int, rewards: Sequence[float]) -> float:
+def _yield(*, seconds: float, tokens: int, trajectories: int, rewards: Sequence[float]) -> Yield:
     few = min(_YIELD_STEPS, len(rewards) // 2)
     if not (few and seconds and trajectories):
-        return 0.0
+        return Yield(0.0, 0.0)
     gain = fmean(rewards[-few:]) - fmean(rewards[:few])
-    return tokens / seconds * gain / trajectories
+    return Yield(tokens / seconds, gain / trajectories)

@@ -171,7 +171,8 @@ export function show(root, context) {
     drawComponents(steps);
     const reward = column("mean_reward");
     tiles.reward.set(number(smooth(reward).at(-1), 3), `last step ${number(reward.at(-1), 2)}`);
-    tiles.yield.set(number(last("yield_j"), 2), "tokens/s × gain per rollout");
+    const factors = last("yield_tokens_per_s") ? `${number(last("yield_tokens_per_s"), 0)} tokens/s × ${last("yield_gain").toExponential(1)} gain per rollout` : "tokens/s × gain per rollout";
+    tiles.yield.set(number(last("yield_j"), 2), factors);
     tiles.staleness.set(number(last("staleness_mean"), 1), `max ${number(last("staleness_max"), 0)} steps`);
   }
 

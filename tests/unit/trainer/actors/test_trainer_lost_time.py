@@ -49,7 +49,7 @@ def seconds(run: Run) -> float:
     for number, step in enumerate(steps):
         step.trained_tokens, step.trajectories = 100, 1
         step.mean_reward = float(number >= len(steps) // 2)
-    return 100.0 / training_yield(steps)
+    return 100.0 / training_yield(steps).j
 
 
 async def four_steps(world: World, folder: Path) -> float:

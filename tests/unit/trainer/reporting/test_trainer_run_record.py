@@ -185,7 +185,7 @@ def test_status_has_every_evaluation_on_request() -> None:
 def test_yield_is_throughput_times_gain_per_trajectory() -> None:
     """100 tokens in 2 s a step; reward from .2 to .6 over 40 trajectories: 50 * .4 / 40."""
     steps = [step(1, reward=0.2), step(2, reward=0.2), step(3, reward=0.6), step(4, reward=0.6)]
-    assert training_yield(steps) == pytest.approx(50 * 0.4 / 40)
+    assert training_yield(steps).j == pytest.approx(50 * 0.4 / 40)
 
 
 def test_domain_yield_has_its_own_tokens_and_the_whole_time() -> None:
@@ -194,11 +194,11 @@ def test_domain_yield_has_its_own_tokens_and_the_whole_time() -> None:
     for index, reward in ((0, 0.1), (3, 0.5)):
         own = pb.DomainMetrics(mean_reward=reward, trained_tokens=30, trajectories=4)
         steps[index].domains["qa"].CopyFrom(own)
-    assert domain_yield(steps, "qa") == pytest.approx(60 / 8 * 0.4 / 8)
-    assert domain_yield(steps, "code") == 0.0
+    assert domain_yield(steps, "qa").j == pytest.approx(60 / 8 * 0.4 / 8)
+    assert domain_yield(steps, "code").j == 0.0
 
 
 def test_yield_needs_two_steps() -> None:
     """A loss of reward is a negative yield."""
-    assert training_yield([]) == training_yield([step(1, reward=0.5)]) == 0.0
-    assert training_yield([step(1, reward=0.5), step(2, reward=0.1)]) < 0
+    assert training_yield([]).j == training_yield([step(1, reward=0.5)]).j == 0.0
+    assert training_yield([step(1, reward=0.5), step(2, reward=0.1)]).j < 0

@@ -147,6 +147,7 @@ def test_domain_metrics_cover_its_own_part_of_the_batch() -> None:
     assert qa.yield_j == pytest.approx(5 / 10 * (0.25 - 0.5) / 2)
     assert flat == pb.DomainMetrics(trajectories=2, length_tokens=3.5)
     assert found.yield_j == pytest.approx(12 / 10 * (1.75 / 6) / 10)
+    assert (found.yield_tokens_per_s, found.yield_gain) == pytest.approx((1.2, 1.75 / 60))
     assert dict(found.reward_by_domain) == {"code": 0.5, "qa": 0.25, "flat": 0.0}
 
 
