@@ -34,6 +34,7 @@ from services.inference.engines.base import Prompt
 from services.inference.engines.capabilities import Capabilities
 from services.inference.router import attempt as attempt_module
 from services.inference.router import request as request_module
+from services.inference.router import worker_calls
 from services.inference.router.actor import MIN_ADMITTED, RouterActor
 from services.inference.router.messages import FleetChanged, Report
 from services.inference.router.metrics import STARTED_OVER
@@ -237,7 +238,7 @@ async def test_wait_for_a_worker_begins_when_one_is_lost(
 ) -> None:
     """For any time of prefill before; if it lasts, the caller gets an error."""
     worker = Worker()
-    for module in (request_module, attempt_module):
+    for module in (request_module, worker_calls):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
     monkeypatch.setattr(request_module, "_RETRY_PAUSE_S", 0.0)
     async with routed(worker) as one:
