@@ -20,6 +20,7 @@ from examples.custom_domain import Dice
 from forge.cli.connection import Connection
 from forge.cli.deploy.drain import drain_instance
 from forge.cli.status.system_state import read_state
+from forge.core.errors import NotFound
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.tokens import Keyring
@@ -280,7 +281,15 @@ async def test_running_rollouts_pass_to_the_next_leader_at_once(own_system: Clus
     await own_system.submit(task("sleeper", size=2))
     await own_system.running(2)
     name = own_system.runner_name()
-    assert await own_system.operator.set_runner_draining(name, True) == 2
+
+    async def drained_with_two() -> bool:
+        try:
+            return await own_system.operator.set_runner_draining(name, True) == 2
+        except NotFound:
+            # A runner leases while it registers.
+            return False
+
+    await until(drained_with_two)
     own_system.stack.start_scheduler(
         "second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600"
     )
