@@ -112,7 +112,7 @@ async def test_branches_and_moved_requests_continue_from_kept_states(
     served: tuple[Pair, PreTrainedModel],
 ) -> None:
     """Prompts that wait together compute their common prefix once. Of prompts that come one after
-    the other, the second keeps the states where it parts, and the third goes on from there. A moved
+    the other, the second keeps the states where it parts, and the third resumes there. A moved
     request's tokens so far are a prompt; its draws depend on seed and position alone."""
     pair, model = served
     common = prompt_ids(45)

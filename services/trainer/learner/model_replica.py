@@ -323,7 +323,7 @@ class ModelReplica:
         return [shape.numel() * self.published_type.itemsize for shape in shapes]
 
     def segment(self) -> range:
-        """Numbers of the published tensors of which this rank keeps copies."""
+        """Numbers of the published tensors that this rank keeps and sends."""
         return cut(self.sizes(), self._world.shape.ranks)[self._world.rank]
 
     def tied_names(self) -> Mapping[str, Sequence[str]]:

@@ -71,7 +71,7 @@ class PublishedVersions:
 
     @property
     def divided(self) -> list[int]:
-        """The versions of which other ranks hold segments."""
+        """The versions whose segments lie on several ranks."""
         return [number for number, one in self._weights.items() if one.segment is not None]
 
     def join(self, others: OtherRanks) -> None:

@@ -214,8 +214,8 @@ class PrefillActor(ThreadActor):
     def _begin_states(
         self, shape: StateShape, prompt: Prompt, match: Match, *, at_least: int
     ) -> ReadStates:
-        """The states that a prompt goes on from, and those that it keeps: behind its last block,
-        and where it parts from another prompt, if that is behind the first `at_least` tokens."""
+        """The states with which a prompt resumes, and where it keeps further ones: behind its last
+        block, and where it parts from another prompt, if that is behind `at_least` tokens."""
         states = ReadStates(shape, self._policy.device)
         self._cache.read_states(match, states.now)
         limit = prompt.tokens - 1

@@ -75,7 +75,7 @@ class EngineOutput:
                     return True
                 if not chunk:
                     return False
-                # vLLM must not wait because nobody reads this process's output.
+                # The reader of this process's output may have ended; vLLM goes on.
                 with suppress(OSError):
                     os.write(self._own, chunk)
                 *lines, self._rest = (self._rest + chunk).split(b"\n")

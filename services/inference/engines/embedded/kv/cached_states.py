@@ -1,7 +1,7 @@
 """Cached states of recurrent layers, each after one block of a prefix cache.
 
 Owns which states leave when there is no room: the least recently used. A block without its states
-stays cached; a prompt goes on from an earlier block then.
+stays cached; a prompt then resumes behind an earlier block.
 """
 
 from __future__ import annotations
