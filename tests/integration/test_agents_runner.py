@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from examples.custom_domain import Dice
 from forge.cli.connection import Connection
-from forge.cli.deploy.drain import drain_instance
+from forge.cli.deploy.host.drain import drain_instance
 from forge.cli.status.system_state import read_state
 from forge.core.errors import NotFound
 from forge.core.trajectory import parse_trajectory_id

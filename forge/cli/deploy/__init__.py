@@ -1,33 +1,36 @@
-"""`forge deploy`: a cluster of systemd hosts from one inventory file.
+"""`forge deploy`: a cluster of systemd hosts from one inventory file. `command` has the arguments.
 
-Pure, without files (`schedule` asks systemd):
+`inventory`, pure (`schedule` asks systemd):
 
     kinds           what a host can run: units, ports, order
     table_reader    values of TOML tables, and their errors
     inventory       the inventory's content; `inventory_file` reads it
     schedule        the time of a timer
     contradictions  errors of an inventory as a whole
+
+`render`, on the computer of the operator:
+
     rendered        the files and units of a host, and their manifest
     host_files      what the inventory makes of each host
-    comparison      a host held against its manifest
-    plan            the order of a roll
-
-On the computer that renders:
-
     assets          units and settings that the distribution brings
     secrets         the CA, certificates, key, passwords and tokens of a cluster
     render          writes the files of every host
-    cluster         the hosts, reached by a transport
-    apply           installs, starts and restarts; members of etcd by `members`
-    check_all       the checks of all hosts
-    upgrade         rolls a release, and undoes it
     lock            keeps two commands from one rendered directory
-    command         arguments and output
 
-On a host:
+`host`, on each host:
 
     host            its present state
+    comparison      a host held against its manifest, pure
     install         makes it what its files say; `changes` are those of the files
     check           its differences
     etcd_start, bootstrap, drain
+
+`cluster`, on the computer of the operator:
+
+    transport       how commands reach a host
+    cluster         the hosts
+    plan            the order of a roll, pure
+    apply           installs, starts and restarts; members of etcd by `members`
+    check_all       the checks of all hosts
+    upgrade         rolls a release, and undoes it
 """

@@ -14,8 +14,8 @@ from forge.cli.options import duration_s
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from forge.cli.deploy.cluster import Cluster
-    from forge.cli.deploy.render import Report
+    from forge.cli.deploy.cluster.cluster import Cluster
+    from forge.cli.deploy.render.render import Report
 
 deploy_app = typer.Typer(
     no_args_is_help=True,
@@ -66,10 +66,10 @@ def render(
     """
     from importlib import metadata
 
-    from forge.cli.deploy.lock import locked
-    from forge.cli.deploy.render import private_folder
-    from forge.cli.deploy.render import render as write
-    from forge.cli.deploy.secrets import ROTATED
+    from forge.cli.deploy.render.lock import locked
+    from forge.cli.deploy.render.render import private_folder
+    from forge.cli.deploy.render.render import render as write
+    from forge.cli.deploy.render.secrets import ROTATED
     from forge.core.extras import DISTRIBUTION
 
     for one in rotate or ():
@@ -117,7 +117,7 @@ def apply(
     before a change. Reaches hosts as root by ssh. Repeat it at any time: without a change it
     changes nothing.
     """
-    from forge.cli.deploy.apply import apply as bring
+    from forge.cli.deploy.cluster.apply import apply as bring
 
     with _cluster(out, drain=drain, health=health) as cluster:
         bring(cluster, _report, lost=replace_etcd or ())
@@ -142,7 +142,7 @@ def upgrade(
     failure rolls everything back to the release of before, with exit code 1. After an interruption
     the same command continues. Install the release on every host, and render with it, first.
     """
-    from forge.cli.deploy.upgrade import Upgrade
+    from forge.cli.deploy.cluster.upgrade import Upgrade
 
     _leave_link()
     with _cluster(out, drain=drain, health=health) as cluster:
@@ -187,8 +187,8 @@ def install(
     import sys
     from dataclasses import asdict
 
-    from forge.cli.deploy.install import chosen_source
-    from forge.cli.deploy.install import install as put
+    from forge.cli.deploy.host.install import chosen_source
+    from forge.cli.deploy.host.install import install as put
 
     done = put(chosen_source(rollback))
     if as_json:
@@ -222,7 +222,7 @@ def check(
     and names those that gave no answer or lack the last render. The exit code is 1 if something
     differs. It changes nothing, and may run beside an upgrade.
     """
-    from forge.cli.deploy.host import DEPLOYED
+    from forge.cli.deploy.host.host import DEPLOYED
 
     if out is not None and folder is not None:
         raise InvalidArgument("--folder is of this host, and --out of all: name one of them")
@@ -233,9 +233,9 @@ def check(
 def _check_here(folder: Path, as_json: bool) -> bool:
     import sys
 
-    from forge.cli.deploy.check import as_json as json_of
-    from forge.cli.deploy.check import check_host
-    from forge.cli.deploy.host import HostDirectory
+    from forge.cli.deploy.host.check import as_json as json_of
+    from forge.cli.deploy.host.check import check_host
+    from forge.cli.deploy.host.host import HostDirectory
     from forge.cli.finding import report
 
     findings = []
@@ -254,8 +254,8 @@ def _check_all(out: Path, as_json: bool) -> bool:
 
     from rich.table import Table
 
-    from forge.cli.deploy.check import rows
-    from forge.cli.deploy.check_all import check_hosts, shared_findings
+    from forge.cli.deploy.cluster.check_all import check_hosts, shared_findings
+    from forge.cli.deploy.host.check import rows
     from forge.cli.finding import report
 
     cluster = _hosts(out)
@@ -301,7 +301,7 @@ def prepare_etcd(
 
     `apply` runs it. Otherwise a member without data starts no cluster and joins none.
     """
-    from forge.cli.deploy import etcd_start
+    from forge.cli.deploy.host import etcd_start
 
     if new + bool(join) + finish != 1:
         raise InvalidArgument("name one of --new, --join and --finish")
@@ -317,7 +317,7 @@ def bootstrap() -> None:
 
     `apply` and `upgrade` run it. Repeat it at any time.
     """
-    from forge.cli.deploy.bootstrap import bootstrap as prepare
+    from forge.cli.deploy.host.bootstrap import bootstrap as prepare
 
     async def main() -> None:
         for change in await prepare() or ["nothing to change"]:
@@ -336,9 +336,9 @@ def drain(
 
     Prints how many requests or rollouts still run after the wait.
     """
-    from forge.cli.deploy.check import connection
-    from forge.cli.deploy.drain import drain_instance
-    from forge.cli.deploy.host import DEPLOYED, HostDirectory
+    from forge.cli.deploy.host.check import connection
+    from forge.cli.deploy.host.drain import drain_instance
+    from forge.cli.deploy.host.host import DEPLOYED, HostDirectory
 
     at = connection(HostDirectory(folder=DEPLOYED).manifest())
     wait_s = duration_s("wait", wait) or 0.0
@@ -361,7 +361,7 @@ def _show_notes(cluster: Cluster) -> None:
 @contextmanager
 def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
     """Yield the hosts of a rendered cluster; one command at a time changes them."""
-    from forge.cli.deploy.lock import locked
+    from forge.cli.deploy.render.lock import locked
 
     try:
         with locked(out):
@@ -372,9 +372,9 @@ def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
 
 
 def _hosts(out: Path, *, drain: str = "0s", health: str = "5m") -> Cluster:
-    from forge.cli.deploy.cluster import HEALTHY_S, Cluster
-    from forge.cli.deploy.render import rendered_hosts, rendered_inventory
-    from forge.cli.deploy.transport import transport_for
+    from forge.cli.deploy.cluster.cluster import HEALTHY_S, Cluster
+    from forge.cli.deploy.cluster.transport import transport_for
+    from forge.cli.deploy.render.render import rendered_hosts, rendered_inventory
 
     logins = {host.name: host.login for host in rendered_inventory(out).hosts}
     return Cluster(

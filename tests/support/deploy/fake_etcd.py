@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forge.cli.deploy.etcd_start import VARIABLES
-from forge.cli.deploy.members import STATE
-from forge.cli.deploy.rendered import Manifest
-from forge.cli.deploy.transport import Ended
+from forge.cli.deploy.cluster.members import STATE
+from forge.cli.deploy.cluster.transport import Ended
+from forge.cli.deploy.host.etcd_start import VARIABLES
+from forge.cli.deploy.render.rendered import Manifest
 
 UNIT = "forge-etcd.service"
 DONE = Ended(code=0, output="")

@@ -12,9 +12,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from forge.cli.deploy.cluster import Cluster
-from forge.cli.deploy.rendered import Manifest
-from forge.cli.deploy.transport import Ended, Transport
+from forge.cli.deploy.cluster.cluster import Cluster
+from forge.cli.deploy.cluster.transport import Ended, Transport
+from forge.cli.deploy.render.rendered import Manifest
 from tests.support.deploy.fake_etcd import DONE, UNIT, FakeEtcd
 
 Fault = Callable[[str, Sequence[str]], bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge.cli.deploy.render import Report, render
+from forge.cli.deploy.render.render import Report, render
 
 TWO_HOSTS = """
 [hosts.alpha]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forge.cli.credentials.certs_authority import HOST_CA, HOST_CERT, HOST_KEY
-from forge.cli.deploy.assets import read_assets
+from forge.cli.deploy.render.assets import read_assets
 from forge.runtime.coordination.etcd_roles import ROLES
 from forge.runtime.coordination.etcd_users import password_file
 from forge.runtime.process.startup import CANNOT_START

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from forge.cli.deploy.render import rendered_hosts
+from forge.cli.deploy.render.render import rendered_hosts
 from forge.cli.main import app
 from tests.support.deploy.inventories import TWO_HOSTS, rendered
 

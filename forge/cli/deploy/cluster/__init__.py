@@ -1,0 +1,1 @@
+"""All hosts of a cluster, reached by transports: installs, checks and upgrades them."""

@@ -1,0 +1,1 @@
+"""One host: its present state, its differences from the rendered files, and their installation."""

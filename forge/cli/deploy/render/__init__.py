@@ -1,0 +1,1 @@
+"""The rendered files of every host: their content, manifest and secrets."""

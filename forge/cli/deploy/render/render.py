@@ -1,0 +1,194 @@
+"""Writes the files of every host of an inventory. Owns the directory; `host_files` its content.
+
+OUT/inventory.toml      copy of the inventory
+OUT/secrets/            CA, key, passwords, tokens; stays on this computer
+OUT/hosts/NAME/         manifest.json and root/, for the host NAME
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.cli.deploy.inventory.inventory import Inventory
+from forge.cli.deploy.inventory.inventory_file import read_inventory
+from forge.cli.deploy.render.assets import read_assets
+from forge.cli.deploy.render.host_files import rendered_host
+from forge.cli.deploy.render.rendered import (
+    MANIFEST,
+    SECRET,
+    TREE,
+    Manifest,
+    RenderedHost,
+    manifest_text,
+    read_manifest,
+)
+from forge.cli.deploy.render.secrets import SecretStore
+from forge.cli.service_settings import MODULES, Program, print_settings
+from forge.core.errors import ConfigError, InvalidArgument, raise_all
+
+INVENTORY, SECRETS, HOSTS = "inventory.toml", "secrets", "hosts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a render did."""
+
+    inventory: Inventory
+    secrets: list[str]
+    """A line for each new secret."""
+    files: dict[str, int]
+    """By host."""
+    changed: dict[str, list[str]]
+    """Paths of new, changed and removed files, by host."""
+
+
+def render(
+    text: str,
+    out: Path,
+    *,
+    source: str,
+    release: str,
+    rotate: Collection[str] = (),
+    check_settings: bool = True,
+) -> Report:
+    """Write the files of all hosts. A second call with the same text writes nothing.
+
+    `check_settings`: ask each service for wrong settings first. Raises `InvalidArgument` with a
+    line for each error; then no host's file is changed.
+    """
+    inventory = read_inventory(text, source=source, release=release)
+    assets = read_assets()
+    private_folder(out)
+    private_folder(out / HOSTS)
+    store = SecretStore(folder=out / SECRETS, rotate=rotate)
+    secrets = store.load(inventory)
+    rendered = [rendered_host(inventory, host, assets, secrets) for host in inventory.hosts]
+    if check_settings:
+        _check_settings(rendered, out / "settings.checked", source)
+    try:
+        changed = {one.manifest.host: _write_host(out / HOSTS, one) for one in rendered}
+        for folder in sorted((out / HOSTS).iterdir()):
+            if folder.name not in changed:
+                shutil.rmtree(folder)
+                changed[folder.name] = ["all: the host is no longer in the inventory"]
+        _write(out / INVENTORY, text.encode(), SECRET)
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename}: {error.strerror}") from None
+    return Report(
+        inventory=inventory,
+        secrets=store.changes,
+        files={one.manifest.host: len(one.files) for one in rendered},
+        changed=changed,
+    )
+
+
+def rendered_hosts(out: Path) -> dict[str, Manifest]:
+    """Return the manifests below a directory of `render`, by host. Raises `InvalidArgument`."""
+    folders = sorted((out / HOSTS).glob(f"*/{MANIFEST}"))
+    if not folders:
+        raise InvalidArgument(f"{out} has no rendered host; name the --out of forge deploy render")
+    return {
+        file.parent.name: read_manifest(file.read_bytes(), source=str(file)) for file in folders
+    }
+
+
+def rendered_inventory(out: Path) -> Inventory:
+    """Return the inventory of the last render. Raises `InvalidArgument`."""
+    file = out / INVENTORY
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{file}: {error.strerror}; name the --out of forge deploy render"
+        ) from None
+    (release, *_) = {one.release for one in rendered_hosts(out).values()}
+    return read_inventory(text, source=str(file), release=release)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a directory for its owner alone, if it is absent. Raises `InvalidArgument`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.name == HOSTS:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise InvalidArgument(f"{folder}: {error.strerror}") from None
+
+
+def _write_host(hosts: Path, rendered: RenderedHost) -> list[str]:
+    """Write one host; return the paths that changed. The manifest is last."""
+    folder = hosts / rendered.manifest.host
+    root = folder / TREE
+    root.mkdir(parents=True, exist_ok=True)
+    changed = []
+    expected = set()
+    for one in rendered.files:
+        path = root / one.path.lstrip("/")
+        expected.add(path)
+        if _write(path, one.content, one.mode):
+            changed.append(one.path)
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and path not in expected:
+            path.unlink()
+            changed.append(f"/{path.relative_to(root)}")
+    if _write(folder / MANIFEST, manifest_text(rendered.manifest), SECRET) and not changed:
+        changed.append(MANIFEST)
+    return changed
+
+
+def _write(path: Path, content: bytes, mode: int) -> bool:
+    """Write a file at once; return False for one that has this content and mode already."""
+    if path.is_file() and path.read_bytes() == content and path.stat().st_mode & 0o777 == mode:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.chmod(mode)
+    unfinished.replace(path)
+    return True
+
+
+def _check_settings(rendered: list[RenderedHost], folder: Path, source: str) -> None:
+    """Ask each service whether it accepts its file; each distinct file once."""
+    programs: dict[bytes, Program] = {}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        for host in rendered:
+            for one in host.files:
+                name = Path(one.path).name
+                service = name.removesuffix(".toml")
+                if one.path != f"/etc/forge/{name}" or service not in MODULES or name == service:
+                    continue
+                # Hosts differ in their address, which a service cannot refuse.
+                content = one.content.replace(host.manifest.address.encode(), b"ADDRESS")
+                file = folder / f"{host.manifest.host}-{name}"
+                file.write_bytes(one.content)
+                programs.setdefault(
+                    content,
+                    Program(
+                        name=f"{service} on {host.manifest.host}",
+                        module=MODULES[service],
+                        flags=("--config", str(file)),
+                    ),
+                )
+        printed = print_settings(list(programs.values()), check=False)
+        raise_all(
+            [
+                ConfigError(f"{source}: settings of {one.program.name}: {_without(error, folder)}")
+                for one in printed
+                for error in one.errors
+            ]
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without(error: str, folder: Path) -> str:
+    """An error without the name of a temporary file."""
+    file, colon, rest = error.partition(": ")
+    return rest if colon and file.startswith(str(folder)) else error
