@@ -28,7 +28,7 @@ from forge.core.queue.admission import QueueSettings
 from forge.core.queue.batches import Batch
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec
-from forge.core.queue.window import Window
+from forge.core.queue.window.window import Window
 from forge.core.trajectory import TaskId
 
 SIGMA = 1.2

@@ -29,7 +29,7 @@ from forge.core.errors import (
     NotFound,
     Unavailable,
 )
-from forge.core.queue.failures import FailureKind, abandon_reason, kind_of_error
+from forge.core.queue.dispatch.failures import FailureKind, abandon_reason, kind_of_error
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import as_current, span_of_rollout
 from forge.v1 import scheduler_pb2 as pb

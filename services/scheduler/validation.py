@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.activity import Activity
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.groups import Abilities
 from forge.core.tasks.validation import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id

@@ -2,7 +2,7 @@
 
 Owns the leases of batches and the two phases of a change: `prepare_commit` returns the groups, the
 caller stores them as TRAINED, `commit` applies it; `prepare_rewind` and `rewind` alike.
-`forge.core.queue.selection` chooses the groups of a batch.
+`forge.core.queue.selection.selection` chooses the groups of a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge.core.queue.admission import QueueSettings
 from forge.core.queue.commits import Commits, batch_name, granted_at
 from forge.core.queue.group_ledger import GroupLedger
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.selection import Demand
+from forge.core.queue.selection.selection import Demand
 from forge.core.trajectory import TaskId
 
 MAX_WRITE_S = 120.0

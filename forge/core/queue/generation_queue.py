@@ -6,8 +6,8 @@ applies a change. Every operation is O(log n) or amortized O(1) in the groups qu
     ledger     every group and its phase                     forge.core.queue.group_ledger
     rollouts   lease, renew, complete, fail, expire          forge.core.queue.rollouts
     batches    take, commit, release, rewind                 forge.core.queue.batches
-    window     [H, H+W)                                      forge.core.queue.window
-    selection  which groups start, and which make a batch    forge.core.queue.selection
+    window     [H, H+W)                                      forge.core.queue.window.window
+    selection  which groups start, and which make a batch    forge.core.queue.selection.selection
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.core.queue.activity import Activity
-from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.batches import Batch, Batches
-from forge.core.queue.domain_shares import DomainShares
 from forge.core.queue.group_ledger import GroupLedger
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.rollouts import Rollouts
-from forge.core.queue.selection import FixedWindow, Selection
-from forge.core.queue.window import Window
+from forge.core.queue.selection.adaptive import Adaptive
+from forge.core.queue.selection.selection import FixedWindow, Selection
+from forge.core.queue.window.domain_shares import DomainShares
+from forge.core.queue.window.window import Window
 from forge.core.trajectory import TaskId, TrajectoryId
 
 

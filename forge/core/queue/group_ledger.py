@@ -17,11 +17,11 @@ from itertools import chain
 
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.activity import Activity
-from forge.core.queue.dispatch import Dispatch
+from forge.core.queue.dispatch.dispatch import Dispatch
 from forge.core.queue.group_counts import PENDING, GroupCounts
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.selection import Selection
-from forge.core.queue.window import Window
+from forge.core.queue.selection.selection import Selection
+from forge.core.queue.window.window import Window
 from forge.core.trajectory import TaskId
 
 

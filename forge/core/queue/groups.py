@@ -1,8 +1,8 @@
 """Groups and rollouts of the generation queue.
 
-Owns their phases and data. `forge.core.queue.dispatch` owns the order of leases,
-`forge.core.queue.window` what may be trained on, `forge.core.queue.group_ledger` the changes of
-phase.
+Owns their phases and data. `forge.core.queue.dispatch.dispatch` owns the order of leases,
+`forge.core.queue.window.window` what may be trained on, `forge.core.queue.group_ledger` the changes
+of phase.
 
     group     QUEUED -> RUNNING -> COMPLETE -> BATCHED -> TRAINED       (training)
                                        ^----------'           '--> COMPLETE on a rewind

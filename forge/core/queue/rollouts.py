@@ -3,7 +3,7 @@
 Owns leases, attempts and retries. A failed rollout is retried after a back-off, under a new attempt
 number, as often as `partial_groups` allows; then its group is tombstoned with the reason, so a
 partial group is never trained on. Only failures of the task count against that limit; those of the
-infrastructure cost only time (`forge.core.queue.failures`).
+infrastructure cost only time (`forge.core.queue.dispatch.failures`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from forge.core.errors import NotFound
 from forge.core.queue.activity import Activity
 from forge.core.queue.admission import PartialGroups, QueueSettings
-from forge.core.queue.dispatch import Claims, Slot
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.dispatch import Claims, Slot
+from forge.core.queue.dispatch.failures import FailureKind
+from forge.core.queue.dispatch.losses import Losses
+from forge.core.queue.dispatch.renewals import Renewals
 from forge.core.queue.group_ledger import GroupLedger
 from forge.core.queue.groups import (
     ANY,
@@ -26,8 +28,6 @@ from forge.core.queue.groups import (
     Rollout,
     RolloutPhase,
 )
-from forge.core.queue.losses import Losses
-from forge.core.queue.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
 MOST_UNREAD = 65_536

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.core.queue.activity import Activity
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.groups import ANY, Abilities
 from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2

@@ -12,7 +12,7 @@ from itertools import chain
 from sys import intern
 from typing import NamedTuple
 
-from forge.core.queue.failures import FailureKind, kind_of_abandoned
+from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
 from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2

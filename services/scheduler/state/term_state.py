@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import ANY, Abilities, Group, Kind, Phase
 from forge.core.tasks.validation import MAX_PAYLOAD_BYTES

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Admission, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.group_counts import STARTED
 from forge.core.queue.groups import Group, Phase, RolloutPhase
 from forge.core.queue.rollouts import RolloutClaim
-from forge.core.queue.window import Window
+from forge.core.queue.selection.adaptive import Adaptive
+from forge.core.queue.window.window import Window
 from forge.core.trajectory import TaskId
 from tests.support.core.durable_group import Durable
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from forge.agents.sandbox.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from forge.core.queue.failures import FailureKind, kind_of_abandoned
+from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agents.scripted_gateway import Message, ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumDomain, lease

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.queue.admission import PartialGroups, QueueSettings
-from forge.core.queue.failures import FailureKind, abandon_reason, kind_of_abandoned
+from forge.core.queue.dispatch.failures import FailureKind, abandon_reason, kind_of_abandoned
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase, RolloutPhase
 from forge.core.trajectory import TaskId

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from forge.core.queue.activity import Activity
-from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Admission, Mode, QueueSettings
-from forge.core.queue.domain_shares import DomainShares
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec, Phase
-from forge.core.queue.window import Window
+from forge.core.queue.selection.adaptive import Adaptive
+from forge.core.queue.window.domain_shares import DomainShares
+from forge.core.queue.window.window import Window
 from forge.core.trajectory import TaskId
 
 

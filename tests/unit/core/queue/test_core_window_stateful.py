@@ -19,7 +19,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from forge.core.errors import InvalidArgument
 from forge.core.queue.activity import Activity
 from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from forge.core.queue.activity import Activity
-from forge.core.queue.failures import FailureKind
+from forge.core.queue.dispatch.failures import FailureKind
 from services.scheduler.state import messages as m
 from services.scheduler.state.stalls import Facts, Head, why
 from tests.support.scheduler.cluster import make_task

@@ -1,6 +1,6 @@
 """Groups inside the window by phase, domain and pool shard.
 
-Owns the sums alone. `forge.core.queue.window` decides which groups are inside.
+Owns the sums alone. `forge.core.queue.window.window` decides which groups are inside.
 """
 
 from __future__ import annotations

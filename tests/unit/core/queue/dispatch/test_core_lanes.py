@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.queue.lanes import Key, Lanes
+from forge.core.queue.dispatch.lanes import Key, Lanes
 
 SHARDS = ("s0", "s1", "s2")
 

@@ -18,10 +18,10 @@ from itertools import chain, takewhile
 from operator import attrgetter, itemgetter
 
 from forge.core.queue.admission import UNBOUNDED
-from forge.core.queue.domain_shares import DomainShares
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.open_batch import Complete, Filling
-from forge.core.queue.phase_counts import PhaseCounts
+from forge.core.queue.window.domain_shares import DomainShares
+from forge.core.queue.window.open_batch import Complete, Filling
+from forge.core.queue.window.phase_counts import PhaseCounts
 
 _EVERY_OTHER = ""
 """Lane of all domains without a share."""

@@ -1,7 +1,7 @@
 """Which training group may start, and which groups make the next batch.
 
 Owns the interface of that choice, and the choice with a fixed window: modes fifo, greedy and
-windowed. `forge.core.queue.adaptive` is the other implementation.
+windowed. `forge.core.queue.selection.adaptive` is the other implementation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forge.core.queue.admission import Admission, QueueSettings
 from forge.core.queue.group_counts import GroupCounts
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.window import Window
+from forge.core.queue.window.window import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ staleness and batches of B groups:
 
 - At most S B groups are started and not trained on, half a batch less once that is little against
   the groups trained since the queue was last empty. W = 2 S B.
-- A batch contains the groups that would be late otherwise (`forge.core.queue.staleness`), then from
-  each kind of group its share of the queue, oldest first. It waits while its shift, or that of a
-  later batch of the groups that it leaves behind, exceeds the bound, but no longer than a FIFO.
+- A batch contains the groups that would be late otherwise (`forge.core.queue.selection.staleness`),
+  then from each kind of group its share of the queue, oldest first. It waits while its shift, or
+  that of a later batch of the groups that it leaves behind, exceeds the bound, but no longer than a
+  FIFO.
 - The mix of the queue is estimated from the oldest groups that have all ended.
 """
 
@@ -26,10 +27,10 @@ from itertools import islice
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.group_counts import STARTED, GroupCounts
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.mix_shift import UNKNOWN, Kind, kind_of, shift_kl
-from forge.core.queue.selection import Demand, Selection
-from forge.core.queue.staleness import MAY_LAG, Deadlines, Due
-from forge.core.queue.window import Window
+from forge.core.queue.selection.mix_shift import UNKNOWN, Kind, kind_of, shift_kl
+from forge.core.queue.selection.selection import Demand, Selection
+from forge.core.queue.selection.staleness import MAY_LAG, Deadlines, Due
+from forge.core.queue.window.window import Window
 
 SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
 """The mix is estimated from at least this many batches and groups that ended, in queue order."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
-from forge.core.queue.domain_shares import DomainShares
+from forge.core.queue.window.domain_shares import DomainShares
 
 SHARES = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=2),

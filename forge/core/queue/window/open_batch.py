@@ -1,6 +1,6 @@
 """The open batch: complete groups that are assigned to the next batch.
 
-Owns these groups, and the complete ones that may be assigned next. `forge.core.queue.window`
+Owns these groups, and the complete ones that may be assigned next. `forge.core.queue.window.window`
 decides the assignment. A lane is a domain with a share, or all other domains.
 """
 

@@ -1,6 +1,6 @@
 """Quotas of domains in a batch.
 
-Owns the quotas alone. `forge.core.queue.window` fills a quota that its domain cannot fill.
+Owns the quotas alone. `forge.core.queue.window.window` fills a quota that its domain cannot fill.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec, Phase
-from forge.core.queue.staleness import Deadlines
+from forge.core.queue.selection.staleness import Deadlines
 from forge.core.trajectory import TaskId
 
 EVERYTHING = 1_000

@@ -2,10 +2,10 @@
 
 Owns the strict order (evaluation first, then by place, then by rollout index), the leases, and the
 two timers of rollouts: the end of a lease and the end of a back-off.
-`forge.core.queue.selection` decides whether a further group may start.
+`forge.core.queue.selection.selection` decides whether a further group may start.
 
-The cost does not depend on the number of pool shards, reachable or not (`forge.core.queue.lanes`),
-and grows with the number of kinds of tasks.
+The cost does not depend on the number of pool shards, reachable or not
+(`forge.core.queue.dispatch.lanes`), and grows with the number of kinds of tasks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from forge.core.queue.dispatch.lanes import Item, Key, Lanes
 from forge.core.queue.groups import (
     ANY,
     Abilities,
@@ -25,7 +26,6 @@ from forge.core.queue.groups import (
     Rollout,
     RolloutPhase,
 )
-from forge.core.queue.lanes import Item, Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
 RECHECK_S = 2.0
