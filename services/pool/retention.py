@@ -28,7 +28,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.data.freeing import Freed, is_freed
+from services.pool.data.removal.freeing import Freed, is_freed
 from services.pool.metrics import (
     COVERED_STEP,
     DAMAGED_ENTRIES,

@@ -19,10 +19,10 @@ from forge.v1 import pool_pb2, pool_pb2_grpc, replica_pb2, replica_pb2_grpc
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import Command, SealTrajectory, SetGroupStates
-from services.pool.data.group_scan import Scan
-from services.pool.data.query import query
-from services.pool.data.stats import Tally
-from services.pool.data.text_search import search
+from services.pool.data.reads.group_scan import Scan
+from services.pool.data.reads.query import query
+from services.pool.data.reads.stats import Tally
+from services.pool.data.reads.text_search import search
 from services.pool.erasure import Erasure, purged
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger

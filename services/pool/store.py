@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.core.trajectory import TaskId, TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import reads
 from services.pool.data.commands import (
     AppendRewards,
     AppendTurns,
@@ -36,9 +35,9 @@ from services.pool.data.commands import (
     SetGroupStates,
     StageRecords,
 )
-from services.pool.data.erasing import erase
-from services.pool.data.freeing import free
-from services.pool.data.group_scan import (
+from services.pool.data.moving import discard_copy, import_group, mark_moved, stage_records
+from services.pool.data.reads import reads
+from services.pool.data.reads.group_scan import (
     PAGE_BYTES,
     BoundedScan,
     ErasedScan,
@@ -47,13 +46,14 @@ from services.pool.data.group_scan import (
     count_settled,
     find_newest_settled,
 )
-from services.pool.data.index_mending import mend
-from services.pool.data.moving import discard_copy, import_group, mark_moved, stage_records
-from services.pool.data.orphans import OrphanPage, mark, orphans_after
-from services.pool.data.record_repair import repair_from_replica
-from services.pool.data.seal_trajectory import append_rewards, seal
-from services.pool.data.store_groups import fence_of, put_groups, set_group_states, term_of
-from services.pool.data.store_turns import store_turns
+from services.pool.data.removal.erasing import erase
+from services.pool.data.removal.freeing import free
+from services.pool.data.removal.orphans import OrphanPage, mark, orphans_after
+from services.pool.data.repair.index_mending import mend
+from services.pool.data.repair.record_repair import repair_from_replica
+from services.pool.data.writes.seal_trajectory import append_rewards, seal
+from services.pool.data.writes.store_groups import fence_of, put_groups, set_group_states, term_of
+from services.pool.data.writes.store_turns import store_turns
 from services.pool.storage.change_trackers import (
     ChangeListener,
     CommitChanges,

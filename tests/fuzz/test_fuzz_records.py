@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
-from services.pool.data import orphans, query, reads
-from services.pool.data.group_scan import count_settled, find_newest_settled
-from services.pool.data.stats import Tally
+from services.pool.data.reads import query, reads
+from services.pool.data.reads.group_scan import count_settled, find_newest_settled
+from services.pool.data.reads.stats import Tally
+from services.pool.data.removal import orphans
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.change_log import changes_after, number_before
 from services.pool.storage.indexed_groups import is_whole, trained_after

@@ -29,7 +29,7 @@ from forge.core.trajectory import sequence_lengths
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.data.closed_digests import Mark, marks_of, rewards_damage, turns_damage
-from services.pool.data.orphans import ORPHAN_REASON
+from services.pool.data.removal.orphans import ORPHAN_REASON
 from services.pool.data.summaries import count_turns
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.storage.change_log import (

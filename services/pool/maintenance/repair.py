@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from forge.core.errors import ConfigError
-from services.pool.data.record_repair import repair_unit
+from services.pool.data.repair.record_repair import repair_unit
 from services.pool.maintenance.backup import Progress, check, snapshot
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.group_index import rebuild

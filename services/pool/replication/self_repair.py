@@ -18,8 +18,8 @@ from forge.core.errors import ForgeError
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import MendIndex, RepairUnit
-from services.pool.data.index_mending import MENDED, wrong_entries
-from services.pool.data.record_repair import is_whole
+from services.pool.data.repair.index_mending import MENDED, wrong_entries
+from services.pool.data.repair.record_repair import is_whole
 from services.pool.metrics import REPAIRS
 from services.pool.readers import Readers
 from services.pool.storage.journal import SENT, replica_state

@@ -1,6 +1,7 @@
 """Reads groups through the indexes: pending ones, and a bounded number of settled ones.
 
-Not here: the indexes (`group_index`), and the records of a scan (`services.pool.data.group_scan`).
+Not here: the indexes (`group_index`), and the records of a scan
+(`services.pool.data.reads.group_scan`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.v1 import pool_pb2
+from services.pool.data.reads.trajectory_filter import check_filter, summary_if_fits
 from services.pool.data.summaries import header_of
-from services.pool.data.trajectory_filter import check_filter, summary_if_fits
 from services.pool.readers import ReaderRef
 from services.pool.storage.change_log import changes_after, newest_change
 from services.pool.storage.records import Records

@@ -9,8 +9,8 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.data.commands import AppendTurns, Command
-from services.pool.data.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
-from services.pool.data.reads import GroupPage, groups
+from services.pool.data.reads.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
+from services.pool.data.reads.reads import GroupPage, groups
 from services.pool.maintenance.backup import snapshot
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.records import Records

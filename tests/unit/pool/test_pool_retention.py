@@ -20,7 +20,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.data.commands import FreeGroups, MarkOrphans, SetGroupStates
-from services.pool.data.freeing import Freed
+from services.pool.data.removal.freeing import Freed
 from services.pool.maintenance import backup
 from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.settled_counts import group_counts

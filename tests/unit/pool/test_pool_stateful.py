@@ -29,8 +29,8 @@ from services.pool.data.commands import (
     MarkOrphans,
     SetGroupStates,
 )
-from services.pool.data.freeing import Freed
-from services.pool.data.store_groups import fence_of
+from services.pool.data.removal.freeing import Freed
+from services.pool.data.writes.store_groups import fence_of
 from services.pool.maintenance import backup
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.maintenance.index_integrity import index_damage

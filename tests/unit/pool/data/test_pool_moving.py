@@ -12,8 +12,8 @@ from forge.core.errors import DataLoss, StaleFence, Unavailable
 from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
-from services.pool.data.group_scan import Scan
-from services.pool.data.query import query
+from services.pool.data.reads.group_scan import Scan
+from services.pool.data.reads.query import query
 from services.pool.moves import GroupMover
 from services.pool.service import begin_scan
 from services.pool.storage.keys import group_key

@@ -12,7 +12,7 @@ from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
-from services.pool.data.query import query
+from services.pool.data.reads.query import query
 from services.pool.maintenance import backup
 from services.pool.maintenance.restore import restore
 from services.pool.storage.change_log import Change, change_key

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.trajectory import parse_trajectory_id
-from services.pool.data.index_mending import MENDED
+from services.pool.data.repair.index_mending import MENDED
 from services.pool.readers import Readers
 from services.pool.replication import self_repair
 from services.pool.replication.self_repair import SelfRepair

@@ -6,7 +6,7 @@ from typing import Any
 
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
-from services.pool.data.group_scan import ErasedScan
+from services.pool.data.reads.group_scan import ErasedScan
 from services.pool.readers import Readers
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import seal_value

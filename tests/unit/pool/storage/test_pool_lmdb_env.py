@@ -21,7 +21,7 @@ from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.actors.writer import Writer
 from services.pool.data.commands import AppendTurns, FreeGroups, PutGroups
-from services.pool.data.freeing import Freed
+from services.pool.data.removal.freeing import Freed
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION
 from services.pool.storage.tables import Table

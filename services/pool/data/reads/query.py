@@ -18,8 +18,8 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
+from services.pool.data.reads.trajectory_filter import check_filter, fits_header, summary_if_fits
 from services.pool.data.summaries import count_turns, turns_of
-from services.pool.data.trajectory_filter import check_filter, fits_header, summary_if_fits
 from services.pool.storage.change_log import (
     ChangeKind,
     change_key,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data.reads import queued_group
+from services.pool.data.reads.reads import queued_group
 from services.pool.storage.group_records import group_state
 from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.storage.moved_groups import is_moved

@@ -12,8 +12,8 @@ import pytest
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import text_search
 from services.pool.data.commands import FreeGroups
+from services.pool.data.reads import text_search
 from services.pool.store import PoolStore
 from tests.support.pool.records import damage, make_group, make_turn
 from tests.support.pool.store import append, change, commit, put_groups, seal, set_states

@@ -12,7 +12,7 @@ from forge.core.errors import FailedPrecondition, NotFound, StaleFence
 from forge.core.queue.groups import FREED
 from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
-from services.pool.data.freeing import forget_orphan, is_freed, put_state
+from services.pool.data.removal.freeing import forget_orphan, is_freed, put_state
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves, enter_new
 from services.pool.storage.group_records import intact_state

@@ -12,10 +12,10 @@ import pytest
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import query
 from services.pool.data.commands import EraseTasks, MendIndex
-from services.pool.data.index_mending import MENDED, wrong_entries
-from services.pool.data.trajectory_filter import check_filter
+from services.pool.data.reads import query
+from services.pool.data.reads.trajectory_filter import check_filter
+from services.pool.data.repair.index_mending import MENDED, wrong_entries
 from services.pool.storage.keys import task_prefix
 from services.pool.storage.labels import has_labels, label_prefixes
 from services.pool.storage.lmdb_env import Environment

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2
-from services.pool.data.agent_rewards import check_agent_rewards
 from services.pool.data.closed_digests import (
     Mark,
     checked_rewards,
@@ -22,8 +21,7 @@ from services.pool.data.closed_digests import (
     with_turns,
 )
 from services.pool.data.commands import AppendRewards, SealTrajectory
-from services.pool.data.freeing import check_not_freed
-from services.pool.data.one_outcome import check_one_outcome
+from services.pool.data.removal.freeing import check_not_freed
 from services.pool.data.summaries import (
     count_turns,
     header_of,
@@ -31,6 +29,8 @@ from services.pool.data.summaries import (
     state_name,
     summarize,
 )
+from services.pool.data.writes.agent_rewards import check_agent_rewards
+from services.pool.data.writes.one_outcome import check_one_outcome
 from services.pool.storage.change_log import log_closed, log_rewarded
 from services.pool.storage.group_index import after_late_seal, before_late_seal
 from services.pool.storage.keys import index_of_turn_key, reward_key, trajectory_key

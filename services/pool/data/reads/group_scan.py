@@ -20,7 +20,7 @@ from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import reads
+from services.pool.data.reads import reads
 from services.pool.metrics import UNQUEUED_GROUPS
 from services.pool.storage import erasures, indexed_groups, settled_counts
 from services.pool.storage.keys import task_of_queue_key

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data import query
-from services.pool.data import stats as stats_module
-from services.pool.data.stats import Tally
+from services.pool.data.reads import query
+from services.pool.data.reads import stats as stats_module
+from services.pool.data.reads.stats import Tally
 from services.pool.storage.keys import trajectory_key
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

@@ -13,7 +13,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
 from services.pool.data.commands import RepairUnit
-from services.pool.data.record_repair import is_whole
+from services.pool.data.repair.record_repair import is_whole
 from services.pool.replication.self_repair import damaged_units
 from services.pool.storage.journal import caught_up_message, commit_message
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key

@@ -7,7 +7,7 @@ import pytest
 from forge.core.errors import AlreadyExists
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool.data import seal_trajectory
+from services.pool.data.writes import seal_trajectory
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.pool.store import append, reward, seal, summary
 

@@ -1,0 +1,1 @@
+"""Removal of records: freed groups, erased tasks, orphans."""

@@ -1,0 +1,1 @@
+"""Repair of records from another copy, and of indexes from records."""

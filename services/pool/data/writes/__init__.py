@@ -1,0 +1,1 @@
+"""Writes that clients ask for: groups and their states, turns, rewards, seals."""
