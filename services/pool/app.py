@@ -33,7 +33,7 @@ from services.pool.service import (
     PoolReplicaServicer,
     PoolServicer,
 )
-from services.pool.storage.lmdb_env import OnPanic
+from services.pool.storage.environment.lmdb_env import OnPanic
 from services.pool.store import PoolStore
 
 

@@ -28,7 +28,7 @@ from services.pool.data.commands import EraseTasks, NoteErasures
 from services.pool.data.removal.erasing import Erased
 from services.pool.readers import ReaderRef
 from services.pool.storage.erasures import noted_erasures
-from services.pool.storage.group_index import stored_groups
+from services.pool.storage.groups.group_index import stored_groups
 from services.pool.storage.records import Records
 from services.pool.store import PoolStore
 

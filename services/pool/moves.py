@@ -29,10 +29,10 @@ from services.pool.data.moving import (
 from services.pool.metrics import MOVED_GROUPS
 from services.pool.readers import ReaderRef
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.group_records import group_record, intact_state
-from services.pool.storage.indexed_groups import not_moved
+from services.pool.storage.groups.group_records import group_record, intact_state
+from services.pool.storage.groups.indexed_groups import not_moved
+from services.pool.storage.groups.moved_groups import moved_groups
 from services.pool.storage.journal import record_key
-from services.pool.storage.moved_groups import moved_groups
 from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore

@@ -21,7 +21,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.pool.metrics import TRAINED_SINCE_BACKUP
-from services.pool.storage.file_locks import sync_directory
+from services.pool.storage.environment.file_locks import sync_directory
 from services.pool.trainer_status import trainer_statuses
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from services.pool.metrics import (
     ORPHANS,
 )
 from services.pool.readers import ReaderRef
-from services.pool.storage.settled_index import SettledGroup
+from services.pool.storage.groups.settled_index import SettledGroup
 from services.pool.store import PoolStore
 from services.pool.trainer_status import trainer_statuses
 

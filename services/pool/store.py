@@ -60,9 +60,12 @@ from services.pool.storage.change_trackers import (
     RecentChanges,
     Since,
 )
+from services.pool.storage.environment.lmdb_env import DISK_RETRY_S, Environment, OnPanic
 from services.pool.storage.erasures import note_erasures
-from services.pool.storage.group_index import tag_prefix
-from services.pool.storage.indexed_groups import NewestSettled, is_whole, trained_after
+from services.pool.storage.groups.group_index import tag_prefix
+from services.pool.storage.groups.indexed_groups import NewestSettled, is_whole, trained_after
+from services.pool.storage.groups.moved_groups import moved_groups
+from services.pool.storage.groups.settled_index import SettledGroup, settled_after
 from services.pool.storage.journal import (
     Changes,
     ReplicaState,
@@ -72,10 +75,7 @@ from services.pool.storage.journal import (
     replica_state,
 )
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
-from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
-from services.pool.storage.moved_groups import moved_groups
 from services.pool.storage.records import Records
-from services.pool.storage.settled_index import SettledGroup, settled_after
 from services.pool.storage.tables import Table
 
 T = TypeVar("T")

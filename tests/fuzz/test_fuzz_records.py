@@ -26,12 +26,12 @@ from services.pool.data.reads.stats import Tally
 from services.pool.data.removal import orphans
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.change_log import changes_after, number_before
-from services.pool.storage.indexed_groups import is_whole, trained_after
+from services.pool.storage.groups.indexed_groups import is_whole, trained_after
+from services.pool.storage.groups.settled_index import settled_after
 from services.pool.storage.journal import replica_state
 from services.pool.storage.record_copies import _fetched, copied_records, units_of
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import Records
-from services.pool.storage.settled_index import settled_after
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn

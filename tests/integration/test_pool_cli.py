@@ -20,7 +20,7 @@ from forge.cli.rundir import RunDirectory
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.storage.file_locks import lock_directory
+from services.pool.storage.environment.file_locks import lock_directory
 from services.pool.store import PoolStore
 from tests.support.pool.damage import flip_served
 from tests.support.pool.process import CALL_S, PoolClient, PoolProcess

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from services.pool.storage.groups.moved_groups import is_moved
 from services.pool.storage.keys import group_key, task_prefix
-from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 

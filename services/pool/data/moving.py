@@ -26,15 +26,16 @@ from services.pool.data.removal.freeing import forget_orphan, put_state
 from services.pool.data.writes.store_groups import check_fence, raise_fence
 from services.pool.storage.change_log import delete_changes, log_closed, log_rewarded
 from services.pool.storage.erasures import put_erasure
-from services.pool.storage.group_index import (
+from services.pool.storage.groups.group_index import (
     SETTLED_STATES,
     GroupMoves,
     enter_copied,
     leave_copied,
 )
-from services.pool.storage.group_records import group_record, intact_state
+from services.pool.storage.groups.group_records import group_record, intact_state
+from services.pool.storage.groups.moved_groups import add_moved
+from services.pool.storage.groups.settled_index import index_settled, remove_settled
 from services.pool.storage.keys import SHARD_KEY, group_key, queue_key, task_prefix
-from services.pool.storage.moved_groups import add_moved
 from services.pool.storage.records import (
     DamagedRecord,
     Records,
@@ -43,7 +44,6 @@ from services.pool.storage.records import (
     encode_header,
     open_value,
 )
-from services.pool.storage.settled_index import index_settled, remove_settled
 from services.pool.storage.tables import Key, Table
 
 CONTENT = (Table.TURNS, Table.REWARDS)

@@ -34,7 +34,7 @@ from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
 from services.pool.maintenance.restore import restore
 from services.pool.maintenance.scheduled_backups import back_up_scheduled, newest_of_each_shard
-from services.pool.storage.file_locks import InUse
+from services.pool.storage.environment.file_locks import InUse
 from services.pool.storage.records import Records
 from services.pool.validation import check_erase
 

@@ -30,12 +30,12 @@ from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import content_page, group_page
 from services.pool.data.repair.record_repair import is_whole
 from services.pool.maintenance.backup import refuse_half_copy
+from services.pool.storage.environment.file_locks import sync_directory
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.file_locks import sync_directory
-from services.pool.storage.group_records import intact_state
+from services.pool.storage.groups.group_records import intact_state
+from services.pool.storage.groups.settled_index import settled_after
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY, group_key, task_prefix
 from services.pool.storage.records import Records, open_value
-from services.pool.storage.settled_index import settled_after
 from services.pool.storage.tables import Key, Table
 
 SEGMENT_BYTES = 64 << 20

@@ -11,7 +11,7 @@ from services.pool.data.moving import CONTENT
 from services.pool.maintenance.archive import Archive, Entry, Group, archives_at
 from services.pool.maintenance.backup import check, new_directory
 from services.pool.maintenance.integrity import Damage
-from services.pool.storage.file_locks import LOCK
+from services.pool.storage.environment.file_locks import LOCK
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
 

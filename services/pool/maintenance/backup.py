@@ -29,7 +29,7 @@ from forge.core.errors import (
 )
 from services.pool.maintenance.integrity import Checker, Damage
 from services.pool.maintenance.manifests import manifest_of, write_manifest
-from services.pool.storage.file_locks import (
+from services.pool.storage.environment.file_locks import (
     DATA,
     LOCK,
     compacted,
@@ -43,9 +43,9 @@ from services.pool.storage.file_locks import (
     sync_directory,
     unfinished,
 )
+from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import SHARD_KEY
-from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 

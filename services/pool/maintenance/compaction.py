@@ -21,7 +21,7 @@ from forge.v1 import pool_pb2
 from services.pool.maintenance.backup import room
 from services.pool.metrics import COMPACTIONS
 from services.pool.storage.change_trackers import CompactionLog
-from services.pool.storage.file_locks import (
+from services.pool.storage.environment.file_locks import (
     DATA,
     compacted,
     data_locked,
@@ -29,7 +29,7 @@ from services.pool.storage.file_locks import (
     file_bytes,
     unfinished,
 )
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
 

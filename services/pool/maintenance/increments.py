@@ -37,7 +37,7 @@ from services.pool.maintenance.manifests import (
     read_manifest,
     write_manifest,
 )
-from services.pool.storage.file_locks import DATA
+from services.pool.storage.environment.file_locks import DATA
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 

@@ -14,8 +14,8 @@ import msgspec
 
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-from services.pool.storage import settled_counts
-from services.pool.storage.group_index import (
+from services.pool.storage.groups import settled_counts
+from services.pool.storage.groups.group_index import (
     INDEXES,
     SETTLED_STATES,
     counted_rollouts,
@@ -23,7 +23,7 @@ from services.pool.storage.group_index import (
     stored_groups,
     task_of_entry,
 )
-from services.pool.storage.group_records import group_record, group_state
+from services.pool.storage.groups.group_records import group_record, group_state
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument
-from services.pool.storage.group_index import ORDER, TRAINED, task_of_entry
-from services.pool.storage.group_records import group_state
+from services.pool.storage.groups.group_index import ORDER, TRAINED, task_of_entry
+from services.pool.storage.groups.group_records import group_state
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table

@@ -14,10 +14,10 @@ from forge.core.errors import ConfigError
 from services.pool.data.repair.record_repair import repair_unit
 from services.pool.maintenance.backup import Progress, check, snapshot
 from services.pool.maintenance.integrity import Damage
-from services.pool.storage.group_index import rebuild
+from services.pool.storage.environment.lmdb_env import opened_alone
+from services.pool.storage.groups.group_index import rebuild
 from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
-from services.pool.storage.lmdb_env import opened_alone
 from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key

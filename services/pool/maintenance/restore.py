@@ -16,8 +16,8 @@ from services.pool.maintenance.increments import is_increment, write_restored
 from services.pool.maintenance.integrity import Damage
 from services.pool.maintenance.manifests import manifest_of
 from services.pool.restored_shard import note_restored
-from services.pool.storage.file_locks import DATA, LOCK, set_hand_over_mark
-from services.pool.storage.lmdb_env import opened_alone
+from services.pool.storage.environment.file_locks import DATA, LOCK, set_hand_over_mark
+from services.pool.storage.environment.lmdb_env import opened_alone
 from services.pool.storage.records import Records
 
 

@@ -24,7 +24,7 @@ from services.pool.maintenance.backup import Progress, backup, check, room, shar
 from services.pool.maintenance.increments import MAX_CHAIN, back_up_changes
 from services.pool.maintenance.integrity import Damage
 from services.pool.maintenance.manifests import Manifest, read_manifest
-from services.pool.storage.file_locks import unfinished
+from services.pool.storage.environment.file_locks import unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

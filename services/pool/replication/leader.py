@@ -30,8 +30,8 @@ from services.pool.readers import Readers
 from services.pool.replication.ack_gate import RETRY_S, Gate
 from services.pool.replication.follower_link import Link
 from services.pool.replication.replica_set import ReplicaSet, leadership_name
+from services.pool.storage.environment.lmdb_env import DISK_RETRY_S
 from services.pool.storage.journal import Changes, ReplicaState
-from services.pool.storage.lmdb_env import DISK_RETRY_S
 from services.pool.store import PoolStore
 
 BOTH = 2

@@ -27,7 +27,7 @@ from forge.runtime.coordination.shard_record import ShardRecord, read_record, re
 from forge.runtime.telemetry import log
 from services.pool.config import PoolConfig
 from services.pool.replication.replica_set import leadership_name
-from services.pool.storage.file_locks import has_hand_over_mark, remove_hand_over_mark
+from services.pool.storage.environment.file_locks import has_hand_over_mark, remove_hand_over_mark
 from services.pool.storage.journal import is_empty, replica_state
 from services.pool.store import PoolStore
 

@@ -20,7 +20,7 @@ import msgspec
 
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.v1 import replica_pb2 as pb
-from services.pool.storage.migrations import SCHEMA_VERSION
+from services.pool.storage.environment.migrations import SCHEMA_VERSION
 from services.pool.storage.records import Records, open_value
 from services.pool.storage.tables import LOCAL, Key, Table
 

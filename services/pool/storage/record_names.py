@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 
 from services.pool.storage.change_log import number_of_change_key
+from services.pool.storage.groups.settled_index import parse_settled_key
 from services.pool.storage.keys import (
     index_of_turn_key,
     name_of_trajectory_key,
     task_of_queue_key,
     trajectory_of_turn_key,
 )
-from services.pool.storage.settled_index import parse_settled_key
 from services.pool.storage.tables import Table
 
 

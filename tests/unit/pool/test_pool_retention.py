@@ -22,8 +22,8 @@ from services.pool import retention
 from services.pool.data.commands import FreeGroups, MarkOrphans, SetGroupStates
 from services.pool.data.removal.freeing import Freed
 from services.pool.maintenance import backup
+from services.pool.storage.groups.settled_counts import group_counts
 from services.pool.storage.keys import group_key, trajectory_key
-from services.pool.storage.settled_counts import group_counts
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from services.scheduler.state.messages import FindNew

@@ -13,7 +13,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import trainer_pb2
 from services.pool.retention import RetentionPolicy, TrainersCoverage
-from services.pool.storage.settled_index import SettledGroup
+from services.pool.storage.groups.settled_index import SettledGroup
 
 settled = st.builds(
     SettledGroup,

@@ -35,7 +35,7 @@ from services.pool.maintenance import backup
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.storage.change_log import changes_after
-from services.pool.storage.file_locks import DATA
+from services.pool.storage.environment.file_locks import DATA
 from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.store import PoolStore
 from tests.support.pool.model import TRAINED, PoolModel

@@ -22,7 +22,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads import reads
 from services.pool.metrics import UNQUEUED_GROUPS
-from services.pool.storage import erasures, indexed_groups, settled_counts
+from services.pool.storage import erasures
+from services.pool.storage.groups import indexed_groups, settled_counts
 from services.pool.storage.keys import task_of_queue_key
 from services.pool.storage.records import Records, is_intact_entry
 from services.pool.storage.tables import Table

@@ -27,8 +27,8 @@ from services.pool.storage.change_log import (
     number_before,
     number_of_change_key,
 )
+from services.pool.storage.groups.labels import before, label_prefixes, labeled_tasks
 from services.pool.storage.keys import task_prefix
-from services.pool.storage.labels import before, label_prefixes, labeled_tasks
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     DamagedRecord,

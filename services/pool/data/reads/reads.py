@@ -15,7 +15,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.closed_digests import checked_rewards, checked_turns
 from services.pool.data.summaries import header_of, summarize
-from services.pool.storage.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.settled_counts import commit_of
 from services.pool.storage.keys import (
     SHARD_KEY,
     group_key,
@@ -26,7 +27,6 @@ from services.pool.storage.keys import (
     trajectory_key,
 )
 from services.pool.storage.records import Payload, Records, is_intact_entry, turn_of_payload
-from services.pool.storage.settled_counts import commit_of
 from services.pool.storage.tables import Table
 
 _LENGTH_DELIMITED = 2

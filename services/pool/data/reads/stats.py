@@ -9,9 +9,9 @@ from collections import Counter
 
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads.reads import queued_group
-from services.pool.storage.group_records import group_state
+from services.pool.storage.groups.group_records import group_state
+from services.pool.storage.groups.moved_groups import is_moved
 from services.pool.storage.keys import name_of_trajectory_key
-from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.records import Payload, Records, decode_header
 from services.pool.storage.tables import Table
 

@@ -12,10 +12,10 @@ from forge.core.tasks.validation import check_metadata
 from forge.core.trajectory import check_task_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.summaries import summary_of
-from services.pool.storage.group_records import group_record
+from services.pool.storage.groups.group_records import group_record
+from services.pool.storage.groups.labels import has_labels, label_prefixes
+from services.pool.storage.groups.moved_groups import is_moved
 from services.pool.storage.keys import name_of_trajectory_key
-from services.pool.storage.labels import has_labels, label_prefixes
-from services.pool.storage.moved_groups import is_moved
 from services.pool.storage.records import Records, TrajectoryHeader
 
 MAX_TASKS = 1000

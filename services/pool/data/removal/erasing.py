@@ -24,7 +24,7 @@ from services.pool.data.removal.freeing import put_state
 from services.pool.data.removal.orphans import ORPHAN_REASON
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import erased_group, is_erased, put_erasure
-from services.pool.storage.group_index import (
+from services.pool.storage.groups.group_index import (
     INDEXED_STATES,
     GroupMoves,
     after_late_seal,
@@ -32,9 +32,10 @@ from services.pool.storage.group_index import (
     stored_groups,
     tag_prefix,
 )
-from services.pool.storage.group_records import group_record, intact_state
+from services.pool.storage.groups.group_records import group_record, intact_state
+from services.pool.storage.groups.labels import label_keys
+from services.pool.storage.groups.settled_index import remove_settled
 from services.pool.storage.keys import group_key, queue_key, task_prefix
-from services.pool.storage.labels import label_keys
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,
@@ -42,7 +43,6 @@ from services.pool.storage.records import (
     encode_header,
     open_value,
 )
-from services.pool.storage.settled_index import remove_settled
 from services.pool.storage.tables import Table
 
 _CONTENT = (Table.TURNS, Table.REWARDS)

@@ -28,8 +28,9 @@ from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
-from services.pool.storage.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.group_index import SETTLED_STATES, GroupMoves
+from services.pool.storage.groups.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.settled_index import index_settled, remove_settled, settled_key
 from services.pool.storage.keys import group_key, task_prefix
 from services.pool.storage.records import (
     DamagedRecord,
@@ -39,7 +40,6 @@ from services.pool.storage.records import (
     encode_header,
     open_value,
 )
-from services.pool.storage.settled_index import index_settled, remove_settled, settled_key
 from services.pool.storage.tables import Table
 
 

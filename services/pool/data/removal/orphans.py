@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2
 from services.pool.data.commands import MarkOrphans
+from services.pool.storage.groups.settled_index import index_orphan
 from services.pool.storage.keys import group_key, name_of_trajectory_key, task_prefix
 from services.pool.storage.records import Records
-from services.pool.storage.settled_index import index_orphan
 from services.pool.storage.tables import Table
 
 ORPHAN_REASON = "its group never came"

@@ -14,8 +14,8 @@ from itertools import islice
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
 from services.pool.data.commands import MendIndex
-from services.pool.storage.group_index import entries_of, task_of_entry
-from services.pool.storage.group_records import group_record, group_state
+from services.pool.storage.groups.group_index import entries_of, task_of_entry
+from services.pool.storage.groups.group_records import group_record, group_state
 from services.pool.storage.keys import group_key
 from services.pool.storage.records import Records, is_intact_entry
 from services.pool.storage.tables import Key, Table

@@ -32,9 +32,9 @@ from services.pool.data.summaries import (
 from services.pool.data.writes.agent_rewards import check_agent_rewards
 from services.pool.data.writes.one_outcome import check_one_outcome
 from services.pool.storage.change_log import log_closed, log_rewarded
-from services.pool.storage.group_index import after_late_seal, before_late_seal
+from services.pool.storage.groups.group_index import after_late_seal, before_late_seal
+from services.pool.storage.groups.moved_groups import check_not_moved
 from services.pool.storage.keys import index_of_turn_key, reward_key, trajectory_key
-from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,

@@ -14,12 +14,12 @@ from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
 from services.pool.data.removal.freeing import forget_orphan, is_freed, put_state
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.group_index import SETTLED_STATES, GroupMoves, enter_new
-from services.pool.storage.group_records import intact_state
+from services.pool.storage.groups.group_index import SETTLED_STATES, GroupMoves, enter_new
+from services.pool.storage.groups.group_records import intact_state
+from services.pool.storage.groups.moved_groups import check_not_moved
+from services.pool.storage.groups.settled_index import remove_settled, settled_key
 from services.pool.storage.keys import group_key, queue_key
-from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import DamagedRecord, Records
-from services.pool.storage.settled_index import remove_settled, settled_key
 from services.pool.storage.tables import Table
 
 _FENCE_KEY = b"fence"

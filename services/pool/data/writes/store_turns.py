@@ -13,8 +13,8 @@ from forge.v1 import common_pb2
 from services.pool.data.commands import NewTurn
 from services.pool.data.removal.freeing import check_not_freed
 from services.pool.data.summaries import header_of, state_name
+from services.pool.storage.groups.moved_groups import check_not_moved
 from services.pool.storage.keys import trajectory_key, turn_key
-from services.pool.storage.moved_groups import check_not_moved
 from services.pool.storage.records import (
     Records,
     TrajectoryHeader,

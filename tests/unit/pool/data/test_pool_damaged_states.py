@@ -14,8 +14,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.backup import backup, check
 from services.pool.maintenance.repair import copy_in, repair
+from services.pool.storage.groups.settled_index import settled_after
 from services.pool.storage.keys import group_key
-from services.pool.storage.settled_index import settled_after
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_turn

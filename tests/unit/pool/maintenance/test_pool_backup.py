@@ -16,8 +16,8 @@ from services.pool.data.reads.query import query
 from services.pool.maintenance import backup
 from services.pool.maintenance.restore import restore
 from services.pool.storage.change_log import Change, change_key
+from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
-from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.records import decode_header, encode_header
 from services.pool.storage.tables import Table
 from services.pool.streams.tail import read_log
@@ -254,7 +254,7 @@ def test_shard_that_outgrows_the_map_during_a_backup_is_copied(open_store, tmp_p
 GROW = """
 import sys
 from pathlib import Path
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.records import Table
 opened = Environment(Path(sys.argv[1]), map_bytes=1 << 20, map_max_bytes=1 << 30, max_readers=1)
 opened.write(lambda records: records.put(Table.META, b"large", bytes(1 << 23)))

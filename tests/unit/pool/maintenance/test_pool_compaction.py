@@ -14,8 +14,8 @@ from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.maintenance import backup, compaction
 from services.pool.maintenance.compaction import Compactor
-from services.pool.storage.file_locks import data_kept
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.environment.file_locks import data_kept
+from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_turn

@@ -24,7 +24,7 @@ from services.pool.maintenance.manifests import (
     write_manifest,
 )
 from services.pool.maintenance.restore import restore
-from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

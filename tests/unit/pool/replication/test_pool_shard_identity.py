@@ -9,7 +9,7 @@ import pytest
 from forge.runtime.coordination.shard_record import ShardRecord
 from services.pool.config import PoolConfig
 from services.pool.replication.shard_identity import may_serve, record_of
-from services.pool.storage.file_locks import set_hand_over_mark
+from services.pool.storage.environment.file_locks import set_hand_over_mark
 from services.pool.storage.keys import LINEAGE_KEY
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

@@ -16,10 +16,10 @@ from services.pool.data.commands import EraseTasks, MendIndex
 from services.pool.data.reads import query
 from services.pool.data.reads.trajectory_filter import check_filter
 from services.pool.data.repair.index_mending import MENDED, wrong_entries
+from services.pool.storage.environment.lmdb_env import Environment
+from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
+from services.pool.storage.groups.labels import has_labels, label_prefixes
 from services.pool.storage.keys import task_prefix
-from services.pool.storage.labels import has_labels, label_prefixes
-from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore

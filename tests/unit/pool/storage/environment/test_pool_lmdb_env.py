@@ -22,8 +22,8 @@ from services.pool import validation
 from services.pool.actors.writer import Writer
 from services.pool.data.commands import AppendTurns, FreeGroups, PutGroups
 from services.pool.data.removal.freeing import Freed
-from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.migrations import SCHEMA_VERSION
+from services.pool.storage.environment.lmdb_env import Environment
+from services.pool.storage.environment.migrations import SCHEMA_VERSION
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import damage, make_group, make_turn

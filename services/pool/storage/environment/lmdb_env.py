@@ -20,7 +20,7 @@ import lmdb
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
 from forge.runtime.telemetry import log
 from services.pool.storage.change_trackers import ChangeListener, CompactionLog
-from services.pool.storage.file_locks import (
+from services.pool.storage.environment.file_locks import (
     DATA,
     drop_compacted,
     exchange_data,
@@ -28,7 +28,7 @@ from services.pool.storage.file_locks import (
     lock_directory,
     sync_directory,
 )
-from services.pool.storage.migrations import SCHEMA_VERSION, migrate
+from services.pool.storage.environment.migrations import SCHEMA_VERSION, migrate
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 

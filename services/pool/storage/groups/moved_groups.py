@@ -9,7 +9,7 @@ import struct
 
 from forge.core.errors import Unavailable
 from forge.v1 import common_pb2
-from services.pool.storage.group_records import intact_state
+from services.pool.storage.groups.group_records import intact_state
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2
-from services.pool.storage.group_index import SETTLED_STATES
+from services.pool.storage.groups.group_index import SETTLED_STATES
 from services.pool.storage.keys import group_key
 from services.pool.storage.records import Records, open_value
 from services.pool.storage.tables import Table

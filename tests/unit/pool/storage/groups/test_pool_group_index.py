@@ -18,10 +18,10 @@ from services.pool.maintenance.backup import backup, check
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.maintenance.repair import copy_in, repair
 from services.pool.service import begin_scan
-from services.pool.storage.group_index import INDEXES, counted_rollouts
-from services.pool.storage.indexed_groups import unindexed
-from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
+from services.pool.storage.environment.lmdb_env import Environment
+from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
+from services.pool.storage.groups.group_index import INDEXES, counted_rollouts
+from services.pool.storage.groups.indexed_groups import unindexed
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

@@ -25,7 +25,9 @@ from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.pool.storage.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.group_records import group_record, group_state, intact_state
+from services.pool.storage.groups.labels import label_keys, task_of_label_key
+from services.pool.storage.groups.settled_counts import Rollout, SettledCounts
 from services.pool.storage.keys import (
     group_key,
     name_of_trajectory_key,
@@ -34,9 +36,7 @@ from services.pool.storage.keys import (
     task_of_queue_key,
     task_prefix,
 )
-from services.pool.storage.labels import label_keys, task_of_label_key
 from services.pool.storage.records import Records, decode_header, is_intact_entry, open_value
-from services.pool.storage.settled_counts import Rollout, SettledCounts
 from services.pool.storage.tables import Key, Table
 
 SETTLED_STATES = frozenset(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forge.core.trajectory import TaskId
-from services.pool.storage.group_index import (
+from services.pool.storage.groups.group_index import (
     INDEXED_STATES,
     MOVED,
     MS,

@@ -8,9 +8,9 @@ import pytest
 from forge.core.errors import ConfigError, DataLoss
 from forge.core.trajectory import parse_trajectory_id
 from services.pool.storage.change_log import ChangeKind, changes_after
+from services.pool.storage.environment.lmdb_env import Environment
+from services.pool.storage.environment.migrations import SCHEMA_VERSION, migrate, stored_version
 from services.pool.storage.keys import trajectory_key
-from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.migrations import SCHEMA_VERSION, migrate, stored_version
 from services.pool.storage.tables import Table
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.pool.store import append, fetch, reward, seal, summary

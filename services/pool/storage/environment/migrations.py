@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from forge.core.errors import ConfigError, DataLoss
 from services.pool.storage.change_log import log_closed
-from services.pool.storage.group_index import rebuild
+from services.pool.storage.groups.group_index import rebuild
+from services.pool.storage.groups.settled_index import index_all_settled
 from services.pool.storage.records import Records, decode_header, encode_header
-from services.pool.storage.settled_index import index_all_settled
 from services.pool.storage.tables import Table
 
 SCHEMA_VERSION = 5

@@ -1,0 +1,1 @@
+"""Records of groups, their indexes and counters."""
