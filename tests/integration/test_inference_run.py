@@ -32,13 +32,13 @@ from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.engines.capabilities import Capabilities
-from services.inference.router import attempt as attempt_module
-from services.inference.router import request as request_module
-from services.inference.router import worker_calls
 from services.inference.router.actor import MIN_ADMITTED, RouterActor
 from services.inference.router.messages import FleetChanged, Report
 from services.inference.router.metrics import STARTED_OVER
-from services.inference.router.request import Run
+from services.inference.router.request import attempt as attempt_module
+from services.inference.router.request import request as request_module
+from services.inference.router.request import worker_calls
+from services.inference.router.request.request import Run
 
 CONFIG = InferenceConfig(
     request_timeout_s=300.0, router=RouterSettings(worker_wait_s=30.0, hold_s=30.0)

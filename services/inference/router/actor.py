@@ -29,7 +29,9 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
-from services.inference.router.fleet import EXPECTED_S, Fleet
+from services.inference.router.fleet.fleet import EXPECTED_S, Fleet
+from services.inference.router.fleet.open_calls import Ping, is_silent, pause
+from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import (
     Abandoned,
     Admission,
@@ -48,8 +50,6 @@ from services.inference.router.messages import (
     Sampled,
 )
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
-from services.inference.router.open_calls import Ping, is_silent, pause
-from services.inference.router.workers import Worker
 
 OVERCOMMIT = 1.25
 """Requests admitted per decode slot, since some are in prefill or between workers."""

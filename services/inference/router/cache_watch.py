@@ -23,8 +23,8 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import kv_codec
 from services.inference.engines.base import CacheChange
+from services.inference.router.fleet.workers import Worker
 from services.inference.router.metrics import CACHE_RESYNCS
-from services.inference.router.workers import Worker
 
 
 class CacheWatch:

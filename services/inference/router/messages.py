@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from forge.core.placement.chains import PromptChains
 from services.inference.engines.base import CacheChange
-from services.inference.router.needs import NO_NEEDS, Needs
-from services.inference.router.workers import Worker
+from services.inference.router.fleet.needs import NO_NEEDS, Needs
+from services.inference.router.fleet.workers import Worker
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -19,12 +19,12 @@ from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import RouterActor
 from services.inference.router.cache_watch import CacheWatch
-from services.inference.router.canary import Canary
-from services.inference.router.fleet import Fleet
+from services.inference.router.fleet.canary import Canary
+from services.inference.router.fleet.fleet import Fleet
+from services.inference.router.fleet.open_calls import PING_S
+from services.inference.router.fleet.versions import Versions
 from services.inference.router.messages import CacheReported, FleetChanged, HoldChanged
-from services.inference.router.open_calls import PING_S
 from services.inference.router.service import InferenceServicer
-from services.inference.router.versions import Versions
 
 SCOPES = {"GetInferenceStatus": "viewer"}
 

@@ -17,7 +17,7 @@ from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import ModelLimits
 from services.inference.router.messages import Report
-from services.inference.router.request import Run
+from services.inference.router.request.request import Run
 from services.inference.router.sample_span import with_span
 from services.inference.router.sample_stream import SampleStreams
 

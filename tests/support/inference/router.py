@@ -10,10 +10,10 @@ from typing import Any
 
 from forge.runtime.coordination import Instance
 from services.inference.router.actor import RouterActor
-from services.inference.router.fleet import Fleet
+from services.inference.router.fleet.fleet import Fleet
+from services.inference.router.fleet.versions import Versions
+from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import FleetChanged, PlacePrefill, Prefilled
-from services.inference.router.versions import Versions
-from services.inference.router.workers import Worker
 
 
 def ids(*tokens: int) -> bytes:

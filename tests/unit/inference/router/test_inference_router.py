@@ -8,7 +8,8 @@ from prometheus_client import REGISTRY
 from forge.core.errors import ResourceExhausted, Unavailable
 from forge.core.placement.chains import PromptChains
 from services.inference.router.actor import MIN_ADMITTED
-from services.inference.router.fleet import SUSPECT_S, Fleet
+from services.inference.router.fleet.fleet import SUSPECT_S, Fleet
+from services.inference.router.fleet.versions import TooOld
 from services.inference.router.messages import (
     Admit,
     Decoded,
@@ -21,7 +22,6 @@ from services.inference.router.messages import (
     Report,
     Sampled,
 )
-from services.inference.router.versions import TooOld
 from tests.support.inference.router import DECODE, OTHER, PROMPT, announced, harness, ids
 
 

@@ -18,7 +18,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import CacheChange
 from services.inference.router import cache_watch
 from services.inference.router.cache_watch import CacheWatch
-from services.inference.router.workers import Engine, Worker
+from services.inference.router.fleet.workers import Engine, Worker
 from tests.support.inference.weight_sources import SECURITY
 
 CHAIN = bytes(8)

@@ -16,10 +16,11 @@ from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.embedded.roles.wiring import CAPABILITIES as EMBEDDED
-from services.inference.router.answer import Answer
-from services.inference.router.canary import Canary
-from services.inference.router.costs import Costs, Times
-from services.inference.router.fleet import SUSPECT_S
+from services.inference.router.fleet.canary import Canary
+from services.inference.router.fleet.costs import Costs, Times
+from services.inference.router.fleet.fleet import SUSPECT_S
+from services.inference.router.fleet.needs import CannotContinue, Needs
+from services.inference.router.fleet.workers import Engine, engine_of
 from services.inference.router.messages import (
     Admit,
     Decoded,
@@ -29,8 +30,7 @@ from services.inference.router.messages import (
     PlacePrefill,
     Prefilled,
 )
-from services.inference.router.needs import CannotContinue, Needs
-from services.inference.router.workers import Engine, engine_of
+from services.inference.router.request.answer import Answer
 from tests.support.inference.router import PROMPT, Harness, announced, harness
 
 STREAM = replace(

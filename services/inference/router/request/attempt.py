@@ -26,10 +26,10 @@ from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens
+from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import Abandoned, PlaceDecode, Placement
 from services.inference.router.metrics import EARLY_DECODES
-from services.inference.router.worker_calls import Settle, WorkerCalls
-from services.inference.router.workers import Worker
+from services.inference.router.request.worker_calls import Settle, WorkerCalls
 
 MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
 """Errors that another worker, or a later attempt, can cure."""

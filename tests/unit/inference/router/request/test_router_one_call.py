@@ -22,7 +22,7 @@ from services.inference.config import InferenceConfig
 from services.inference.engines.base import FetchKv, ModelLimits, Piece, Prefilled, Prompt, Tokens
 from services.inference.engines.provider import EngineOptions
 from services.inference.router.messages import Report
-from services.inference.router.request import Run
+from services.inference.router.request.request import Run
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from tests.support.inference.counting_engine import CountingEngine
 from tests.support.inference.router import Harness, announced

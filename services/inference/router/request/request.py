@@ -27,11 +27,11 @@ from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Prompt
-from services.inference.router.answer import Answer
-from services.inference.router.attempt import MOVES, Attempt
+from services.inference.router.fleet.needs import CannotContinue
 from services.inference.router.messages import Admission, Admit, Leave
 from services.inference.router.metrics import STARTED_OVER
-from services.inference.router.needs import CannotContinue
+from services.inference.router.request.answer import Answer
+from services.inference.router.request.attempt import MOVES, Attempt
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2

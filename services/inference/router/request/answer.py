@@ -9,8 +9,8 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import codec
 from services.inference.engines.base import Finish, Prompt
-from services.inference.router.needs import Needs
-from services.inference.router.workers import Engine
+from services.inference.router.fleet.needs import Needs
+from services.inference.router.fleet.workers import Engine
 
 
 class Answer:

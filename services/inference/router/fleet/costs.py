@@ -8,7 +8,7 @@ from statistics import fmean
 
 from forge.core.placement.routing import LearnedRate
 from forge.core.placement.step_time import StepTime
-from services.inference.router.stored_prefixes import Store
+from services.inference.router.fleet.stored_prefixes import Store
 
 _TRANSFER_S_PER_TOKEN = 20e-6
 """Guess of the transfer of one token's keys and values, until transfers have shown it."""

@@ -12,8 +12,8 @@ from forge.runtime.process.drain import DRAINING_KEY
 from forge.runtime.serving_groups import role_of
 from forge.runtime.telemetry import log
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
-from services.inference.router.costs import Times
-from services.inference.router.open_calls import OpenCalls
+from services.inference.router.fleet.costs import Times
+from services.inference.router.fleet.open_calls import OpenCalls
 
 UNKNOWN_ENGINE = "unknown"
 """Name of the engine of a worker that announces none: it is of an earlier release."""

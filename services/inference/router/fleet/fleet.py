@@ -17,15 +17,9 @@ from forge.core.placement.routing import Candidate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance
 from forge.runtime.process.drain import DRAINING_KEY
-from services.inference.router.canary import Canary
-from services.inference.router.costs import Costs
-from services.inference.router.metrics import (
-    ENGINE_REQUESTS,
-    OLDER_WEIGHTS,
-    PLACED_PREFILLS,
-    STARTED_OVER,
-)
-from services.inference.router.needs import (
+from services.inference.router.fleet.canary import Canary
+from services.inference.router.fleet.costs import Costs
+from services.inference.router.fleet.needs import (
     NO_NEEDS,
     Needs,
     able_of,
@@ -33,8 +27,20 @@ from services.inference.router.needs import (
     require_able,
     unchanging,
 )
-from services.inference.router.versions import Versions
-from services.inference.router.workers import Engine, Worker, engine_of, new_worker, version_of
+from services.inference.router.fleet.versions import Versions
+from services.inference.router.fleet.workers import (
+    Engine,
+    Worker,
+    engine_of,
+    new_worker,
+    version_of,
+)
+from services.inference.router.metrics import (
+    ENGINE_REQUESTS,
+    OLDER_WEIGHTS,
+    PLACED_PREFILLS,
+    STARTED_OVER,
+)
 
 SUSPECT_S = 2.0
 """Time in which a worker that failed a call gets no request."""

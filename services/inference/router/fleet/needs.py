@@ -19,7 +19,7 @@ from typing import TypeVar
 from forge.core.errors import Unavailable, UnsupportedByEngines
 from services.inference.engines.base import Sampling
 from services.inference.engines.refusals import lacking, refusal
-from services.inference.router.workers import Engine, Worker
+from services.inference.router.fleet.workers import Engine, Worker
 
 T = TypeVar("T", bound=Worker)
 

@@ -24,7 +24,10 @@ from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
-from services.inference.router.answer import Answer
+from services.inference.router.fleet.needs import NO_NEEDS, Needs
+from services.inference.router.fleet.open_calls import WorkerLost
+from services.inference.router.fleet.versions import TooOld
+from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import (
     Abandoned,
     Decoded,
@@ -35,10 +38,7 @@ from services.inference.router.messages import (
     Prefilled,
     Sampled,
 )
-from services.inference.router.needs import NO_NEEDS, Needs
-from services.inference.router.open_calls import WorkerLost
-from services.inference.router.versions import TooOld
-from services.inference.router.workers import Worker
+from services.inference.router.request.answer import Answer
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from services.inference.router.workers import Worker
+from services.inference.router.fleet.workers import Worker
 
 _HASH_BYTES = 8
 

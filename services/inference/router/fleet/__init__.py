@@ -1,0 +1,1 @@
+"""The workers as one router knows them: abilities, versions, load, rates and caches."""
