@@ -107,9 +107,10 @@ class InferenceConfig(ServiceConfig):
     """Runs the model: embedded, tensorrt_llm, vllm, or an engine of an installed package."""
     engine_options: str = ""
     """JSON object with options of this engine alone, e.g. {"tensor_parallel_size": 2} for vllm."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "device", "float32", "bfloat16", "float16"] = "auto"
     """Type of the model's weights; auto: the type in its config.json, or float32 on a device
-    without bfloat16."""
+    without bfloat16; device: bfloat16 where the device has it, else float32, as the trainer's
+    autocast = auto."""
     device: str = "cpu"
     """Torch device, e.g. cpu or cuda:0."""
     torch_threads: Annotated[int, Meta(ge=1, le=1024)] = 1

@@ -56,6 +56,7 @@ from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.lineage import WORKERS, Lineage
+from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.local_ways import LocalWays
 from services.trainer.published.recovery import ServedVersions
@@ -103,6 +104,7 @@ class TrainerApp:
         self._context.metadata["incarnation"] = secrets.token_hex(8)
         watch_gpus(self._context, device=self._config.device)
         lineage = await self._elected()
+        self._context.metadata["dtype"] = computed_type(self._config)
         actors = self._context.actors
         copies = await self._fetched_copies(lineage)
         store = CheckpointStore(Path(self._config.checkpoint.dir), self._retention)

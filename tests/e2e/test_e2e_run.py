@@ -211,6 +211,7 @@ async def test_resumed_run_continues_and_prints_the_table(observed: Observed) ->
     run, output = observed.run, observed.run.output()
     assert observed.exit_code == 0, run.explain()
     assert "Resuming" in output
+    assert "Trainer and workers compute in float32" in output
     for domain in (*DOMAINS, "all"):
         assert re.search(rf"{domain} .*\d\.\d\d\d .*\d\.\d\d\d .*[+-]\d\.\d\d\d", output), output
     version = re.search(r"weight version (\d+)", output)

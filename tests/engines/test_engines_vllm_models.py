@@ -112,6 +112,25 @@ async def test_linear_attention_in_float32_is_refused(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_auto_serves_no_bfloat16_that_a_cpu_would_emulate(
+    has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the embedded engine and a trainer with `autocast = "auto"`, so their log-probs agree;
+    linear attention has bfloat16 alone."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
+    for family in ("qwen3_moe", "qwen3_next"):
+        folder = str(tmp_path / family)
+        CONFIGS[family].__class__(
+            **CONFIGS[family].to_dict() | {"dtype": "bfloat16"}
+        ).save_pretrained(folder)
+        narrow = has_bfloat16 or family == "qwen3_next"
+        found = arguments.served_dtype(folder, "auto", device="cpu")
+        assert found == ("bfloat16" if narrow else "float32")
+        assert arguments.served_dtype(folder, "auto", device="cuda:0") == "bfloat16"
+        assert arguments.served_dtype(folder, "float32", device="cpu") == "float32"
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

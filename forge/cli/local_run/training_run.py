@@ -23,6 +23,7 @@ from forge.cli.local_run.display import (
     result_table,
 )
 from forge.cli.local_run.kept import MeasuredModel, measured_model
+from forge.cli.local_run.model_types import types_line, worker_types
 from forge.cli.local_run.models import ensure_model
 from forge.cli.local_run.plot import draw, read_evaluations
 from forge.cli.local_run.preflight import preflight
@@ -131,13 +132,14 @@ def settings_of(
 ) -> Settings:
     """Returns the settings of every service: of the run, the preset and the command line."""
     mode = options.settings.get("scheduler", {}).get("queue.mode")
-    return merged(
+    chosen = merged(
         run_settings(state, preset, mode),
         preset.settings,
         evaluation_settings(options, directory),
         device_settings(options.device),
         options.settings,
     )
+    return merged(worker_types(chosen, state.model_path), chosen)
 
 
 def device_settings(device: str) -> Settings:
@@ -317,6 +319,8 @@ async def running(
                     on_ready=lambda kind: display.say(f"  {kind} is ready"),
                 )
             )
+            if types := types_line(await coordinator.all_instances()):
+                display.say(types)
             if stack.console:
                 display.say(f"Console {stack.console}")
             yield stack, coordinator, channels

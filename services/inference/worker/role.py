@@ -20,6 +20,7 @@ from services.inference.engines.base import (
 from services.inference.engines.provider import EngineOptions, KvStoreOptions
 from services.inference.engines.registry import start_both, start_decode, start_prefill
 from services.inference.worker.broken_answers import note_broken
+from services.inference.worker.engine_dtype import computed_type, engine_dtype
 from services.inference.worker.frozen_weights import load_frozen
 from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
@@ -58,7 +59,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
     config: InferenceConfig = context.config
     options = EngineOptions(
         model_path=config.model_path,
-        dtype=config.dtype,
+        dtype=engine_dtype(config.dtype, device=config.device),
         device=config.device,
         context_tokens=config.context_tokens,
         threads=config.torch_threads,
@@ -74,6 +75,9 @@ async def _start_engine(context: ServiceContext) -> Engine:
         request_timeout_s=config.request_timeout_s,
         settings=getattr(config, config.engine, None),
         extra=config.options_of_engine(),
+    )
+    context.metadata["dtype"] = computed_type(
+        config.dtype, device=config.device, model_path=config.model_path
     )
     context.metadata["block_tokens"] = str(config.kv.block_tokens)
     if config.role == "both":

@@ -15,6 +15,7 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.out_of_memory import recompute_activations
+from services.trainer.config import TrainerConfig
 from services.trainer.torchrun_rank import under_torchrun
 
 
@@ -43,6 +44,12 @@ def compile_for_trees(model: Any, *, autocast: torch.dtype | None, sharded: bool
 def local_rank(rank: int) -> int:
     """Number of a rank on its host: under torchrun there may be several hosts."""
     return int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank
+
+
+def computed_type(config: TrainerConfig) -> str:
+    """Name of the type in which this process computes the backbone."""
+    narrow = backbone_dtype(config.autocast, torch.device(config.device))
+    return str(narrow or torch.float32).removeprefix("torch.")
 
 
 def backbone_dtype(setting: str, device: torch.device) -> torch.dtype | None:

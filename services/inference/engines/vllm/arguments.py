@@ -8,10 +8,12 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forge.core.errors import ConfigError
+from forge.rl.model.precision import computes_bfloat16
 from services.inference.engine_settings import VllmSettings
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.capabilities import Role
@@ -88,21 +90,26 @@ def check_model(model_path: str, *, device: str, dtype: str = "auto") -> None:
             f"{', '.join(map(str, sizes))}"
         )
     if hasattr(config, _DELTA_NET):
-        _check_delta_net(model_path, config, dtype=served_dtype(model_path, dtype))
+        _check_delta_net(model_path, config, dtype=served_dtype(model_path, dtype, device=device))
 
 
-def served_dtype(model_path: str, chosen: str) -> str:
-    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits."""
+def served_dtype(model_path: str, chosen: str, *, device: str) -> str:
+    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits, and
+    bfloat16 on a CPU that has to emulate it."""
     if chosen != "auto":
         return chosen
     config = AutoConfig.from_pretrained(model_path).get_text_config()
-    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    # Gated delta nets have no other type on a CPU.
+    emulated = device == "cpu" and not computes_bfloat16(torch.device(device))
+    if stored == "bfloat16" and emulated and not hasattr(config, _DELTA_NET):
+        return "float32"
+    return stored
 
 
 def _check_delta_net(model_path: str, config: Any, *, dtype: str) -> None:
     """Compute one token as vLLM's linear attention does, which accepts such a model and ends at its
     first request. Raises ConfigError."""
-    import torch
     from vllm._custom_ops import chunk_gated_delta_rule_cpu
 
     if dtype != "bfloat16":
@@ -192,8 +199,6 @@ def caches_prefixes(options: EngineOptions) -> bool:
 
 def meta_model(model_path: str) -> Any:
     """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
-    import torch
-
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
 
@@ -223,7 +228,7 @@ def engine_arguments(
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
     ours: dict[str, Any] = {
         "model": options.model_path,
-        "dtype": served_dtype(options.model_path, options.dtype),
+        "dtype": served_dtype(options.model_path, options.dtype, device=options.device),
         "hf_overrides": {"architectures": [architecture_of(options.model_path)]},
         # The first weights come as all others do.
         "load_format": "dummy",
