@@ -6,7 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.inference.engines.tensorrt_llm.surface import ClassSurface, Member, Method, Surface
+from services.inference.engines.tensorrt_llm.library.surface import (
+    ClassSurface,
+    Member,
+    Method,
+    Surface,
+)
 
 PACKAGE = "tensorrt_llm"
 

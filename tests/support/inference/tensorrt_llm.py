@@ -13,8 +13,8 @@ from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
-from services.inference.engines.tensorrt_llm.library import Library, import_library
-from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
+from services.inference.engines.tensorrt_llm.library.library import Library, import_library
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, load_surface
 from tests.contract.engines import Pair, published, reference
 from tests.support.inference import tensorrt_llm_fake
 

@@ -1,22 +1,25 @@
 """TensorRT-LLM as an engine, on NVIDIA GPUs; see docs/tensorrt_llm.md.
 
-provider.py          what the entry point names
-engine.py            the roles, and prompts between prefill and decode
-answer.py            one answer, over as many legs as it takes
-llm.py               the library's engine: start, legs, weight updates, restart
-gate.py              an update is alone with the engine
-probe.py             new weights against the trainer's log-probs
-weight_update.py     a weight version as files
-worker_extension.py  takes them, in each of the library's GPU workers
-requests.py          parameters and answers in the library's terms
-arguments.py         its constructor's arguments, from the settings
-hand_off.py          a hand-off as bytes
-cache_events.py      its cache events by chain hashes
-watch.py             reads events and statistics
-library.py           finds, checks and imports the library
-surface.py           what the adapter uses of each version (surface/), and the features that follow
-surface_diff.py      an installed tree against a surface
-checks.py            what `forge doctor --engine tensorrt_llm` says
-checklist.py         checks that need a GPU
-metrics.py           metrics
+provider.py      what the entry point names
+engine.py        the roles, and prompts between prefill and decode
+answer.py        one answer, over as many legs as it takes
+llm.py           the library's engine: start, legs, weight updates, restart
+gate.py          an update is alone with the engine
+requests.py      parameters and answers in the library's terms
+arguments.py     its constructor's arguments, from the settings
+hand_off.py      a hand-off as bytes
+cache_events.py  its cache events by chain hashes
+watch.py         reads events and statistics
+metrics.py       metrics
+weights/: new weights
+    weight_update.py     a weight version as files
+    worker_extension.py  takes them, in each of the library's GPU workers
+    probe.py             new weights against the trainer's log-probs
+library/: the installed library
+    library.py       finds, checks and imports it
+    surface.py       what the adapter uses of each version (surface/), and the features that follow
+    surface_diff.py  an installed tree against a surface
+doctor/: `forge doctor --engine tensorrt_llm`
+    checks.py        what it says
+    checklist.py     checks that need a GPU
 """

@@ -9,10 +9,10 @@ from forge.core.errors import ConfigError
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.tensorrt_llm.library import Library
-from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
+from services.inference.engines.tensorrt_llm.library.library import Library
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, Feature
 
-EXTENSION = "services.inference.engines.tensorrt_llm.worker_extension.WorkerExtension"
+EXTENSION = "services.inference.engines.tensorrt_llm.weights.worker_extension.WorkerExtension"
 _PASS_TOKENS = 8192
 _MIB = 1 << 20
 

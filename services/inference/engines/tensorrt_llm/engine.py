@@ -47,7 +47,7 @@ from services.inference.engines.tensorrt_llm.hand_off import (
     read_hand_off,
     write_hand_off,
 )
-from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.llm import EngineDied, Llm
 from services.inference.engines.tensorrt_llm.metrics import CONTINUED
 from services.inference.engines.tensorrt_llm.requests import (

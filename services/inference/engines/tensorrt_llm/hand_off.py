@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from forge.core.errors import DataLoss
-from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.library.library import Library
 
 KIND = "tensorrt_llm"
 FINGERPRINT = b"tensorrt_llm/1"

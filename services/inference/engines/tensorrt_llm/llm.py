@@ -19,11 +19,15 @@ from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.base import BrokenWeights, Probe
 from services.inference.engines.tensorrt_llm.gate import Gate
-from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.library.library import Library
+from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
-from services.inference.engines.tensorrt_llm.probe import check_probe
-from services.inference.engines.tensorrt_llm.surface import Feature
-from services.inference.engines.tensorrt_llm.weight_update import Layout, check_layout, staged
+from services.inference.engines.tensorrt_llm.weights.probe import check_probe
+from services.inference.engines.tensorrt_llm.weights.weight_update import (
+    Layout,
+    check_layout,
+    staged,
+)
 
 _FAILURES_OF_A_DEAD_ENGINE = 3
 

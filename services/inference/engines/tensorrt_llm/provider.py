@@ -13,9 +13,13 @@ from services.inference.engines.base import (
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
-from services.inference.engines.tensorrt_llm.checks import examine
+from services.inference.engines.tensorrt_llm.doctor.checks import examine
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
-from services.inference.engines.tensorrt_llm.library import Library, find_library, load_library
+from services.inference.engines.tensorrt_llm.library.library import (
+    Library,
+    find_library,
+    load_library,
+)
 
 __all__ = ["check", "examine", "start_both", "start_decode", "start_prefill"]
 

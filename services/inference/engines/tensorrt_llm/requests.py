@@ -13,8 +13,8 @@ from typing import Any
 from forge.core.errors import ForgeError, UnsupportedByEngines
 from services.inference.engines.base import Finish, Likeliest, Sampling
 from services.inference.engines.capabilities import Capabilities
-from services.inference.engines.tensorrt_llm.library import Library
-from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
+from services.inference.engines.tensorrt_llm.library.library import Library
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, Feature
 
 MOST_TOP_LOGPROBS = 20
 """Most likeliest tokens that the library returns."""

@@ -10,6 +10,7 @@ import pytest
 
 from forge.core.errors import InvalidArgument
 from services.inference.engines.base import Finish, Grammar, Reweighting, Sampling
+from services.inference.engines.tensorrt_llm.library.surface import TARGET
 from services.inference.engines.tensorrt_llm.requests import (
     CAPABILITIES,
     WrongAnswer,
@@ -19,7 +20,6 @@ from services.inference.engines.tensorrt_llm.requests import (
     read_tokens,
     sampling_params,
 )
-from services.inference.engines.tensorrt_llm.surface import TARGET
 from tests.support.inference.tensorrt_llm import OLD, library
 from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
 from tests.support.inference.tensorrt_llm_fake.sampling_params import LogprobMode

@@ -14,13 +14,13 @@ from packaging.requirements import Requirement
 
 from forge.core.errors import ConfigError
 from services.inference.engines.provider import EngineFinding
-from services.inference.engines.tensorrt_llm.checklist import CHECKS, run_checks
-from services.inference.engines.tensorrt_llm.library import (
+from services.inference.engines.tensorrt_llm.doctor.checklist import CHECKS, run_checks
+from services.inference.engines.tensorrt_llm.library.library import (
     Found,
     find_library,
     load_library,
 )
-from services.inference.engines.tensorrt_llm.surface import TARGET, Feature
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, Feature
 
 _COMMAND = "In an environment of Python 3.12: pip install -r deploy/requirements/tensorrt-llm.txt ."
 _GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.inference.engines.tensorrt_llm.probe import aligned
+from services.inference.engines.tensorrt_llm.weights.probe import aligned
 from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
 
 ENTRIES = [{7: Logprob(-1.0)}, {8: Logprob(-2.0), 3: Logprob(-0.1)}, {9: Logprob(-3.0)}]

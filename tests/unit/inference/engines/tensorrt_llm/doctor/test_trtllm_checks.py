@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.tensorrt_llm.checklist import CHECKS, run_checks
-from services.inference.engines.tensorrt_llm.checks import examine
-from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
+from services.inference.engines.tensorrt_llm.doctor.checklist import CHECKS, run_checks
+from services.inference.engines.tensorrt_llm.doctor.checks import examine
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, load_surface
 from tests.contract.engines import reference
 from tests.support.inference.surface_tree import PACKAGE, edit, write_tree
 from tests.support.inference.tensorrt_llm import OLD, library

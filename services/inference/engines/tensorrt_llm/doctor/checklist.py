@@ -27,8 +27,8 @@ from services.inference.engines.base import (
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
-from services.inference.engines.tensorrt_llm.library import Library
-from services.inference.engines.tensorrt_llm.surface import Feature
+from services.inference.engines.tensorrt_llm.library.library import Library
+from services.inference.engines.tensorrt_llm.library.surface import Feature
 
 _PROMPT_TOKENS = 96
 _ANSWER_TOKENS = 32

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.inference.engines.tensorrt_llm.surface import TARGET, load_surface
-from services.inference.engines.tensorrt_llm.surface_diff import Tree, compare
-from services.inference.engines.tensorrt_llm.worker_extension import WorkerExtension
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, load_surface
+from services.inference.engines.tensorrt_llm.library.surface_diff import Tree, compare
+from services.inference.engines.tensorrt_llm.weights.worker_extension import WorkerExtension
 from tests.contract import engines
 from tests.support.inference.tensorrt_llm import install_stand_in
 from tests.support.inference.tensorrt_llm_fake._torch.async_llm import AsyncLLM
@@ -21,7 +21,7 @@ from tests.support.inference.tensorrt_llm_fake.llmapi.llm_args import (
 )
 from tests.support.inference.tensorrt_llm_fake.sampling_params import SamplingParams
 
-_EXTENSION = "services.inference.engines.tensorrt_llm.worker_extension.WorkerExtension"
+_EXTENSION = "services.inference.engines.tensorrt_llm.weights.worker_extension.WorkerExtension"
 
 
 def test_stand_in_has_the_surface_of_the_library(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import ConfigError
-from services.inference.engines.tensorrt_llm.surface import (
+from services.inference.engines.tensorrt_llm.library.surface import (
     TARGET,
     Feature,
     known_versions,
     load_surface,
     surface_for,
 )
-from services.inference.engines.tensorrt_llm.surface_diff import Difference, Tree, compare
+from services.inference.engines.tensorrt_llm.library.surface_diff import Difference, Tree, compare
 from tests.support.inference.surface_tree import PACKAGE, edit, write_module, write_tree
 
 _LLM = f"{PACKAGE}._torch.async_llm"

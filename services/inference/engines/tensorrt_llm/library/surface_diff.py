@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from services.inference.engines.tensorrt_llm.surface import (
+from services.inference.engines.tensorrt_llm.library.surface import (
     ClassSurface,
     Member,
     Method,

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from forge.core.errors import ConfigError
-from services.inference.engines.tensorrt_llm.surface import Feature, Surface, surface_for
-from services.inference.engines.tensorrt_llm.surface_diff import (
+from services.inference.engines.tensorrt_llm.library.surface import Feature, Surface, surface_for
+from services.inference.engines.tensorrt_llm.library.surface_diff import (
     PACKAGE,
     Difference,
     Tree,

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
-from services.inference.engines.tensorrt_llm.library import Library
+from services.inference.engines.tensorrt_llm.library.library import Library
+from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.requests import NO_END
-from services.inference.engines.tensorrt_llm.surface import Feature
 
 _TOLERANCE = 0.5
 """Median error, in nats: 16-bit weights give about 0.05, other weights several nats."""
