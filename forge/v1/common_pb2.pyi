@@ -1142,6 +1142,7 @@ class TrajectorySummary(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     FREED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     task_id: _builtins.str
     state: Global___TrajectoryState.ValueType
@@ -1158,6 +1159,10 @@ class TrajectorySummary(_message.Message):
     freed: _builtins.bool
     """Its turns and rewards were freed (docs/pool.md). The counts stay, and one reward event with the
     sum of all outcomes.
+    """
+    prompt_tokens: _builtins.int
+    """Tokens that its turns add to their contexts besides sampled ones: prompts and results of tools. 0
+    of one that was closed by a pool older than this field.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardEvent]: ...
@@ -1176,10 +1181,11 @@ class TrajectorySummary(_message.Message):
         reason: _builtins.str = ...,
         domain: _builtins.str = ...,
         freed: _builtins.bool = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "freed", b"freed", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "reason", b"reason", "rewards", b"rewards", "sampled_tokens", b"sampled_tokens", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "freed", b"freed", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "rewards", b"rewards", "sampled_tokens", b"sampled_tokens", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,7 @@ def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> Trajecto
         header,
         turns=len(heads),
         sampled_tokens=sum(head.sampled_tokens for head in heads),
+        prompt_tokens=sum(head.prompt_tokens for head in heads),
         min_weight_version=min((head.min_weight_version for head in sampled), default=-1),
         max_weight_version=max((head.max_weight_version for head in sampled), default=-1),
     )
@@ -95,6 +96,7 @@ def summary_of(
         reason=header.reason,
         domain=header.domain,
         freed=header.freed,
+        prompt_tokens=header.prompt_tokens,
     )
 
 

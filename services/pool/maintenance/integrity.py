@@ -214,6 +214,8 @@ class Checker:
         counted = count_turns(header, heads)
         if header.turn_bytes:
             counted = msgspec.structs.replace(counted, turn_bytes=size_bytes)
+        if not header.prompt_tokens:  # closed by a version without it
+            counted = msgspec.structs.replace(counted, prompt_tokens=0)
         if counted != header:
             self._add(
                 Table.TRAJECTORIES,
@@ -370,7 +372,8 @@ _INDEXED = frozenset({Table.GROUPS, Table.STATES, Table.QUEUE, Table.TRAJECTORIE
 
 def _counts(header: TrajectoryHeader) -> str:
     size = f", {header.turn_bytes} bytes" if header.turn_bytes else ""
+    prompts = f", {header.prompt_tokens} prompt tokens" if header.prompt_tokens else ""
     return (
-        f"{header.turns} turns, {header.sampled_tokens} sampled tokens, versions "
+        f"{header.turns} turns, {header.sampled_tokens} sampled tokens{prompts}, versions "
         f"{header.min_weight_version} to {header.max_weight_version}{size}"
     )

@@ -72,6 +72,8 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     turns_digest: bytes = b""
     """Empty for one that was closed by a version without digests."""
     rewards_digest: bytes = b""
+    prompt_tokens: int = 0
+    """Tokens that its turns add besides sampled ones; 0 if closed by a version without it."""
 
     @property
     def is_open(self) -> bool:

@@ -311,6 +311,7 @@ class PoolModel:
             state=common_pb2.TrajectoryState.ValueType(trajectory.state),
             turns=len(heads),
             sampled_tokens=sum(head.sampled_tokens for head in heads),
+            prompt_tokens=sum(head.prompt_tokens for head in heads),
             rewards=_ordered(trajectory.rewards),
             min_weight_version=min((head.min_weight_version for head in sampled), default=-1),
             max_weight_version=max((head.max_weight_version for head in sampled), default=-1),

@@ -78,6 +78,7 @@ def test_first_turn_opens_its_trajectory(store):
         task_id="task",
         state=common_pb2.TRAJECTORY_STATE_OPEN,
         turns=1,
+        prompt_tokens=3,
         sampled_tokens=2,
         min_weight_version=7,
         max_weight_version=7,
@@ -135,10 +136,10 @@ def test_closed_trajectory_accepts_no_turn(store, state):
 
 
 def test_seal_counts_its_turns(store):
-    """The summary adds up sampled tokens and the range of weight versions."""
+    """The summary adds up prompt and sampled tokens and the range of weight versions."""
     append(store, make_turn(index=0, version=3), make_turn(index=1, prefix=5, version=5))
     sealed = seal(store, turns=2, rewards=[make_reward()])
-    assert (sealed.turns, sealed.sampled_tokens) == (2, 4)
+    assert (sealed.turns, sealed.prompt_tokens, sealed.sampled_tokens) == (2, 6, 4)
     assert (sealed.min_weight_version, sealed.max_weight_version) == (3, 5)
     assert sealed.rewards == [make_reward()]
     assert sealed == summary(store)

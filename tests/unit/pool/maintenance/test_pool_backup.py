@@ -147,6 +147,7 @@ def test_freed_groups_are_no_damage(open_store, tmp_path):
             ["turns a:1:0 turn 5: holds turn 0 of a:0:0", "trajectories a:1:0: was closed with 1"],
         ),
         (reheaded(sampled_tokens=7), ["was closed with 3 turns, 7 sampled tokens"]),
+        (reheaded(prompt_tokens=8), ["was closed with 3 turns, 6 sampled tokens, 8 prompt"]),
         (reheaded(closed_change=0), ["a:0:0: is closed, but not in the change log", "changes 1"]),
         (
             lambda records: records.put(
@@ -197,6 +198,12 @@ def test_contradicting_records_are_named(shard, tampering, expected):
     for text in expected:
         assert any(text in line for line in lines), lines
     assert len(lines) >= len(expected)
+
+
+def test_header_without_prompt_tokens_is_whole(shard):
+    """A pool of an earlier release did not count them."""
+    tamper(shard, reheaded(prompt_tokens=0))
+    assert found(shard) == []
 
 
 def test_flipped_bit_is_reported_and_hides_no_other_damage(shard):
