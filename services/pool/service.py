@@ -39,11 +39,12 @@ Page = TypeVar("Page")
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Only services write; an administrator alone reads whole trajectories, and erases them.
+    # Only services write. Of people administrators alone read whole trajectories, and erase them;
+    # a trainer's ranks read what they train.
     "ScanGroups": "operator",
     "LookUpGroups": "operator",
     "GetSummaries": "operator",
-    "FetchTrajectories": "admin",
+    "FetchTrajectories": "rank",
     "EraseTrajectories": "admin",
     "FreeArchivedGroups": "admin",
     "QueryTrajectories": "operator",

@@ -40,7 +40,7 @@ from tests.support.gateway.limits import edge_limits
 
 GOOD = (
     *("session", "other session", "grader", "other grader"),
-    *("runner", "viewer", "operator", "admin", "service"),
+    *("runner", "rank", "viewer", "operator", "admin", "service"),
 )
 BAD = ("none", "garbage", "another key", "expired", "revoked", "another audience")
 SESSIONS = {"session", "other session"}
@@ -88,7 +88,7 @@ MATRIX = {
     "PoolService/SearchTrajectories": ADMIN,
     "PoolService/TailTrajectories": OPERATOR,
     "PoolService/CompactShard": OPERATOR,
-    "PoolService/FetchTrajectories": ADMIN,
+    "PoolService/FetchTrajectories": {"rank", *ADMIN},
     "PoolService/EraseTrajectories": ADMIN,
     "PoolService/FreeArchivedGroups": ADMIN,
     "PoolService/ListGroupsToMove": SERVICE,

@@ -30,7 +30,7 @@ token_app = typer.Typer(
 @with_options
 def issue(
     at: Connection,
-    role: Annotated[str, typer.Argument(help="viewer, operator, admin or runner.")],
+    role: Annotated[str, typer.Argument(help="viewer, operator, admin, runner or rank.")],
     subject: Annotated[str, typer.Option(help="Name of the person or host, for logs.")],
     life: Annotated[
         str,
@@ -61,7 +61,7 @@ def issue(
         given_s = duration_s("renewable", renewable)
         renewable_s = ROLES[role].renewable_s if given_s is None else given_s
         if renewable_s and role != "runner":
-            raise InvalidArgument("--renewable is for runners: issue a new token for a person")
+            raise InvalidArgument("--renewable is for runners: issue a new token for others")
         keyring = at.keyring()
         async with at.open() as (coordinator, _):
             token = await issue_token(

@@ -48,6 +48,7 @@ ROLES: Mapping[str, Role] = {
         audience=frozenset({"SchedulerService"}),
         renewable_s=MAX_LIFE_S,
     ),
+    "rank": Role(life_s=30 * 86_400.0, audience=frozenset({"PoolService"})),
 }
 
 

@@ -36,8 +36,8 @@ _PERSON_TOLERANCE_S = 300.0
 """Clock tolerance for tokens of people: a short life must stay short."""
 PERSONS = frozenset({"admin", "operator", "viewer"})
 _INCLUDED = {
-    "service": PERSONS | {"runner"},
-    "admin": frozenset({"operator", "viewer"}),
+    "service": PERSONS | {"runner", "rank"},
+    "admin": frozenset({"operator", "viewer", "rank"}),
     "operator": frozenset({"viewer"}),
 }
 
@@ -49,7 +49,7 @@ class Claims:
     subject: str
     """An instance id, an operator's name, or a session's trajectory."""
     scopes: frozenset[str]
-    """Any of "service", "admin", "operator", "viewer", "runner", "session", "grader"."""
+    """Any of "service", "admin", "operator", "viewer", "runner", "rank", "session", "grader"."""
     token_id: str = ""
     """Revokes this token; "" in tokens of an earlier release."""
     audience: frozenset[str] = frozenset()
@@ -81,7 +81,8 @@ class Claims:
     def allows(self, scope: str) -> bool:
         """Whether the scopes include `scope` ("a|b": either; "": no scope is needed).
 
-        "service" includes every scope but "session" and "grader"; "admin" > "operator" > "viewer".
+        "service" includes every scope but "session" and "grader"; "admin" > "operator" > "viewer",
+        and "admin" > "rank".
         """
         if not scope:
             return True
