@@ -133,7 +133,7 @@ class KeptTokenValues:
     def chosen(self, batch: BatchSamples, *, step: int) -> tuple[int, ...]:
         """Numbers of the samples whose values are to be stored; the same for the same step."""
         most = self._settings.tokens_per_step if self._store is not None else 0
-        return chosen_numbers(batch.samples, most, rng=Random(step)) if most else ()
+        return chosen_numbers(batch.sizes, most, rng=Random(step)) if most else ()
 
     def keep(self, values: TokenValues, batch: BatchSamples, *, step: int, version: int) -> None:
         """Hand over the values of a committed step, whose weights before were those of `version`.

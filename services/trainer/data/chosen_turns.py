@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from forge.core.prefix_tree import Sample
-
 
 class TurnPlace(NamedTuple):
     """A turn in the pool."""
@@ -16,10 +14,21 @@ class TurnPlace(NamedTuple):
     turn_index: int
 
 
-def chosen_numbers(samples: Sequence[Sample], most_tokens: int, *, rng: Random) -> tuple[int, ...]:
+class SampleSize(NamedTuple):
+    """The fields of a sample by which it is chosen."""
+
+    number: int
+    """`Sample.number`."""
+    group: int
+    trained_tokens: int
+
+
+def chosen_numbers(
+    samples: Sequence[SampleSize], most_tokens: int, *, rng: Random
+) -> tuple[int, ...]:
     """Numbers of samples with at most `most_tokens` trained tokens in all, group after group in a
     random order. A sample that does not fit is left out, so the last group may be in part."""
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[SampleSize]] = {}
     for one in samples:
         groups.setdefault(one.group, []).append(one)
     order = list(groups.values())

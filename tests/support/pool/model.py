@@ -9,13 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.core.errors import (
-    Conflict,
-    FailedPrecondition,
-    ForgeError,
-    NotFound,
-    StaleFence,
-)
+from forge.core.errors import Conflict, FailedPrecondition, ForgeError, NotFound, StaleFence
 from forge.core.queue.groups import FREED
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2, pool_pb2

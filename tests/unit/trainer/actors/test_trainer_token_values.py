@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ import torch
 
 from forge.client.token_values import CLIPPED, joined
 from forge.core.errors import DataLoss, MailboxFull, NotFound, ResourceExhausted
-from forge.core.prefix_tree import Sample
 from forge.rl.losses.token_values import TokenValues
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.v1 import trainer_pb2 as pb
@@ -27,7 +25,7 @@ from services.trainer.actors.token_values import (
     expire,
 )
 from services.trainer.config import TokenValuesSettings
-from services.trainer.data.chosen_turns import TurnPlace
+from services.trainer.data.chosen_turns import SampleSize, TurnPlace
 from services.trainer.data.samples import BatchSamples
 from services.trainer.service import MOST_READS, TrainerServicer
 from tests.support.runtime.waiting import until
@@ -37,12 +35,9 @@ SETTINGS = TokenValuesSettings()
 
 def batch() -> BatchSamples:
     """Two turns of one trajectory, of three tokens and one."""
-    none = Sample(ids=b"", trained=(), behavior_logprobs=b"", weight_versions=b"", advantages=b"")
     return BatchSamples(
-        samples=(
-            replace(none, number=0, trained=((1, 4),)),
-            replace(none, number=1, trained=((4, 5),)),
-        ),
+        samples=(),
+        sizes=(SampleSize(0, 0, 3), SampleSize(1, 0, 1)),
         turns=(TurnPlace("t:0:0", 0), TurnPlace("t:0:0", 1)),
         outcomes={},
         sampled_tokens=4,

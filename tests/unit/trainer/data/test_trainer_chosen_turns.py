@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
-from forge.core.prefix_tree import Sample
-from services.trainer.data.chosen_turns import chosen_numbers
-from tests.support.rl.models import make_sample
+from services.trainer.data.chosen_turns import SampleSize, chosen_numbers
 
 
-def batch(*lengths_of_groups: tuple[int, ...]) -> list[Sample]:
+def batch(*lengths_of_groups: tuple[int, ...]) -> list[SampleSize]:
     """A sample for each number of trained tokens."""
-    samples: list[Sample] = []
+    samples: list[SampleSize] = []
     for group, lengths in enumerate(lengths_of_groups):
-        for length in lengths:
-            ids = list(range(1 + length))
-            one = make_sample(ids, (1, 1 + length), rng=Random(0))
-            samples.append(replace(one, group=group, number=len(samples)))
+        samples += [SampleSize(len(samples) + at, group, one) for at, one in enumerate(lengths)]
     return samples
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from forge.v1 import common_pb2 as pb
 from services.trainer.data import reward_components as components
-from services.trainer.data.reward_components import reward_components
+from services.trainer.data.reward_components import named_rewards, reward_components
 
 OUTCOME, PROCESS = pb.REWARD_KIND_OUTCOME, pb.REWARD_KIND_PROCESS
 
 
-def trajectory(*rewards: pb.RewardEvent) -> pb.Trajectory:
-    return pb.Trajectory(rewards=rewards)
+def trajectory(*rewards: pb.RewardEvent) -> tuple[tuple[str, float], ...]:
+    return named_rewards(pb.Trajectory(rewards=rewards))
 
 
 def reward(name: str, value: float, kind: pb.RewardKind.ValueType = PROCESS) -> pb.RewardEvent:
