@@ -30,7 +30,7 @@ from benchmarks.support.cpu import cpu_s, rss_bytes
 from benchmarks.support.gateway_targets import Targets, answer_of, start_targets
 from benchmarks.support.mock_upstream import LENGTHS, max_tokens_for
 from benchmarks.support.report import arguments, keep, show
-from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.request_fields import request_body
 
 CONCURRENCY = 16

@@ -30,7 +30,7 @@ from services.gateway.conversation.call_labels import (
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.conversation.turn_request import SIZE_BYTES, TurnRequest
 from services.gateway.errors import SessionClosed
-from services.gateway.http.openai.chat_schema import tools_of
+from services.gateway.http.openai.completions.chat_schema import tools_of
 from services.gateway.http.request_fields.request_body import checked_stops, top_logprobs_of
 from services.gateway.model.chat_model import Tools
 from services.gateway.model_table import ModelTable

@@ -15,11 +15,12 @@ from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
 from services.gateway.http.message_parts.images import PlaceholderImages
-from services.gateway.http.openai import chat_schema, guided, responses_schema
+from services.gateway.http.openai.completions import chat_schema, guided
 from services.gateway.http.openai.fields import CHAT as CHAT_FIELDS
 from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
-from services.gateway.http.openai.responses_history import history_of
-from services.gateway.http.openai.responses_turn import head_and_turn
+from services.gateway.http.openai.responses import schema as responses_schema
+from services.gateway.http.openai.responses.history import history_of
+from services.gateway.http.openai.responses.turn import head_and_turn
 from services.gateway.http.request_fields import request_body
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import checked_stops

@@ -18,7 +18,8 @@ from services.gateway.http.anthropic import history, schema
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.gemini import history as gemini_history
 from services.gateway.http.gemini import schema as gemini_schema
-from services.gateway.http.openai import chat_schema, completions_schema, responses_schema
+from services.gateway.http.openai.completions import chat_schema, completions_schema
+from services.gateway.http.openai.responses import schema as responses_schema
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": chat_schema.ChatCompletionRequest,

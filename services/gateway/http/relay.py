@@ -1,6 +1,7 @@
 """One call of an external API: its order, its deadline and its record.
 
-Owns no transport to the agent: `forward` answers over HTTP, `responses_relay` over WebSocket.
+Owns no transport to the agent: `forward` answers over HTTP, `openai.responses.relay` over
+WebSocket.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ from services.gateway.http.gemini.generate import Gemini
 from services.gateway.http.listener.connections import Connection, Connections
 from services.gateway.http.listener.shared_port import SharedPort
 from services.gateway.http.models import Models
-from services.gateway.http.openai.chat import ChatCompletions
-from services.gateway.http.openai.completions import Completions
-from services.gateway.http.openai.responses import Responses
+from services.gateway.http.openai.completions.chat import ChatCompletions
+from services.gateway.http.openai.completions.completions import Completions
+from services.gateway.http.openai.responses.responses import Responses
 from services.gateway.http.openapi import OpenApi
 from services.gateway.http.request_span import end_request_span
 from services.gateway.http.tokens import Tokens

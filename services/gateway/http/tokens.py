@@ -21,8 +21,8 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import Edge, json_response
-from services.gateway.http.openai import chat_schema
-from services.gateway.http.openai.completions_schema import checked_ids, prompt_ids
+from services.gateway.http.openai.completions import chat_schema
+from services.gateway.http.openai.completions.completions_schema import checked_ids, prompt_ids
 from services.gateway.http.request_fields.parameters import Fields, decode_request
 from services.gateway.model.chat_model import ChatModel, TextStream
 from services.gateway.turns.run import Turns

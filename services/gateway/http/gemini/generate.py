@@ -29,7 +29,7 @@ from services.gateway.http.forward import forward
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.message_parts.arguments import input_json
-from services.gateway.http.openai.responses_tools import count_omitted
+from services.gateway.http.openai.responses.tools import count_omitted
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns

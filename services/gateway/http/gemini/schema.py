@@ -19,7 +19,7 @@ from forge.core.formats import OutputFormat
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.gemini.json_schema import json_schema
-from services.gateway.http.openai.guided import any_of
+from services.gateway.http.openai.completions.guided import any_of
 from services.gateway.http.request_fields.parameters import Fields, add_ignored
 from services.gateway.http.request_fields.request_body import (
     checked_stops,

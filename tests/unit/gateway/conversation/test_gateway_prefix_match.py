@@ -14,7 +14,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.prompt import Prompt, SampledAnswer
-from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.request_fields import request_body
 from tests.support.gateway.chat_templates import make_model
 

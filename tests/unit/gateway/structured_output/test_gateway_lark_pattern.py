@@ -10,7 +10,7 @@ import pytest
 from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta
 from forge.grammar.answer_grammar import check_schema
-from services.gateway.http.openai.responses_tools import tool_set
+from services.gateway.http.openai.responses.tools import tool_set
 from services.gateway.structured_output.lark_pattern import pattern_of
 from services.gateway.structured_output.whole_text import whole_text
 from tests.support.gateway.chat_templates import make_model

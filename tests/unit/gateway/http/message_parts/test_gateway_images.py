@@ -23,7 +23,8 @@ from services.gateway.http.message_parts.images import (
     PlaceholderImages,
     image_policy,
 )
-from services.gateway.http.openai import chat_schema, responses_history
+from services.gateway.http.openai.completions import chat_schema
+from services.gateway.http.openai.responses import history as responses_history
 from services.gateway.http.request_fields.request_body import decode
 from tests.support.gateway.chat_templates import make_model
 

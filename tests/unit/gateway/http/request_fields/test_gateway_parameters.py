@@ -13,10 +13,13 @@ from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.message_parts.prefill import split_prefill
-from services.gateway.http.openai import chat_schema
-from services.gateway.http.openai.completions_schema import CompletionRequest, prompts_of
+from services.gateway.http.openai.completions import chat_schema
+from services.gateway.http.openai.completions.completions_schema import (
+    CompletionRequest,
+    prompts_of,
+)
 from services.gateway.http.openai.fields import CHAT, COMPLETIONS, RESPONSES
-from services.gateway.http.openai.responses_schema import ResponsesRequest
+from services.gateway.http.openai.responses.schema import ResponsesRequest
 from services.gateway.http.request_fields.parameters import IGNORED, decode_request
 from services.gateway.http.request_fields.request_body import decode
 

@@ -2,7 +2,7 @@
 
 A prompt has functions only. So the functions of a namespace get the namespace in their names, and a
 custom tool becomes a function with one text. Answers restore both. Owns the rules in both
-directions; `responses_items` and `responses_history` apply them.
+directions; `items` and `history` apply them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One response: its turn, as an object or as events.
 
 Owns the conversion of a request to a turn, and of the turn to a response. Owns no transport:
-`responses` is HTTP, `responses_socket` WebSocket.
+`responses` is HTTP, `socket` WebSocket.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure
-from services.gateway.http.openai import responses_schema
-from services.gateway.http.openai.chat import token_logprobs
-from services.gateway.http.openai.responses_events import Event, Events
-from services.gateway.http.openai.responses_items import (
+from services.gateway.http.openai.completions.chat import token_logprobs
+from services.gateway.http.openai.responses import schema as responses_schema
+from services.gateway.http.openai.responses.events import Event, Events
+from services.gateway.http.openai.responses.items import (
     Head,
     ending,
     output_of,
     usage,
     with_logprobs,
 )
-from services.gateway.http.openai.responses_recall import conversation_of
-from services.gateway.http.openai.responses_schema import LOGPROBS, ResponsesRequest
-from services.gateway.http.openai.responses_tools import count_omitted, responses_tools, tool_set
+from services.gateway.http.openai.responses.recall import conversation_of
+from services.gateway.http.openai.responses.schema import LOGPROBS, ResponsesRequest
+from services.gateway.http.openai.responses.tools import count_omitted, responses_tools, tool_set
 from services.gateway.http.request_fields import request_body
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session

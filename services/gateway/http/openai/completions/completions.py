@@ -20,8 +20,8 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.choices import Choice, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.forward import external_of, forward
-from services.gateway.http.openai import completions_schema as schema
-from services.gateway.http.openai.completion_object import (
+from services.gateway.http.openai.completions import completions_schema as schema
+from services.gateway.http.openai.completions.completion_object import (
     CompletionObject,
     error_event,
     finish_reason,

@@ -1,7 +1,7 @@
 """The Responses API of an external API, over a WebSocket connection of the agent.
 
 The API is called over HTTP, as for any other request, and its events pass on as they are. The first
-one has the headers of the response. Owns no connection: `responses_socket` does.
+one has the headers of the response. Owns no connection: `socket` does.
 """
 
 from __future__ import annotations

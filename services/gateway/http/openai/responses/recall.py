@@ -17,8 +17,8 @@ from services.gateway.conversation.handles import Recalled
 from services.gateway.conversation.prefix_match import NamedPrefix
 from services.gateway.errors import UnknownPreviousResponse
 from services.gateway.http.edge import Edge
-from services.gateway.http.openai.responses_history import history_of, items_of, messages_of
-from services.gateway.http.openai.responses_items import (
+from services.gateway.http.openai.responses.history import history_of, items_of, messages_of
+from services.gateway.http.openai.responses.items import (
     Head,
     Item,
     ending,
@@ -27,8 +27,8 @@ from services.gateway.http.openai.responses_items import (
     response_key,
     usage,
 )
-from services.gateway.http.openai.responses_schema import ResponsesRequest
-from services.gateway.http.openai.responses_tools import ToolName, responses_tools
+from services.gateway.http.openai.responses.schema import ResponsesRequest
+from services.gateway.http.openai.responses.tools import ToolName, responses_tools
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
 from services.gateway.turns.record import ASK_TIMEOUT_S

@@ -15,7 +15,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.prompt import Prompt, SampledAnswer
-from services.gateway.http.openai.responses_history import history_of, messages_of
+from services.gateway.http.openai.responses.history import history_of, messages_of
 from tests.support.gateway.chat_templates import make_model
 
 steps = st.tuples(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.http.openai import chat_schema
+from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.request_fields import request_body
 from services.gateway.http.request_fields.request_body import checked_stops
 from tests.support.gateway.chat_templates import make_model

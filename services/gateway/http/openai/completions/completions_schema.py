@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from forge.core.errors import ContextTooLong, InvalidArgument
 from forge.core.token_columns import int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.http.openai.chat_schema import StreamOptions
-from services.gateway.http.openai.guided import Guided, guided_grammar_of
+from services.gateway.http.openai.completions.chat_schema import StreamOptions
+from services.gateway.http.openai.completions.guided import Guided, guided_grammar_of
 from services.gateway.http.request_fields.request_body import sampling_params, within
 from services.gateway.model.chat_model import ChatModel
 

@@ -27,8 +27,8 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
 from services.gateway.http.message_parts.message_array import with_first
 from services.gateway.http.openai.content import Part, content_of, text_of
-from services.gateway.http.openai.responses_items import RAW_CUSTOM, key_of_item
-from services.gateway.http.openai.responses_tools import arguments_of, flat_name
+from services.gateway.http.openai.responses.items import RAW_CUSTOM, key_of_item
+from services.gateway.http.openai.responses.tools import arguments_of, flat_name
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _text = partial(text_of, kinds=_TEXTS)

@@ -1,7 +1,7 @@
 """OpenAI's Responses API over HTTP: creates, retrieves and deletes responses.
 
-Owns the endpoints; `responses_turn` makes a response, `responses_recall` finds an earlier one, and
-`responses_socket` serves WebSocket connections to the same path.
+Owns the endpoints; `turn` makes a response, `recall` finds an earlier one, and
+`socket` serves WebSocket connections to the same path.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from services.gateway.http.edge import Edge, json_response, stream_events, typed
 from services.gateway.http.errors import Failure
 from services.gateway.http.forward import external_of, forward
 from services.gateway.http.openai.fields import RESPONSES
-from services.gateway.http.openai.responses_events import Events
-from services.gateway.http.openai.responses_items import response_key
-from services.gateway.http.openai.responses_recall import recall, stored_response
-from services.gateway.http.openai.responses_schema import ResponsesRequest
-from services.gateway.http.openai.responses_socket import ResponsesSocket
-from services.gateway.http.openai.responses_turn import Response, draft_of, failure_events
+from services.gateway.http.openai.responses.events import Events
+from services.gateway.http.openai.responses.items import response_key
+from services.gateway.http.openai.responses.recall import recall, stored_response
+from services.gateway.http.openai.responses.schema import ResponsesRequest
+from services.gateway.http.openai.responses.socket import ResponsesSocket
+from services.gateway.http.openai.responses.turn import Response, draft_of, failure_events
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.turns.record import ASK_TIMEOUT_S
 

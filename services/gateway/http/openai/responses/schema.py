@@ -1,7 +1,7 @@
 """OpenAI Responses requests: schema and checks.
 
-Owns the fields besides the conversation: sampling, echoed fields; `responses_history` decodes the
-conversation, `responses_tools` the tools. A known field with a wrong type or an unsupported effect
+Owns the fields besides the conversation: sampling, echoed fields; `history` decodes the
+conversation, `tools` the tools. A known field with a wrong type or an unsupported effect
 is refused; unknown ones are named in a header of the response.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
-from services.gateway.http.openai.responses_tools import flat_name
+from services.gateway.http.openai.responses.tools import flat_name
 from services.gateway.http.request_fields.parameters import add_ignored
 from services.gateway.structured_output.response_format import answer_grammar
 
@@ -67,7 +67,7 @@ class ResponsesRequest(msgspec.Struct):
 
     model: str
     input: msgspec.Raw = msgspec.field(default_factory=partial(msgspec.Raw, b"null"))
-    """A text or items; `responses_history` decodes the new part."""
+    """A text or items; `history` decodes the new part."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from forge.core.conversation.messages import ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from services.gateway.http.openai.responses_items import (
+from services.gateway.http.openai.responses.items import (
     Head,
     Item,
     call_item,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.http.openai import responses_schema
-from services.gateway.http.openai.responses_history import history_of, messages_of
-from services.gateway.http.openai.responses_schema import ResponsesRequest
-from services.gateway.http.openai.responses_tools import responses_tools, tool_set
+from services.gateway.http.openai.responses import schema as responses_schema
+from services.gateway.http.openai.responses.history import history_of, messages_of
+from services.gateway.http.openai.responses.schema import ResponsesRequest
+from services.gateway.http.openai.responses.tools import responses_tools, tool_set
 from services.gateway.http.request_fields import request_body
 from tests.support.gateway.chat_templates import make_model
 

@@ -27,12 +27,12 @@ from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error
 from services.gateway.http.forward import external_of
 from services.gateway.http.openai.fields import RESPONSES
-from services.gateway.http.openai.responses_events import Event, Events
-from services.gateway.http.openai.responses_history import items_of
-from services.gateway.http.openai.responses_items import response_key
-from services.gateway.http.openai.responses_relay import relay_response
-from services.gateway.http.openai.responses_schema import ResponsesRequest
-from services.gateway.http.openai.responses_turn import Draft, draft_of, failure_events
+from services.gateway.http.openai.responses.events import Event, Events
+from services.gateway.http.openai.responses.history import items_of
+from services.gateway.http.openai.responses.items import response_key
+from services.gateway.http.openai.responses.relay import relay_response
+from services.gateway.http.openai.responses.schema import ResponsesRequest
+from services.gateway.http.openai.responses.turn import Draft, draft_of, failure_events
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from services.gateway.metrics import REQUESTS

@@ -21,8 +21,8 @@ from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
 from services.gateway.http.message_parts.prefill import split_prefill
+from services.gateway.http.openai.completions.guided import Guided, guided_grammar_of
 from services.gateway.http.openai.content import Part, content_of
-from services.gateway.http.openai.guided import Guided, guided_grammar_of
 from services.gateway.http.request_fields.parameters import add_ignored
 from services.gateway.http.request_fields.request_body import (
     sampling_params,

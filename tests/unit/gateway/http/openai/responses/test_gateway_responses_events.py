@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta, collect
-from services.gateway.http.openai.responses_events import Event, Events
-from services.gateway.http.openai.responses_history import messages_of
-from services.gateway.http.openai.responses_items import Head, output_of, response_key, usage
+from services.gateway.http.openai.responses.events import Event, Events
+from services.gateway.http.openai.responses.history import messages_of
+from services.gateway.http.openai.responses.items import Head, output_of, response_key, usage
 
 KEY = "a" * 32
 HEAD = Head(

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from forge.core.conversation.messages import Message, ToolCall, same
 from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta
-from services.gateway.http.openai.responses_events import Events
-from services.gateway.http.openai.responses_history import messages_of
-from services.gateway.http.openai.responses_items import Head, output_of
-from services.gateway.http.openai.responses_tools import (
+from services.gateway.http.openai.responses.events import Events
+from services.gateway.http.openai.responses.history import messages_of
+from services.gateway.http.openai.responses.items import Head, output_of
+from services.gateway.http.openai.responses.tools import (
     TOOLS_OMITTED,
     count_omitted,
     responses_tools,

@@ -1,7 +1,7 @@
 """OpenAI's response objects and output items.
 
-Owns the split of an answer into items, and the ids that `responses_history` joins them by.
-`responses_events` owns the order of events.
+Owns the split of an answer into items, and the ids that `history` joins them by.
+`events` owns the order of events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.v1 import common_pb2
-from services.gateway.http.openai.responses_tools import ToolName, ToolNames, input_of
+from services.gateway.http.openai.responses.tools import ToolName, ToolNames, input_of
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|ctr)_([0-9a-f]{32})_\d+")

@@ -1,0 +1,1 @@
+"""OpenAI's Chat Completions API, and the completions API before it."""
