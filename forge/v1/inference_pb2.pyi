@@ -498,6 +498,7 @@ class FetchKvRequest(_message.Message):
     EARLY_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PREFIX_VERSION_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The decode instance already has the tokens before this one."""
@@ -521,6 +522,10 @@ class FetchKvRequest(_message.Message):
     """`model_fingerprint` of the caller's model; empty: unknown."""
     prefix_version: _builtins.int
     """Version of the weights of the caller's tokens before `from_token`; 0: any."""
+    experts: _builtins.bool
+    """With `slices`: the caller accepts slices of the array "experts". An instance of an earlier release
+    sends none.
+    """
     def __init__(
         self,
         *,
@@ -533,10 +538,11 @@ class FetchKvRequest(_message.Message):
         early: _builtins.bool = ...,
         model_fingerprint: _builtins.bytes = ...,
         prefix_version: _builtins.int = ...,
+        experts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "from_token", b"from_token", "model_fingerprint", b"model_fingerprint", "prefix_version", b"prefix_version", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "shared_memory", b"shared_memory", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "experts", b"experts", "from_token", b"from_token", "model_fingerprint", b"model_fingerprint", "prefix_version", b"prefix_version", "release", b"release", "request_id", b"request_id", "session_id", b"session_id", "shared_memory", b"shared_memory", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,7 +619,9 @@ class FetchKvResponse(_message.Message):
         those of KvBlock and set in each response with a slice. Before the response or slices that end with
         the prompt, for a model with recurrent layers: slices of the array "recurrent", bytes with the states
         of these layers after the prompt's last token, without the fields below. Only with
-        FetchKvRequest.slices; else FAILED_PRECONDITION.
+        FetchKvRequest.slices; else FAILED_PRECONDITION. In the same place, with FetchKvRequest.experts and
+        if the instance records experts: slices of the array "experts", bytes with a row for each token from
+        FetchKvRequest.from_token to the end of the prompt.
         """
 
     @_builtins.property

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
-from xxhash import xxh3_64_intdigest
-
-from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
-from forge.core.named_tensor import NamedTensor
+from forge.core.errors import InvalidArgument
 from forge.core.token_columns import (
     TOKEN_BYTES,
     float32_array,
@@ -17,8 +13,6 @@ from forge.core.token_columns import (
     int32_array,
     int32_bytes,
 )
-from forge.runtime.rpc import tensors
-from forge.runtime.rpc.chunks import Joiner, split
 from forge.runtime.rpc.routes import read_routes, write_routes
 from forge.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
@@ -27,19 +21,15 @@ from forge.v1.common_pb2 import (
     FinishReason,
     SampledTokens,
     SamplingParams,
-    Tensor,
 )
 from forge.v1.inference_pb2 import (
     DecodeRequest,
-    FetchKvResponse,
-    KvBlock,
     PrefillRequest,
     SampleRequest,
 )
 from services.inference.engines.base import (
     Finish,
     Grammar,
-    KvSpan,
     Likeliest,
     ModelLimits,
     Prompt,
@@ -53,9 +43,6 @@ _FINISH = {
     Finish.LENGTH: FINISH_REASON_LENGTH,
     None: FINISH_REASON_UNSPECIFIED,
 }
-_KV = "kv"
-_RECURRENT = "recurrent"
-_MAX_SPAN_BYTES = 1 << 40
 MAX_BIASES = 4096
 MAX_REPETITION_PENALTY = 10.0
 MAX_TOP_LOGPROBS = 20
@@ -269,122 +256,3 @@ def write_finish(finish: Finish | None) -> FinishReason.ValueType:
 def read_finish(reason: FinishReason.ValueType) -> Finish | None:
     """Decode a finish reason."""
     return _FROM_FINISH[reason]
-
-
-def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
-    """Encode a span. Raises FailedPrecondition for one above 2 GiB without `slices`."""
-    array = NamedTensor(name=_KV, dtype=span.dtype, shape=span.shape, data=span.data)
-    if slices:
-        for piece in tensors.slices(array):
-            response = FetchKvResponse(
-                slice=piece,
-                from_token=span.from_token,
-                tokens=span.tokens,
-                weight_version=span.version,
-                model_fingerprint=span.fingerprint,
-            )
-            if piece.offset_bytes + len(piece.data) == piece.whole_bytes:
-                write_end(span, response)
-            yield response
-        return
-    tensors.require_serializable(array)
-    tensor = Tensor(name=_KV, dtype=span.dtype, shape=span.shape, data=bytes(span.data))
-    block = KvBlock(
-        from_token=span.from_token, tokens=span.tokens, weight_version=span.version, kv=tensor
-    )
-    for chunk in split(block.SerializeToString()):
-        yield FetchKvResponse(block=chunk)
-
-
-def write_recurrent(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
-    """Encode the states of recurrent layers, before the span that ends with them; nothing without
-    any. Raises FailedPrecondition without `slices`."""
-    if not span.recurrent:
-        return
-    if not slices:
-        raise FailedPrecondition("the hand-off has recurrent states: set `slices` in the request")
-    states = NamedTensor(
-        name=_RECURRENT, dtype="uint8", shape=(len(span.recurrent),), data=span.recurrent
-    )
-    for piece in tensors.slices(states):
-        yield FetchKvResponse(slice=piece)
-
-
-def write_end(span: KvSpan, response: FetchKvResponse) -> None:
-    """Add what a span has beside keys and values: the last hidden state, the first token."""
-    if span.first is not None:
-        # The experts of the prompt come with the answer to Prefill.
-        response.first.CopyFrom(write_tokens(replace(span.first, routes=None)))
-    if span.last_state:
-        response.last_state = span.last_state
-        response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
-
-
-def read_state(response: FetchKvResponse) -> bytes:
-    """Return the last hidden state; empty without one. Raises DataLoss for a damaged one."""
-    state = response.last_state
-    if state and xxh3_64_intdigest(state) != response.last_state_xxh3_64:
-        raise DataLoss("last_state is damaged: wrong checksum")
-    return state
-
-
-def read_first(response: FetchKvResponse) -> Tokens | None:
-    """Return the first token of the answer; None without one. Raises DataLoss for another number of
-    tokens."""
-    if not response.HasField("first"):
-        return None
-    first = read_tokens(response.first)
-    if len(first.ids) != 1:
-        raise DataLoss(f"first has {len(first.ids)} tokens; prefill samples exactly one")
-    return first
-
-
-class SpanAssembler:
-    """Joins the responses of successive spans."""
-
-    def __init__(self) -> None:
-        self._slices = tensors.SliceAssembler()
-        self._joiner = Joiner()
-        self._recurrent: bytes | memoryview = b""
-
-    def take_recurrent(self) -> bytes | memoryview:
-        """The states of recurrent layers that came before a span; then there are none."""
-        states, self._recurrent = self._recurrent, b""
-        return states
-
-    def add(self, response: FetchKvResponse) -> KvSpan | None:
-        """Return the span at its last response. Raises `DataLoss` for a misplaced or damaged
-        response."""
-        if not response.HasField("slice"):
-            whole = self._joiner.add(response.block)
-            return None if whole is None else _read_block(whole)
-        array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
-        if array is None:
-            return None
-        if array.name == _RECURRENT:
-            self._recurrent = array.data
-            return None
-        return KvSpan(
-            from_token=response.from_token,
-            tokens=response.tokens,
-            version=response.weight_version,
-            dtype=array.dtype,
-            shape=array.shape,
-            data=array.data,
-            last_state=read_state(response),
-            fingerprint=response.model_fingerprint,
-            first=read_first(response),
-            recurrent=self.take_recurrent(),
-        )
-
-
-def _read_block(data: bytes) -> KvSpan:
-    block = KvBlock.FromString(data)
-    return KvSpan(
-        from_token=block.from_token,
-        tokens=block.tokens,
-        version=block.weight_version,
-        dtype=block.kv.dtype,
-        shape=tuple(block.kv.shape),
-        data=block.kv.data,
-    )

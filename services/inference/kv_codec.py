@@ -1,16 +1,166 @@
-"""Converts hand-offs in shared memory and changes of prefix caches, as `codec` does the others."""
+"""Converts hand-offs and changes of prefix caches, as `codec` does the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from forge.core.errors import DataLoss
+from xxhash import xxh3_64_intdigest
+
+from forge.core.errors import DataLoss, FailedPrecondition
+from forge.core.named_tensor import NamedTensor
 from forge.core.placement.chains import HASH_BYTES
-from forge.v1.inference_pb2 import FetchKvResponse, SharedKv, WatchCacheResponse
-from services.inference.codec import read_first, read_state, write_end
-from services.inference.engines.base import CacheChange, KvSpan
+from forge.runtime.rpc import tensors
+from forge.runtime.rpc.chunks import Joiner, split
+from forge.v1.common_pb2 import Tensor
+from forge.v1.inference_pb2 import (
+    FetchKvRequest,
+    FetchKvResponse,
+    KvBlock,
+    SharedKv,
+    WatchCacheResponse,
+)
+from services.inference.codec import read_tokens, write_tokens
+from services.inference.engines.base import CacheChange, KvSpan, Tokens
 
+_KV = "kv"
+_RECURRENT = "recurrent"
+_EXPERTS = "experts"
+_MAX_SPAN_BYTES = 1 << 40
 _MOST_CHAINS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEnd:
+    """What comes in arrays of their own before the span that ends a prompt; see `KvSpan`."""
+
+    recurrent: bytes | memoryview = b""
+    routes: bytes | memoryview = b""
+
+
+def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
+    """Encode a span. Raises FailedPrecondition for one above 2 GiB without `slices`."""
+    array = NamedTensor(name=_KV, dtype=span.dtype, shape=span.shape, data=span.data)
+    if slices:
+        for piece in tensors.slices(array):
+            response = FetchKvResponse(
+                slice=piece,
+                from_token=span.from_token,
+                tokens=span.tokens,
+                weight_version=span.version,
+                model_fingerprint=span.fingerprint,
+            )
+            if piece.offset_bytes + len(piece.data) == piece.whole_bytes:
+                write_end(span, response)
+            yield response
+        return
+    tensors.require_serializable(array)
+    tensor = Tensor(name=_KV, dtype=span.dtype, shape=span.shape, data=bytes(span.data))
+    block = KvBlock(
+        from_token=span.from_token, tokens=span.tokens, weight_version=span.version, kv=tensor
+    )
+    for chunk in split(block.SerializeToString()):
+        yield FetchKvResponse(block=chunk)
+
+
+def write_prompt_end(span: KvSpan, request: FetchKvRequest) -> Iterator[FetchKvResponse]:
+    """Encode what comes before a span that ends a prompt: the states of recurrent layers, and the
+    experts for a caller that takes them. Raises FailedPrecondition for states without `slices`."""
+    if span.recurrent and not request.slices:
+        raise FailedPrecondition("the hand-off has recurrent states: set `slices` in the request")
+    arrays = {_RECURRENT: span.recurrent}
+    if request.slices and request.experts:
+        arrays[_EXPERTS] = span.routes
+    for name, data in arrays.items():
+        if data:
+            array = NamedTensor(name=name, dtype="uint8", shape=(len(data),), data=data)
+            for piece in tensors.slices(array):
+                yield FetchKvResponse(slice=piece)
+
+
+def write_end(span: KvSpan, response: FetchKvResponse) -> None:
+    """Add what a span has beside keys and values: the last hidden state, the first token."""
+    if span.first is not None:
+        # The experts of the prompt come with the answer to Prefill.
+        response.first.CopyFrom(write_tokens(replace(span.first, routes=None)))
+    if span.last_state:
+        response.last_state = span.last_state
+        response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
+
+
+def read_state(response: FetchKvResponse) -> bytes:
+    """Return the last hidden state; empty without one. Raises DataLoss for a damaged one."""
+    state = response.last_state
+    if state and xxh3_64_intdigest(state) != response.last_state_xxh3_64:
+        raise DataLoss("last_state is damaged: wrong checksum")
+    return state
+
+
+def read_first(response: FetchKvResponse) -> Tokens | None:
+    """Return the first token of the answer; None without one. Raises DataLoss for another number of
+    tokens."""
+    if not response.HasField("first"):
+        return None
+    first = read_tokens(response.first)
+    if len(first.ids) != 1:
+        raise DataLoss(f"first has {len(first.ids)} tokens; prefill samples exactly one")
+    return first
+
+
+class SpanAssembler:
+    """Joins the responses of successive spans."""
+
+    def __init__(self) -> None:
+        self._slices = tensors.SliceAssembler()
+        self._joiner = Joiner()
+        self._end = PromptEnd()
+
+    def take_end(self) -> PromptEnd:
+        """Return what came before a span that ends a prompt; then it is gone."""
+        end, self._end = self._end, PromptEnd()
+        return end
+
+    def add(self, response: FetchKvResponse) -> KvSpan | None:
+        """Return the span at its last response. Raises `DataLoss` for a misplaced or damaged
+        response."""
+        if not response.HasField("slice"):
+            whole = self._joiner.add(response.block)
+            return None if whole is None else _read_block(whole)
+        array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
+        if array is None:
+            return None
+        if array.name == _RECURRENT:
+            self._end = replace(self._end, recurrent=array.data)
+            return None
+        if array.name == _EXPERTS:
+            self._end = replace(self._end, routes=array.data)
+            return None
+        end = self.take_end()
+        return KvSpan(
+            from_token=response.from_token,
+            tokens=response.tokens,
+            version=response.weight_version,
+            dtype=array.dtype,
+            shape=array.shape,
+            data=array.data,
+            last_state=read_state(response),
+            fingerprint=response.model_fingerprint,
+            first=read_first(response),
+            recurrent=end.recurrent,
+            routes=end.routes,
+        )
+
+
+def _read_block(data: bytes) -> KvSpan:
+    block = KvBlock.FromString(data)
+    return KvSpan(
+        from_token=block.from_token,
+        tokens=block.tokens,
+        version=block.weight_version,
+        dtype=block.kv.dtype,
+        shape=tuple(block.kv.shape),
+        data=block.kv.data,
+    )
 
 
 def write_shared_span(span: KvSpan, *, name: str, checksum: int) -> FetchKvResponse:
@@ -32,10 +182,8 @@ def write_shared_span(span: KvSpan, *, name: str, checksum: int) -> FetchKvRespo
     return response
 
 
-def read_shared_span(
-    response: FetchKvResponse, data: memoryview, recurrent: bytes | memoryview
-) -> KvSpan:
-    """Decode a span with this data and these states. Raises DataLoss as `read_state`."""
+def read_shared_span(response: FetchKvResponse, data: memoryview, end: PromptEnd) -> KvSpan:
+    """Decode a span with this data. Raises DataLoss as `read_state`."""
     return KvSpan(
         from_token=response.from_token,
         tokens=response.tokens,
@@ -46,7 +194,8 @@ def read_shared_span(
         last_state=read_state(response),
         fingerprint=response.model_fingerprint,
         first=read_first(response),
-        recurrent=recurrent,
+        recurrent=end.recurrent,
+        routes=end.routes,
     )
 
 

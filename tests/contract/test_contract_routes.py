@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 
 from forge.core.routes import RouteSpan
 from forge.rl.routing import RoutePass, find_routing, routed
+from services.inference.engines.provider import KvStoreOptions
 from tests.contract import engines
 from tests.contract.engines import GREEDY, SAMPLED, Answer, Pair, prompt_ids, published, reference
+from tests.support.inference.hand_off import joined
 
 
 @pytest.fixture(params=engines.able("routed_experts"))
@@ -70,3 +73,29 @@ async def test_experts_are_those_of_a_full_forward(pair: Pair) -> None:
     check(await pair.sample(further, streamed, on_piece=go_on), model, further, start=known)
     check(await pair.sample(further, replace(asked, max_tokens=1)), model, further, start=0)
     assert not (await pair.sample(ids)).routes
+
+
+@pytest.mark.parametrize("over_a_wire", [True, False])
+async def test_experts_are_stored_with_keys_and_values(over_a_wire: bool, tmp_path: Path) -> None:
+    """A restarted engine has the experts of prompt and answer from the store; those of the block
+    with the end of the prompt, which decode stores, come with the hand-off."""
+    model, ids = reference("qwen3_moe"), prompt_ids(70)
+    folder = tmp_path / "model"
+    engines.ROUTED.save_pretrained(folder)
+    store = KvStoreOptions(directory=str(tmp_path / "kv"), max_bytes=64 << 20, block_tokens=16)
+
+    @asynccontextmanager
+    async def started() -> AsyncIterator[Pair]:
+        async with engines.SEPARATE["embedded"](folder, kv_store=store) as pair:
+            await pair.load(published(model), version=1)
+            yield pair
+            await pair.prefill.close()
+            await pair.decode.close()
+
+    async with started() as pair, joined(pair) as workers:
+        first = await (workers.sample(ids) if over_a_wire else pair.sample(ids))
+    async with started() as pair:
+        further = [*ids, *first.ids, 7, 8]
+        answer = await pair.sample(further, replace(GREEDY, max_tokens=4, routes_from=0))
+    assert answer.cached_tokens == 80
+    check(answer, model, further, start=0)

@@ -163,9 +163,9 @@ class KvSpan:
     fingerprint: bytes = b""
     """Names the model's architecture and this layout; decode refuses another one. Empty: unknown,
     from an earlier release."""
-    routes: bytes = b""
-    """The experts of its tokens, a row each, as the engine holds them. They do not leave the
-    process: empty from another worker."""
+    routes: bytes | memoryview = b""
+    """With the end of the prompt: the experts of the tokens that the caller asked for, a row each,
+    as the engine holds them; empty if they are not recorded, or from an earlier release."""
     first: Tokens | None = None
     """The token that prefill sampled, with the end of the prompt."""
     recurrent: bytes | memoryview = b""

@@ -21,7 +21,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import codec, kv_codec
+from services.inference import kv_codec
 from services.inference.engines.base import (
     DecodeEngine,
     EarlyDecodeEngine,
@@ -67,6 +67,11 @@ class KvFetcher:
         if EARLY_HAND_OFF not in self._engine.capabilities.hand_offs:
             return b""
         return cast(EarlyDecodeEngine, self._engine).kv_fingerprint
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether the engine keeps the experts of the prompts that it gets."""
+        return self._engine.capabilities.routed_experts
 
     @property
     def version(self) -> int:
@@ -140,7 +145,7 @@ class KvFetch:
         """Yield the blocks with the time when each began to arrive."""
         fetcher, request = self._fetcher, self._request
         stub = rpc.PrefillServiceStub(fetcher.channels.get(address))
-        assembler, asked_s = codec.SpanAssembler(), time.monotonic()
+        assembler, asked_s = kv_codec.SpanAssembler(), time.monotonic()
         began_s: float | None = None
         call: Any = stub.FetchKv(
             pb.FetchKvRequest(
@@ -153,6 +158,7 @@ class KvFetch:
                 early=request.early,
                 model_fingerprint=fetcher.fingerprint,
                 prefix_version=fetcher.version if from_token else 0,
+                experts=fetcher.records_experts,
             )
         )
         try:
@@ -165,7 +171,7 @@ class KvFetch:
                     began_s = time.monotonic() if request.early else asked_s
                 span: KvSpan | None
                 if response.HasField("shared"):
-                    span = await self._read_shared(response, assembler.take_recurrent())
+                    span = await self._read_shared(response, assembler.take_end())
                 else:
                     span = assembler.add(response)
                 if span is not None:
@@ -174,11 +180,9 @@ class KvFetch:
         finally:
             call.cancel()
 
-    async def _read_shared(
-        self, response: pb.FetchKvResponse, recurrent: bytes | memoryview
-    ) -> KvSpan:
-        """Map a span in shared memory; `recurrent` came before it. Raises DataLoss, Unavailable if
-        it cannot be opened."""
+    async def _read_shared(self, response: pb.FetchKvResponse, end: kv_codec.PromptEnd) -> KvSpan:
+        """Map a span in shared memory; `end` came before it. Raises DataLoss, Unavailable if it
+        cannot be opened."""
         shared = response.shared
         try:
             data = await asyncio.to_thread(
@@ -188,7 +192,7 @@ class KvFetch:
             # The next fetches do without it.
             self._fetcher.shared_memory = ""
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
-        return kv_codec.read_shared_span(response, data, recurrent)
+        return kv_codec.read_shared_span(response, data, end)
 
 
 def _is_empty(response: pb.FetchKvResponse) -> bool:

@@ -137,13 +137,13 @@ async def _sent(span: KvSpan, request: pb.FetchKvRequest) -> AsyncIterator[pb.Fe
             f"the keys and values are of weights {span.version}; the caller has those before token "
             f"{request.from_token} of weights {request.prefix_version}"
         )
-    for response in codec.write_recurrent(span, slices=request.slices):
+    for response in kv_codec.write_prompt_end(span, request):
         yield response
     shared = await _shared(span, request)
     if shared is not None:
         yield shared
         return
-    for response in codec.write_span(span, slices=request.slices):
+    for response in kv_codec.write_span(span, slices=request.slices):
         yield response
 
 

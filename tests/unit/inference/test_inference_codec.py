@@ -20,8 +20,8 @@ from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
-from forge.v1.inference_pb2 import FetchKvResponse, SampleRequest
-from services.inference import codec
+from forge.v1.inference_pb2 import FetchKvRequest, FetchKvResponse, SampleRequest
+from services.inference import codec, kv_codec
 from services.inference.engines.base import KvSpan, ModelLimits, Tokens
 from services.inference.engines.model_limits import read_limits
 
@@ -187,8 +187,8 @@ def test_kv_spans_are_read_back(slices: bool) -> None:
         shape=(1, 2, 1, 2, len(data) // 4),
         data=data,
     )
-    assembler = codec.SpanAssembler()
-    responses = list(codec.write_span(span, slices=slices))
+    assembler = kv_codec.SpanAssembler()
+    responses = list(kv_codec.write_span(span, slices=slices))
     assert len(responses) > 1
     assert all(response.HasField("slice") == slices for response in responses)
     assert [one for one in map(assembler.add, responses) if one is not None] == [span]
@@ -201,9 +201,9 @@ def test_last_state_travels_with_the_last_slice() -> None:
         from_token=0, tokens=1, version=1, dtype="uint8", shape=(len(data),), data=data,
         last_state=b"state",
     )  # fmt: skip
-    first, last = codec.write_span(span, slices=True)
+    first, last = kv_codec.write_span(span, slices=True)
     assert not first.last_state
-    assembler = codec.SpanAssembler()
+    assembler = kv_codec.SpanAssembler()
     assert [assembler.add(first), assembler.add(last)] == [None, span]
     damaged, bare = FetchKvResponse(), FetchKvResponse()
     damaged.CopyFrom(last)
@@ -214,28 +214,32 @@ def test_last_state_travels_with_the_last_slice() -> None:
     bare.CopyFrom(last)
     bare.ClearField("last_state")
     bare.ClearField("last_state_xxh3_64")
-    assembler = codec.SpanAssembler()
+    assembler = kv_codec.SpanAssembler()
     assembler.add(first)
     assert assembler.add(bare) == replace(span, last_state=b"")
 
 
 def test_recurrent_states_travel_before_the_span_that_ends_a_prompt() -> None:
-    """In slices with checksums, and with that span alone; without slices they are refused."""
+    """In slices with checksums, and with that span alone; without slices they are refused. Experts
+    likewise, for a caller that takes them."""
     states = bytes(range(256)) * (CHUNK_BYTES // 128)
     span = KvSpan(
         from_token=0, tokens=1, version=1, dtype="uint8", shape=(8,), data=bytes(8),
-        recurrent=states,
+        recurrent=states, routes=b"\1\2",
     )  # fmt: skip
-    sent = [*codec.write_recurrent(span, slices=True), *codec.write_span(span, slices=True)]
-    assert len(sent) == 3
-    assembler = codec.SpanAssembler()
-    assert [assembler.add(response) for response in sent] == [None, None, span]
-    assert assembler.add(sent[-1]) == replace(span, recurrent=b"")
+    asked = FetchKvRequest(slices=True, experts=True)
+    end = list(kv_codec.write_prompt_end(span, asked))
+    sent = [*end, *kv_codec.write_span(span, slices=True)]
+    assert len(sent) == 4
+    assembler = kv_codec.SpanAssembler()
+    assert [assembler.add(response) for response in sent] == [None, None, None, span]
+    assert assembler.add(sent[-1]) == replace(span, recurrent=b"", routes=b"")
+    assert list(kv_codec.write_prompt_end(span, FetchKvRequest(slices=True))) == end[:2]
     sent[0].slice.data = b"s" + sent[0].slice.data[1:]
     with pytest.raises(DataLoss, match=r"recurrent: .* damaged"):
         assembler.add(sent[0])
     with pytest.raises(FailedPrecondition, match="set `slices`"):
-        list(codec.write_recurrent(span, slices=False))
+        list(kv_codec.write_prompt_end(span, FetchKvRequest()))
 
 
 def test_span_larger_than_a_message_needs_slices(
@@ -244,9 +248,9 @@ def test_span_larger_than_a_message_needs_slices(
     """Without slices the refusal names the size and the field to set."""
     monkeypatch.setattr(tensors, "MAX_SERIALIZED_BYTES", 7)
     span = KvSpan(from_token=0, tokens=1, version=1, dtype="uint8", shape=(8,), data=bytes(8))
-    assert len(list(codec.write_span(span, slices=True))) == 1
+    assert len(list(kv_codec.write_span(span, slices=True))) == 1
     with pytest.raises(FailedPrecondition, match="kv has 8 bytes, a message holds 7: set `slices`"):
-        list(codec.write_span(span, slices=False))
+        list(kv_codec.write_span(span, slices=False))
 
 
 def test_context_limit_comes_from_the_models_config(tmp_path: Path) -> None:

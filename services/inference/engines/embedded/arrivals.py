@@ -35,7 +35,7 @@ class Arrivals:
         return from_bytes(span.recurrent, dtype="uint8", shape=shape).to(self._policy.device)
 
     def routes(self, span: KvSpan) -> torch.Tensor:
-        """The experts of its tokens, a row each; those from another worker are not known."""
+        """The experts of its tokens, a row each."""
         shape = self._policy.kv_shape
         if not span.routes:
             return shape.unknown_routes(span.tokens)

@@ -329,12 +329,12 @@ class DecodeActor(ThreadActor):
         """Free the row; cache its keys and values if the present weights computed them."""
         if sequence.version == self._policy.version:
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
-            kv = self._running.kv(sequence)
-            self._cache.store(known, kv, from_token=sequence.base, routes=sequence.all_routes())
+            kv, routes = self._running.kv(sequence), sequence.all_routes()
+            self._cache.store(known, kv, from_token=sequence.base, routes=routes)
             if self._stored is not None:
                 # Prefill has stored the whole blocks of the prompt.
                 whole = sequence.prompt.tokens
-                self._stored.write(known, kv, after_token=whole, kv_from=sequence.base)
+                self._stored.write(known, kv, routes, after_token=whole, from_token=sequence.base)
             if self._states is not None:
                 self._cache.store_states(known, self._states.kept(sequence))
         if self._states is not None:

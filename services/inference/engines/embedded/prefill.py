@@ -231,7 +231,11 @@ class PrefillActor(ThreadActor):
             return
         began_s, cached = time.monotonic(), reading.cached
         reading.cached = self._stored.read(
-            reading.prompt.ids, reading.kv, from_token=cached, limit_tokens=limit_tokens
+            reading.prompt.ids,
+            reading.kv,
+            reading.routes,
+            from_token=cached,
+            limit_tokens=limit_tokens,
         )
         reading.stored, reading.stored_s = reading.cached - cached, time.monotonic() - began_s
 
@@ -331,7 +335,9 @@ class PrefillActor(ThreadActor):
             if reading.recurrent is not None:
                 self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
             if self._stored is not None:
-                self._stored.write(reading.prompt.ids, reading.kv, after_token=reading.start)
+                self._stored.write(
+                    reading.prompt.ids, reading.kv, reading.routes, after_token=reading.start
+                )
         prefill_s = reading.compute_s + reading.stored_s
         first = tokens_of([(drawn, version)], read.prompt.sampling)
         if (start := read.prompt.sampling.routes_from) is not None:

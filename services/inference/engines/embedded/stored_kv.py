@@ -1,4 +1,7 @@
-"""Keys and values of the embedded engine in a KV store: tensors to blocks and back."""
+"""Keys and values of the embedded engine in a KV store: tensors to blocks and back.
+
+Behind the keys and values of a block are the experts of its tokens, if they are recorded.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ def architecture(model_path: str, shape: KvShape) -> bytes:
     layout = f"{_LAYOUT} {NAMES[shape.dtype]} {shape.layers} {shape.heads} {shape.head_size} "
     if shape.states is not None:
         layout += f"{shape.states} "
+    if shape.routes is not None:
+        layout += f"{shape.routes} "
     return layout.encode() + hashlib.sha256(config).digest()
 
 
@@ -35,30 +40,60 @@ class StoredKv:
             *(shape.layers, 2, shape.heads),
             *(store.block_tokens, shape.head_size),
         )
+        self._kv_bytes = store.block_tokens * shape.token_bytes
+        self._routes_shape = (store.block_tokens, shape.route_bytes)
+
+    @staticmethod
+    def token_bytes(shape: KvShape) -> int:
+        """Bytes of one token in a block."""
+        return shape.token_bytes + shape.route_bytes
 
     def serve(self, identity: bytes) -> None:
         """See `KvStore.serve`."""
         self._store.serve(identity)
 
-    def read(self, ids: bytes, kv: torch.Tensor, *, from_token: int, limit_tokens: int) -> int:
-        """Fill `kv` with the stored blocks from the one with `from_token` on; return the tokens
-        present. `kv` begins with the first token."""
+    def read(
+        self,
+        ids: bytes,
+        kv: torch.Tensor,
+        routes: torch.Tensor,
+        *,
+        from_token: int,
+        limit_tokens: int,
+    ) -> int:
+        """Fill `kv` and `routes`, [tokens, route_bytes], with the stored blocks from the one with
+        `from_token` on; return the tokens present. Both begin with the first token."""
 
         def place(start: int, content: memoryview) -> None:
-            block = from_bytes(content, dtype=self._dtype, shape=self._block_shape)
-            kv[:, :, :, start : start + self._store.block_tokens] = block.to(kv.device)
+            tokens = slice(start, start + self._store.block_tokens)
+            block = from_bytes(
+                content[: self._kv_bytes], dtype=self._dtype, shape=self._block_shape
+            )
+            kv[:, :, :, tokens] = block.to(kv.device)
+            routes[tokens] = from_bytes(
+                content[self._kv_bytes :], dtype="uint8", shape=self._routes_shape
+            )
 
         return self._store.read(ids, from_token=from_token, limit_tokens=limit_tokens, place=place)
 
-    def write(self, ids: bytes, kv: Layers, *, after_token: int, kv_from: int = 0) -> None:
-        """Store the whole blocks that end after `after_token`; `kv` begins at `kv_from`, and the
-        blocks before it are left out."""
+    def write(
+        self,
+        ids: bytes,
+        kv: Layers,
+        routes: torch.Tensor,
+        *,
+        after_token: int,
+        from_token: int = 0,
+    ) -> None:
+        """Store the whole blocks that end after `after_token`; `kv` and `routes` begin at
+        `from_token`, and the blocks before it are left out."""
         size = self._store.block_tokens
-        complete_from = -(-kv_from // size) * size
+        complete_from = -(-from_token // size) * size
 
         def encode(start: int, end: int) -> bytes:
-            block = slice(start - kv_from, end - kv_from)
-            return to_bytes(torch.stack([layer[:, :, block] for layer in kv]))
+            block = slice(start - from_token, end - from_token)
+            values = to_bytes(torch.stack([layer[:, :, block] for layer in kv]))
+            return values + to_bytes(routes[block])
 
         self._store.write(ids, after_token=max(after_token, complete_from), encode=encode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
-from services.inference import codec
+from services.inference import kv_codec
 from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece, RefusedHandOff
 from services.inference.engines.capabilities import Capabilities
 from services.inference.worker.service import DecodeServicer
@@ -31,8 +32,14 @@ class Prefill(rpc.PrefillServiceServicer):
     """Sends the span, or so many messages of it and then nothing, or damages its last byte."""
 
     def __init__(
-        self, *, slices: bool = True, hangs_after: int | None = None, damages: bool = False
+        self,
+        span: KvSpan = SPAN,
+        *,
+        slices: bool = True,
+        hangs_after: int | None = None,
+        damages: bool = False,
     ) -> None:
+        self._span = span
         self._slices = slices
         self._hangs_after = hangs_after
         self._damages = damages
@@ -40,7 +47,10 @@ class Prefill(rpc.PrefillServiceServicer):
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
-        for sent, response in enumerate(codec.write_span(SPAN, slices=self._slices)):
+        assert request.slices
+        end = kv_codec.write_prompt_end(self._span, request)
+        blocks = kv_codec.write_span(self._span, slices=self._slices)
+        for sent, response in enumerate([*end, *blocks]):
             if sent == self._hangs_after:
                 await asyncio.Event().wait()
             if self._damages and sent == 1:
@@ -57,6 +67,9 @@ class Engine:
     )
     fetched: KvSpan | None = None
 
+    def __init__(self, *, records: bool = False) -> None:
+        self.capabilities = replace(self.capabilities, routed_experts=records)
+
     async def decode(
         self, prompt: Any, first: Any, fetch: FetchKv, *, stream: bool
     ) -> AsyncGenerator[Piece, None]:
@@ -65,13 +78,13 @@ class Engine:
         yield
 
 
-async def fetched_from(prefill: Prefill) -> KvSpan | None:
-    """What a decode worker gets of that prefill instance."""
+async def fetched_from(prefill: Prefill, *, records: bool = False) -> KvSpan | None:
+    """What a decode worker gets of that prefill instance; `records`: it keeps experts."""
     server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
     server.add_service(
         rpc.add_PrefillServiceServicer_to_server, prefill, full_name="forge.v1.PrefillService"
     )
-    channels, engine = Channels(SECURITY), Engine()
+    channels, engine = Channels(SECURITY), Engine(records=records)
     token = (1).to_bytes(4, "little")
     request = pb.DecodeRequest(
         request_id="r",
@@ -94,6 +107,14 @@ async def fetched_from(prefill: Prefill) -> KvSpan | None:
 async def test_kv_hand_off_arrives_whole(slices: bool) -> None:
     """In slices, and from an instance of an earlier release in chunks."""
     assert await fetched_from(Prefill(slices=slices)) == SPAN
+
+
+@pytest.mark.parametrize("records", [True, False])
+async def test_experts_of_the_prompt_arrive_with_it(records: bool) -> None:
+    """At a worker that keeps them in its prefix cache; no other one asks for them."""
+    span = replace(SPAN, routes=bytes(range(96)))
+    arrived = await fetched_from(Prefill(span), records=records)
+    assert arrived == (span if records else SPAN)
 
 
 @pytest.mark.parametrize("messages", [0, 1])

@@ -87,6 +87,12 @@ class KvShape:
                 f"the hand-off is {span.dtype} {list(span.shape)} in {has} bytes; this "
                 f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes"
             )
+        if span.routes and len(span.routes) != span.tokens * self.route_bytes:
+            REFUSED_HAND_OFFS.labels("shape").inc()
+            raise RefusedHandOff(
+                f"the hand-off has {len(span.routes)} bytes of experts; {span.tokens} tokens of "
+                f"this model have {span.tokens * self.route_bytes}"
+            )
         if span.kept is None and len(span.recurrent) != self.state_bytes:
             REFUSED_HAND_OFFS.labels("shape").inc()
             raise RefusedHandOff(

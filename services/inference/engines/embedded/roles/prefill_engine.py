@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -125,14 +126,19 @@ class EmbeddedPrefill(RoleEngine):
         held = self._held.get(request_id)
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
-        return await self._span(held, from_token, held.kv.shape[3], last=True)
+        return await self._span(held, from_token, held.kv.shape[3], asked_from=from_token)
 
     async def local_kv(self, request_id: str, *, from_token: int) -> KvSpan:
         """As `fetch_kv`, for the role decode of this engine: copies nothing."""
         held = self._held.get(request_id)
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
-        return self._described(held, from_token, held.kv.shape[3], whole=held, kept=held)
+        return replace(
+            self._described(held, from_token, held.kv.shape[3]),
+            kept=held,
+            first=held.prefilled.first,
+            routes=tensor_bytes.to_bytes(held.routes[from_token:]),
+        )
 
     async def early_kv(
         self, request_id: str, *, from_token: int
@@ -155,7 +161,7 @@ class EmbeddedPrefill(RoleEngine):
         for end in ends:
             yield await self._span(held, sent, end)
             sent = end
-        yield await self._span(held, sent, last, last=True)
+        yield await self._span(held, sent, last, asked_from=from_token)
 
     def _ends(self, start: int, end: int) -> list[int]:
         """Return the ends of the blocks between two tokens, at least one."""
@@ -163,42 +169,39 @@ class EmbeddedPrefill(RoleEngine):
         return [*range(start + most, end, most), end]
 
     async def _span(
-        self, read: PartRead | HeldPrompt, start: int, end: int, *, last: bool = False
-    ) -> KvSpan:
-        """Copy the keys and values of some tokens; `last`: with what follows the prompt."""
-        kv = read.kv[:, :, :, start:end]
-        data = await _copied(kv)
-        whole = read if last and isinstance(read, HeldPrompt) else None
-        recurrent = b"" if whole is None else await _copied(whole.recurrent)
-        return self._described(read, start, end, whole=whole, data=data, recurrent=recurrent)
-
-    def _described(
         self,
         read: PartRead | HeldPrompt,
         start: int,
         end: int,
         *,
-        whole: HeldPrompt | None,
-        data: bytes = b"",
-        recurrent: bytes = b"",
-        kept: HeldPrompt | None = None,
+        asked_from: int | None = None,
     ) -> KvSpan:
-        """`whole`: the prompt that ends with this span."""
+        """Copy the keys and values of some tokens; `asked_from`: the first token of the hand-off
+        that they end, with what follows the prompt."""
+        data = await _copied(read.kv[:, :, :, start:end])
+        span = replace(self._described(read, start, end), data=data)
+        if asked_from is None or not isinstance(read, HeldPrompt):
+            return span
+        state = read.state
+        return replace(
+            span,
+            first=read.prefilled.first,
+            last_state=b"" if state is None else tensor_bytes.to_bytes(state),
+            recurrent=await _copied(read.recurrent),
+            routes=await _copied(read.routes[asked_from:]),
+        )
+
+    def _described(self, read: PartRead | HeldPrompt, start: int, end: int) -> KvSpan:
+        """Some tokens of a prompt, without their data."""
         kv = read.kv[:, :, :, start:end]
-        state = whole.state if whole is not None and kept is None else None
         return KvSpan(
             from_token=start,
             tokens=end - start,
             version=read.version,
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
-            last_state=b"" if state is None else tensor_bytes.to_bytes(state),
-            data=data,
-            recurrent=recurrent,
+            data=b"",
             fingerprint=self._policy.kv_shape.fingerprint,
-            first=None if whole is None else whole.prefilled.first,
-            routes=b"" if whole is None else whole.routes[start:end].numpy().tobytes(),
-            kept=kept,
         )
 
     def release(self, request_id: str) -> None:

@@ -189,7 +189,7 @@ def kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
     if policy.kv_shape.states is not None:
         log.warning("kv_store_not_used", reason="the model's recurrent layers have states")
         return None
-    return KvStore(options.kv_store, token_bytes=policy.kv_shape.token_bytes)
+    return KvStore(options.kv_store, token_bytes=StoredKv.token_bytes(policy.kv_shape))
 
 
 def _stored(store: KvStore | None, policy: Policy) -> StoredKv | None:
