@@ -16,7 +16,7 @@ from forge.v1 import common_pb2, gateway_pb2, inference_pb2, pool_pb2, scheduler
 from services.gateway import reward_rules
 from services.gateway import service as gateway
 from services.gateway.conversation.chat_history import ChatHistory
-from services.inference import codec
+from services.inference import codec, kv_codec
 from services.inference.engines.base import ModelLimits
 from services.pool import validation as pool
 from services.pool.streams.append import _Assembly
@@ -168,7 +168,7 @@ def test_inference_requests(
 @given(st.lists(messages(inference_pb2.FetchKvResponse), max_size=4))
 def test_inference_keys_and_values(responses: list[inference_pb2.FetchKvResponse]) -> None:
     """Keys and values in any order are joined, or refused with an error of ours."""
-    assembler = codec.SpanAssembler()
+    assembler = kv_codec.SpanAssembler()
     for response in responses:
         # Memory of an announced size is taken at once.
         response.slice.whole_bytes = min(response.slice.whole_bytes, 64)
