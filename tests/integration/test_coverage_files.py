@@ -76,3 +76,13 @@ def test_measurement_continues_with_the_parts_that_have_not_passed(
     assert ran == ["unit-console", "unit-core", "unit-core", "unit-console", "unit-core"]
     names = [path for part in coverage_parts.parts() for path in part.paths]
     assert {"tests/unit/core", "tests/e2e", "tests/integration/test_coverage_files.py"} <= {*names}
+
+
+def test_installed_node_packages_are_no_change_of_the_tests(tmp_path: Path) -> None:
+    """`make test-clients` installs Python files below `tests/clients/node`."""
+    test = tmp_path / "clients" / "test_clients_agents.py"
+    installed = tmp_path / "clients" / "node" / "node_modules" / "node-gyp" / "gyp_main.py"
+    for file in (test, installed):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert coverage_parts.code_of_tests(tmp_path) == [test]
