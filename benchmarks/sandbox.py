@@ -21,11 +21,11 @@ from forge.agents.launchers.bare import BareLauncher
 from forge.agents.launchers.base import Launcher, Limits, Request
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.launchers.wrapped import SandboxLauncher
-from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.sandbox.program_sandbox import Sandbox
+from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
 from tests.support.agents.container_engine import IMAGE, READ, engine
 
 FUNCTION = "tests.support.agents.tasks:polite"

@@ -15,13 +15,13 @@ from forge.agents.domains import Domains
 from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
-from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import CALL_S, Runner
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
-from forge.agents.scoring import Scorer
+from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
+from forge.agents.scoring.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import START_KEY, SyncScheduler, leads, scheduler_remote
 from forge.core.errors import FailedPrecondition

@@ -67,7 +67,7 @@ from forge.agents.sandbox.control_groups import CONTROL_GROUPS, delegated_group
 from forge.agents.launchers.base import Limits
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
-from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
+from forge.agents.scoring.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.agents.environments.base import Transcript
 from forge.agents.sandbox.program_sandbox import Sandbox

@@ -20,10 +20,10 @@ import pytest
 import pytest_asyncio
 
 from forge.agents.environments.base import Transcript
-from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.agents.sandbox import bubblewrap
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.agents.scoring.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.core.errors import ConfigError
 from tests.support.agents.plain_user import PLAIN_USER, plain_user
 from tests.support.runtime.waiting import until

@@ -16,9 +16,9 @@ from forge.agents.attempts import Attempts, Limits
 from forge.agents.domains import Domains
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.gateways import Gateways
-from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.scaffolds import Scaffolds
-from forge.agents.scoring import Scorer
+from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
+from forge.agents.scoring.scoring import Scorer
 from forge.core.errors import ResourceExhausted
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.credentials import Security

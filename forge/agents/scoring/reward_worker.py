@@ -1,7 +1,7 @@
-"""The worker process of reward functions: `python -m forge.agents.reward_worker`.
+"""The worker process of reward functions: `python -m forge.agents.scoring.reward_worker`.
 
 Owns the calls, one after the other: loads functions, converts their arguments from JSON and their
-rewards to JSON. It leads a process group, which `forge.agents.reward_pool` kills.
+rewards to JSON. It leads a process group, which `forge.agents.scoring.reward_pool` kills.
 
 Frames on stdin and stdout: four bytes of length, big-endian, then a JSON object.
 

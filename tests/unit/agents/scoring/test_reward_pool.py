@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from forge.agents.environments.base import Reward, Transcript
-from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
+from forge.agents.scoring.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.core.errors import ConfigError, ResourceExhausted
 from tests.support.suite.forge_run import wait_for_death
 

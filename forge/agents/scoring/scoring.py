@@ -1,8 +1,8 @@
 """Converts a transcript to reward events.
 
 Owns the combination of the domain's score and the user's reward function, which
-`forge.agents.reward_pool` runs. The trainer adds the components up. Speed is not scored here: the
-gateway records the times, and the trainer compares them.
+`forge.agents.scoring.reward_pool` runs. The trainer adds the components up. Speed is not scored
+here: the gateway records the times, and the trainer compares them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
-from forge.agents.reward_pool import RewardPool
 from forge.agents.rewards import RewardTask
+from forge.agents.scoring.reward_pool import RewardPool
 from forge.client.reward_events import reward_event
 from forge.core.credit.rewards import check_value
 from forge.core.errors import ForgeError, InvalidArgument

@@ -25,7 +25,6 @@ from typing import Any, Final
 import msgspec
 
 from forge.agents.environments.base import Reward, Transcript
-from forge.agents.reward_worker import LENGTH_BYTES, framed
 from forge.agents.rewards import RewardTask
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
 from forge.agents.sandbox.child import (
@@ -40,6 +39,7 @@ from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.sandbox.program_sandbox import REMEDY
+from forge.agents.scoring.reward_worker import LENGTH_BYTES, framed
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
 
@@ -308,7 +308,7 @@ class _Worker:
         # The first process of the sandbox is bubblewrap's.
         parent, user = (1, UNPRIVILEGED_ID) if box else (os.getpid(), 0)
         numbers = (self._limits.memory_bytes, self._limits.processes, parent, user)
-        words = (sys.executable, "-m", "forge.agents.reward_worker", *map(str, numbers))
+        words = (sys.executable, "-m", "forge.agents.scoring.reward_worker", *map(str, numbers))
         memory_bytes, tmp = self._limits.memory_bytes, box.tmp_bytes if box else 0
         self._group = group = self._held.enter_context(
             CONTROL_GROUPS.group(

@@ -1,0 +1,1 @@
+"""Scores of transcripts: reward functions in worker processes, within limits."""
