@@ -48,7 +48,7 @@ from benchmarks.support.drafting_policy import (
     engine,
 )
 from benchmarks.support.report import arguments, keep, show
-from forge.cli.local_run.models import ensure_model
+from forge.cli.local_run.models.models import ensure_model
 from forge.core.prefix_tree import Sample
 from forge.rl.mtp.training import MtpTraining
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED

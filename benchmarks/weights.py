@@ -42,7 +42,7 @@ from benchmarks.support.weight_stream import (
     receive_bytes,
     send_bytes,
 )
-from forge.cli.local_run.models import ensure_model
+from forge.cli.local_run.models.models import ensure_model
 from tests.support.runtime.etcd import EtcdServer
 
 WORKERS = 8

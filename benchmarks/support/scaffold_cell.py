@@ -17,7 +17,7 @@ from rich.console import Console
 
 from forge.cli.local_run.dataset import held_out_tasks, training_tasks
 from forge.cli.local_run.display import RunDisplay
-from forge.cli.local_run.models import ensure_model
+from forge.cli.local_run.models.models import ensure_model
 from forge.cli.local_run.presets import Preset, Settings, merged, preset_for
 from forge.cli.local_run.stack import StackPlan
 from forge.cli.local_run.training_run import run_settings, running

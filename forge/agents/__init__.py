@@ -6,5 +6,5 @@ scaffolds/          agents in the runner's process, and `command` for programs
 launchers/          starts of a program: bare, in bubblewrap, in a container
 sandbox/            containment of programs
 environments/       tasks, episodes and scores of the built-in domains
-rewards.py          the interface of reward functions; reward_pool.py runs them
+rewards.py          the interface of reward functions; scoring/ runs them
 """

@@ -338,7 +338,7 @@ def model_export(
 
     transformers and other engines load the directory; adapters are merged into the weights.
     """
-    from forge.cli.local_run.model_export import export_model
+    from forge.cli.local_run.models.model_export import export_model
 
     kept = export_model(source, out)
     say(f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}")
@@ -357,7 +357,7 @@ def agents(context: typer.Context) -> None:
 
 
 def _model(name: str, seed: int, root: Path) -> None:
-    from forge.cli.local_run.models import ensure_model
+    from forge.cli.local_run.models.models import ensure_model
 
     async def main() -> None:
         path = await ensure_model(name, seed=seed, root=root)

@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from forge.cli.local_run.models import tiny_directory
+from forge.cli.local_run.models.models import tiny_directory
 from tests.support.suite.forge_run import ForgeRun
 
 pytestmark = [

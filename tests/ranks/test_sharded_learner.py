@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge.cli.local_run.kept import read_kept
+from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import ResourceExhausted
 from forge.rl.config import OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch

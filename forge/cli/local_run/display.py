@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.cli.local_run.campaign import CampaignResult, Progress
-from forge.cli.local_run.kept import MeasuredModel
+from forge.cli.local_run.models.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
 from forge.cli.trouble import troubles
 from forge.core.confidence_intervals import change_interval

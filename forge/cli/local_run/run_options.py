@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from forge.cli.local_run.models.run_models import RunModels
 from forge.cli.local_run.presets import CPU, EMBEDDED, Settings, parse_overrides
-from forge.cli.local_run.run_models import RunModels
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
 Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]

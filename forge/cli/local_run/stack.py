@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from forge.cli.local_run.models.served_models import PlannedModels, ServingGroup
 from forge.cli.local_run.presets import EMBEDDED, PROCESSES, Settings
-from forge.cli.local_run.served_models import PlannedModels, ServingGroup
 from forge.cli.local_run.web_console import address
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, NotFound, Unavailable

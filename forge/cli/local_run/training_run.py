@@ -22,14 +22,14 @@ from forge.cli.local_run.display import (
     result_notes,
     result_table,
 )
-from forge.cli.local_run.kept import MeasuredModel, measured_model
 from forge.cli.local_run.model_types import types_line, worker_types
-from forge.cli.local_run.models import ensure_model
+from forge.cli.local_run.models.kept import MeasuredModel, measured_model
+from forge.cli.local_run.models.models import ensure_model
+from forge.cli.local_run.models.served_models import ensured, known
 from forge.cli.local_run.plot import draw, read_evaluations
 from forge.cli.local_run.preflight import preflight
 from forge.cli.local_run.presets import CPU, Preset, Settings, merged, preset_for
 from forge.cli.local_run.run_options import RunOptions
-from forge.cli.local_run.served_models import ensured, known
 from forge.cli.local_run.stack import Stack, StackPlan, default_gateways
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.settings_doctor import disk

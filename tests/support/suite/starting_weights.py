@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from forge.cli.local_run.models import tiny_directory
+from forge.cli.local_run.models.models import tiny_directory
 from services.trainer.starting_weights.tiny import Course, warm_start
 
 

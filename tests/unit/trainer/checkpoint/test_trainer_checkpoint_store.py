@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.cli.local_run.kept import read_kept
+from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import DataLoss, ResourceExhausted
 from forge.rl.parallel.placing import placed
 from forge.v1 import trainer_pb2 as pb

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.cli.local_run.models import ensure_model, tiny_directory
-from forge.cli.local_run.run_models import SERVED, START, RunModels, weights_of
+from forge.cli.local_run.models.models import ensure_model, tiny_directory
+from forge.cli.local_run.models.run_models import SERVED, START, RunModels, weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

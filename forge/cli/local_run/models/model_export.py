@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cli.local_run.kept import MODEL_FILES, PUBLISHED_FILE, KeptModel, read_kept
+from forge.cli.local_run.models.kept import MODEL_FILES, PUBLISHED_FILE, KeptModel, read_kept
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted
 

@@ -2,7 +2,7 @@
 
 Owns the format: the gateway's tables `[models.NAME]`, and for each model that the run serves itself
 `weights` and `seed`. The gateway checks all other fields. Not here: the weights
-(`forge.cli.local_run.served_models`).
+(`forge.cli.local_run.models.served_models`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from forge.cli.local_run.campaign import CampaignResult, Evaluation
 from forge.cli.local_run.display import kept_note, result_table
-from forge.cli.local_run.kept import MeasuredModel, measured_model, read_kept
+from forge.cli.local_run.models.kept import MeasuredModel, measured_model, read_kept
 from forge.cli.main import app
 from forge.core.errors import DataLoss, NotFound
 from forge.core.named_tensor import NamedTensor

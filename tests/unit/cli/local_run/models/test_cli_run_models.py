@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from forge.cli.local_run.models.run_models import RunModels
+from forge.cli.local_run.models.served_models import ServingGroup, ensured, known
 from forge.cli.local_run.presets import EMBEDDED
-from forge.cli.local_run.run_models import RunModels
 from forge.cli.local_run.run_options import RunOptions
-from forge.cli.local_run.served_models import ServingGroup, ensured, known
 from forge.cli.local_run.stack import StackPlan, default_gateways, members
 from forge.cli.local_run.training_run import engine_python
 from forge.cli.rundir import RunDirectory
