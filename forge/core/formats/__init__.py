@@ -1,7 +1,7 @@
 """Formats of reasoning and tool calls in a model's text.
 
-`base` has the contract, `registry` the names. Each format is a module or, where only tags differ, a
-class.
+`base` has the contract, `registry` the names, `parsers` the common parts. Each format is a module
+or, where only tags differ, a class.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import re
 from collections.abc import Sequence
 
 from forge.core.formats.base import CallDelta, Delta, Parser, ReasoningDelta, TextDelta, Tools
-from forge.core.formats.calls import MalformedCall, call_of, outside_strings, read_json_at
-from forge.core.formats.tags import first_tag, held_back
+from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json_at
+from forge.core.formats.parsers.tags import first_tag, held_back
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CONSTRAIN = "<|end|>", "<|constrain|>"

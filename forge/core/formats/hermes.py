@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 
 from forge.core.formats.base import CallDelta, Parser, Tools
-from forge.core.formats.blocks import Block, BlockParser
-from forge.core.formats.calls import MalformedCall, call_of, outside_strings, read_json
+from forge.core.formats.parsers.blocks import Block, BlockParser
+from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

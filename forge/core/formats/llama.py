@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge.core.formats.base import CallDelta, Parser, Tools
-from forge.core.formats.blocks import Block, BlockParser
-from forge.core.formats.calls import MalformedCall, call_of, outside_strings, read_json_at
 from forge.core.formats.hermes import read_call, write_call
-from forge.core.formats.literals import Reader, write_literal
-from forge.core.formats.whole import WholeParser
+from forge.core.formats.parsers.blocks import Block, BlockParser
+from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json_at
+from forge.core.formats.parsers.literals import Reader, write_literal
+from forge.core.formats.parsers.whole import WholeParser
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 
 from forge.core.formats.base import CallDelta, Parser, Tools
-from forge.core.formats.blocks import Block, BlockParser
-from forge.core.formats.calls import MalformedCall, call_of, outside_strings, read_json
 from forge.core.formats.hermes import read_call, write_call
+from forge.core.formats.parsers.blocks import Block, BlockParser
+from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(

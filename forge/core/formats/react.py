@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 
 from forge.core.formats.base import CallDelta, Delta, Parser, TextDelta, Tools
-from forge.core.formats.blocks import Block, BlockParser
-from forge.core.formats.calls import MalformedCall, call_of, outside_strings, read_json
+from forge.core.formats.parsers.blocks import Block, BlockParser
+from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json
 
 ACTION, INPUT, OBSERVATION = "\nAction:", "\nAction Input:", "\nObservation:"
 _CALL = re.compile(r"\s*(?P<name>\S+)[ \t]*\nAction Input:(?P<arguments>.*)", re.DOTALL)

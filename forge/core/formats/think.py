@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge.core.formats.base import Delta, Parser, ReasoningDelta
-from forge.core.formats.tags import held_back
+from forge.core.formats.parsers.tags import held_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,8 @@ from functools import partial
 from typing import Any
 
 from forge.core.formats.base import CallDelta, Parser, Tools
-from forge.core.formats.blocks import Block, BlockParser
-from forge.core.formats.calls import MalformedCall, call_of, typed_arguments, untyped
+from forge.core.formats.parsers.blocks import Block, BlockParser
+from forge.core.formats.parsers.calls import MalformedCall, call_of, typed_arguments, untyped
 
 
 class XmlFormat:

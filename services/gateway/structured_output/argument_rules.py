@@ -2,8 +2,8 @@
 
 Owns the values that a tool's schema allows for each argument. JSON values follow the argument's
 schema. An unescaped text is a string, or a value of another type that it spells and the schema
-allows (`forge.core.formats.calls` has the rule). So a schema is split into texts, listed values,
-and JSON of the other types.
+allows (`forge.core.formats.parsers.calls` has the rule). So a schema is split into texts, listed
+values, and JSON of the other types.
 
 Arguments come in the schema's order, each at most once.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
-from forge.core.formats.calls import read_as, typed, untyped
+from forge.core.formats.parsers.calls import read_as, typed, untyped
 from forge.grammar.answer_grammar import guided
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import OneByOne, lark_escaped, reads_key, spelt

@@ -24,7 +24,7 @@ from forge.core.formats import (
     TextDelta,
     reads_channels,
 )
-from forge.core.formats.tags import first_tag, held_back
+from forge.core.formats.parsers.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.runtime.rpc.routes import joined_routes
 from forge.v1 import common_pb2, inference_pb2

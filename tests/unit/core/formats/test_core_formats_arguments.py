@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.formats import CallDelta, get_format
-from forge.core.formats.calls import typed, untyped
+from forge.core.formats.parsers.calls import typed, untyped
 from tests.support.core.format_samples import read, said
 
 JSON_VALUES = st.recursive(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from forge.core.formats.base import CallDelta, Delta, Parser, TextDelta
-from forge.core.formats.calls import MalformedCall
+from forge.core.formats.parsers.calls import MalformedCall
 
 
 class WholeParser:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forge.core.formats.base import CallDelta, Delta, TextDelta
-from forge.core.formats.calls import MalformedCall
-from forge.core.formats.tags import first_tag, held_back
+from forge.core.formats.parsers.calls import MalformedCall
+from forge.core.formats.parsers.tags import first_tag, held_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from forge.core.formats.calls import MalformedCall
+from forge.core.formats.parsers.calls import MalformedCall
 
 MAX_DEPTH = 64
 _TOKEN = re.compile(

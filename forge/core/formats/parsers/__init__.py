@@ -1,0 +1,1 @@
+"""Parsers that several formats share: tags, blocks of calls, one call, Python's literals."""
