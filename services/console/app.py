@@ -13,18 +13,18 @@ from forge.client.weights import WeightSteering
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import pool_pb2
 from services.console.config import ConsoleConfig
-from services.console.data.closes import Closes
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.overview import Overview
 from services.console.data.queue_view import QueueView
 from services.console.data.services_view import ServicesView
 from services.console.data.steps import Steps
 from services.console.data.tasks_view import TasksView
-from services.console.data.token_texts import TokenTexts
-from services.console.data.token_values import TokenValuesCache
 from services.console.data.topics import News, Poll, Topic
-from services.console.data.trajectory_cache import TrajectoryCache
-from services.console.data.trajectory_list import TrajectoryList
+from services.console.data.trajectories.closes import Closes
+from services.console.data.trajectories.token_texts import TokenTexts
+from services.console.data.trajectories.token_values import TokenValuesCache
+from services.console.data.trajectories.trajectory_cache import TrajectoryCache
+from services.console.data.trajectories.trajectory_list import TrajectoryList
 from services.console.data.weights_view import WeightsView
 from services.console.http.access import Access
 from services.console.http.actions import Actions

@@ -17,7 +17,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
-from services.console.data import trajectory_list
+from services.console.data.trajectories import trajectory_list
 from tests.support.console.browser import LIMIT_MS, chromium, watched
 from tests.support.console.page import Console, served, token_of, write_metrics
 from tests.support.pool.records import make_reward, make_turn

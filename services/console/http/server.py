@@ -23,12 +23,16 @@ from services.console.config import ConsoleConfig
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.tasks_view import TasksView
-from services.console.data.token_rows import MOST_TOKENS, token_rows
-from services.console.data.token_texts import TokenTexts
-from services.console.data.token_values import TokenValuesCache, value_rows
-from services.console.data.trajectory_cache import TrajectoryCache
-from services.console.data.trajectory_list import TrajectoryList, filter_of, whole_number
-from services.console.data.trajectory_page import trajectory_row
+from services.console.data.trajectories.token_rows import MOST_TOKENS, token_rows
+from services.console.data.trajectories.token_texts import TokenTexts
+from services.console.data.trajectories.token_values import TokenValuesCache, value_rows
+from services.console.data.trajectories.trajectory_cache import TrajectoryCache
+from services.console.data.trajectories.trajectory_list import (
+    TrajectoryList,
+    filter_of,
+    whole_number,
+)
+from services.console.data.trajectories.trajectory_page import trajectory_row
 from services.console.http.access import (
     CONTENT,
     COOKIE,

@@ -26,17 +26,17 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig
-from services.console.data.closes import Closes
 from services.console.data.compared_runs import ComparedRuns
 from services.console.data.queue_view import QueueView
 from services.console.data.services_view import service_row
 from services.console.data.steps import Steps
 from services.console.data.tasks_view import TasksView
-from services.console.data.token_texts import TokenTexts
-from services.console.data.token_values import TokenValuesCache
 from services.console.data.topics import News, Poll, Topic
-from services.console.data.trajectory_cache import TrajectoryCache
-from services.console.data.trajectory_list import TrajectoryList
+from services.console.data.trajectories.closes import Closes
+from services.console.data.trajectories.token_texts import TokenTexts
+from services.console.data.trajectories.token_values import TokenValuesCache
+from services.console.data.trajectories.trajectory_cache import TrajectoryCache
+from services.console.data.trajectories.trajectory_list import TrajectoryList
 from services.console.data.weights_view import WeightsView
 from services.console.http.access import Access
 from services.console.http.actions import Actions

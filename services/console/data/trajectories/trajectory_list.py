@@ -13,7 +13,7 @@ from forge.core.errors import InvalidArgument, NotFound
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2
-from services.console.data.rows import summary_row
+from services.console.data.trajectories.rows import summary_row
 
 MOST = 200
 """Trajectories of a list."""

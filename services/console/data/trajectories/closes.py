@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.runtime.concurrency.tasks import first_done
 from forge.v1 import common_pb2, pool_pb2
-from services.console.data.rows import summary_row
 from services.console.data.topics import Cursor, News, Topic, encode
+from services.console.data.trajectories.rows import summary_row
 from services.console.metrics import READS
 
 KEPT = 200

@@ -10,7 +10,7 @@ from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2 as pb
-from services.console.data.token_texts import TokenTexts
+from services.console.data.trajectories.token_texts import TokenTexts
 
 MOST_TOKENS = 20_000
 """Tokens of one answer."""

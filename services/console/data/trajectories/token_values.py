@@ -17,7 +17,7 @@ from typing import Any
 from forge.client.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.errors import ForgeError, NotFound
 from forge.v1 import common_pb2 as pb
-from services.console.data.token_rows import spans_of
+from services.console.data.trajectories.token_rows import spans_of
 
 FRESH_S = 15.0
 """Age at which an answer is read again: the trajectory may have been trained since."""

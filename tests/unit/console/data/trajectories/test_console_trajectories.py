@@ -11,14 +11,18 @@ import pytest
 from forge.client.pool import PoolReader
 from forge.core.errors import InvalidArgument, NotFound
 from forge.v1 import common_pb2 as pb
-from services.console.data import trajectory_list
-from services.console.data.closes import Closes
-from services.console.data.token_rows import token_rows
-from services.console.data.token_texts import TokenTexts
 from services.console.data.topics import START, News
-from services.console.data.trajectory_cache import FRESH_S, TrajectoryCache
-from services.console.data.trajectory_list import TrajectoryList, filter_of, whole_number
-from services.console.data.trajectory_page import messages_of, trajectory_row
+from services.console.data.trajectories import trajectory_list
+from services.console.data.trajectories.closes import Closes
+from services.console.data.trajectories.token_rows import token_rows
+from services.console.data.trajectories.token_texts import TokenTexts
+from services.console.data.trajectories.trajectory_cache import FRESH_S, TrajectoryCache
+from services.console.data.trajectories.trajectory_list import (
+    TrajectoryList,
+    filter_of,
+    whole_number,
+)
+from services.console.data.trajectories.trajectory_page import messages_of, trajectory_row
 from tests.support.console.page import FakePool
 from tests.support.pool.records import make_turn
 

@@ -9,9 +9,14 @@ import pytest
 from forge.client.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.errors import NotFound, Unavailable
 from forge.v1 import common_pb2 as pb
-from services.console.data.token_rows import token_rows
-from services.console.data.token_texts import TokenTexts
-from services.console.data.token_values import FRESH_S, NOT_STORED, TokenValuesCache, value_rows
+from services.console.data.trajectories.token_rows import token_rows
+from services.console.data.trajectories.token_texts import TokenTexts
+from services.console.data.trajectories.token_values import (
+    FRESH_S,
+    NOT_STORED,
+    TokenValuesCache,
+    value_rows,
+)
 from tests.support.console.page import FakeValues, served
 from tests.support.pool.records import make_turn
 

@@ -10,7 +10,7 @@ from typing import Any
 from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import float32_array, int32_array
 from forge.v1 import common_pb2 as pb
-from services.console.data.rows import reward_row, state_name
+from services.console.data.trajectories.rows import reward_row, state_name
 
 MOST_CHARACTERS = 200_000
 """Characters of one message; the rest is left out, and counted."""
