@@ -34,7 +34,7 @@ from forge.runtime.telemetry import configure_logging
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
-from services.inference.worker.weight_follower import WeightFollower
+from services.inference.worker.weights.follower import WeightFollower
 from services.trainer.published.local_ways import LocalWays
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.weight_publisher import Publisher, Snapshot

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from services.inference.worker.frozen_weights import VERSION
+from services.inference.worker.weights.frozen_weights import VERSION
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference, with_heads
 from tests.contract.test_contract_engines import greedy_of

@@ -21,9 +21,9 @@ from services.inference.engines.provider import EngineOptions, KvStoreOptions
 from services.inference.engines.registry import start_both, start_decode, start_prefill
 from services.inference.worker.broken_answers import note_broken
 from services.inference.worker.engine_dtype import computed_type, engine_dtype
-from services.inference.worker.frozen_weights import load_frozen
 from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
-from services.inference.worker.weight_follower import WeightFollower
+from services.inference.worker.weights.follower import WeightFollower
+from services.inference.worker.weights.frozen_weights import load_frozen
 
 _FETCH_KV_SILENCE_S = 30.0
 """Longest silence in a fetch of keys and values; then another worker prefills the request."""

@@ -36,7 +36,7 @@ from forge.runtime.weights import (
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Probe
-from services.inference.worker.weight_follower import WeightFollower
+from services.inference.worker.weights.follower import WeightFollower
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")
 

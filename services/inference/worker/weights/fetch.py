@@ -3,7 +3,7 @@
 Owns manifest, data and their checks. After `silence_s` without data, a cut stream or a damaged
 slice, the next source continues at the first missing slice. If the ranks of the trainer send
 segments, each is fetched from its rank, in the manifest's order. Not here: which version to fetch
-(`weight_follower`).
+(`follower`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from forge.runtime.weights import (
 from forge.runtime.weights.segments import owner_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.worker.local_weights import LocalWeights
 from services.inference.worker.metrics import (
     REFUSED_DELTAS,
     SOURCES_GIVEN_UP,
     VERSIONS,
     WIRE_BYTES,
 )
-from services.inference.worker.weight_assembly import DamagedDelta, WeightAssembly
-from services.inference.worker.weight_relay import WeightRelay
-from services.inference.worker.weight_sources import WeightSources
+from services.inference.worker.weights.assembly import DamagedDelta, WeightAssembly
+from services.inference.worker.weights.local_weights import LocalWeights
+from services.inference.worker.weights.relay import WeightRelay
+from services.inference.worker.weights.sources import WeightSources
 
 MAX_MANIFEST_BYTES = 1 << 30
 _NAMED = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from services.inference.worker.frozen_weights import read_weights
+from services.inference.worker.weights.frozen_weights import read_weights
 
 
 def test_checkpoint_is_read_with_its_draft_heads(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The version that this worker fetches, for other workers while it arrives.
 
 Owns the wait of those workers for the next slice. Not here: the order of sources
-(`weight_sources`), the check of what arrived, which each worker does itself.
+(`sources`), the check of what arrived, which each worker does itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from forge.core.errors import NotFound
 from forge.runtime.weights import GROUP_PARTS, SLICE_BYTES, Part
-from services.inference.worker.weight_assembly import WeightAssembly
+from services.inference.worker.weights.assembly import WeightAssembly
 
 ANNOUNCEMENT_S = 5.0
 """Longest wait for a version that others already know of."""

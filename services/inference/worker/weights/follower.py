@@ -1,7 +1,7 @@
 """Follows the weights announced in etcd: fetches, verifies and swaps them in.
 
 The bytes come from a worker with the announced version, else from the worker above in a tree of all
-workers, which relays them while it fetches, else from the trainer (`weight_fetch`). On any failure
+workers, which relays them while it fetches, else from the trainer (`fetch`). On any failure
 the old version stays in service; each new attempt fetches the newest announced version. A newer one
 interrupts a fetch that has less than half of its data. A version that the engine refuses is not
 fetched again. During a hold the worker serves the held version, even if it is an older one. Keeps
@@ -34,7 +34,6 @@ from forge.runtime.weights import (
 )
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.appearance import Appearance
-from services.inference.worker.local_weights import LocalWeights
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
@@ -42,9 +41,10 @@ from services.inference.worker.metrics import (
     REFUSED_VERSIONS,
     WEIGHT_VERSION,
 )
-from services.inference.worker.weight_fetch import WeightFetch
-from services.inference.worker.weight_relay import WeightRelay
-from services.inference.worker.weight_sources import WeightSources
+from services.inference.worker.weights.fetch import WeightFetch
+from services.inference.worker.weights.local_weights import LocalWeights
+from services.inference.worker.weights.relay import WeightRelay
+from services.inference.worker.weights.sources import WeightSources
 
 
 class Interrupted(Exception):

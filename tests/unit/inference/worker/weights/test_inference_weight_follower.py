@@ -11,7 +11,7 @@ from typing import Any, cast
 from forge.core.errors import Unavailable
 from forge.runtime.serving_groups import starting_in
 from forge.runtime.weights import hold_key
-from services.inference.worker.weight_follower import WeightFollower
+from services.inference.worker.weights.follower import WeightFollower
 
 
 class Peers:
