@@ -23,11 +23,11 @@ from forge.core.errors import FailedPrecondition, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.maintenance import backup
-from services.pool.maintenance.archive import archives_at
-from services.pool.maintenance.archive_restore import restore_archive
-from services.pool.maintenance.restore import restore
-from services.pool.maintenance.scheduled_backups import backups_in
+from services.pool.maintenance.archive.archive import archives_at
+from services.pool.maintenance.archive.archive_restore import restore_archive
+from services.pool.maintenance.backup import backup
+from services.pool.maintenance.backup.restore import restore
+from services.pool.maintenance.backup.scheduled_backups import backups_in
 from services.pool.storage.tables import Table
 from tests.support.pool.account import (
     TURNS,

@@ -14,7 +14,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.maintenance import backup
+from services.pool.maintenance.backup import backup
 from tests.support.pool.damage import flip_served
 from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.coordination import Coordinator
-from services.pool.maintenance.backup import backup
-from services.pool.maintenance.restore import restore
+from services.pool.maintenance.backup.backup import backup
+from services.pool.maintenance.backup.restore import restore
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_turn
 from tests.support.runtime.etcd import EtcdServer

@@ -21,19 +21,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from forge.cli.connection import Connection
 from forge.core.errors import ConfigError, ForgeError
 from forge.v1 import pool_pb2
-from services.pool.maintenance import backup
-from services.pool.maintenance.archive import archive_settled, erase_in_archives, freeable
-from services.pool.maintenance.archive_release import free_archived
-from services.pool.maintenance.archive_restore import restore_archive
-from services.pool.maintenance.backup import room
-from services.pool.maintenance.backup_erasure import erase_in
-from services.pool.maintenance.increments import back_up_changes
+from services.pool.maintenance.archive.archive import archive_settled, erase_in_archives, freeable
+from services.pool.maintenance.archive.archive_release import free_archived
+from services.pool.maintenance.archive.archive_restore import restore_archive
+from services.pool.maintenance.backup import backup
+from services.pool.maintenance.backup.backup import room
+from services.pool.maintenance.backup.backup_erasure import erase_in
+from services.pool.maintenance.backup.increments import back_up_changes
+from services.pool.maintenance.backup.manifests import common_step, read_manifest
+from services.pool.maintenance.backup.restore import restore
+from services.pool.maintenance.backup.scheduled_backups import (
+    back_up_scheduled,
+    newest_of_each_shard,
+)
 from services.pool.maintenance.integrity import Damage
-from services.pool.maintenance.manifests import common_step, read_manifest
 from services.pool.maintenance.repair import OpenCopy, copy_in, repair
 from services.pool.maintenance.replica_copy import copy_at
-from services.pool.maintenance.restore import restore
-from services.pool.maintenance.scheduled_backups import back_up_scheduled, newest_of_each_shard
 from services.pool.storage.environment.file_locks import InUse
 from services.pool.storage.records import Records
 from services.pool.validation import check_erase

@@ -18,7 +18,7 @@ from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, U
 from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
-from services.pool.maintenance.backup import room
+from services.pool.maintenance.backup.backup import room
 from services.pool.metrics import COMPACTIONS
 from services.pool.storage.change_trackers import CompactionLog
 from services.pool.storage.environment.file_locks import (

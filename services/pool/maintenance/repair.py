@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError
 from services.pool.data.repair.record_repair import repair_unit
-from services.pool.maintenance.backup import Progress, check, snapshot
+from services.pool.maintenance.backup.backup import Progress, check, snapshot
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.environment.lmdb_env import opened_alone
 from services.pool.storage.groups.group_index import rebuild

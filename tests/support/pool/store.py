@@ -11,7 +11,7 @@ from services.pool import validation
 from services.pool.data.commands import AppendTurns, Command
 from services.pool.data.reads.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
 from services.pool.data.reads.reads import GroupPage, groups
-from services.pool.maintenance.backup import snapshot
+from services.pool.maintenance.backup.backup import snapshot
 from services.pool.maintenance.integrity import Checker
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table

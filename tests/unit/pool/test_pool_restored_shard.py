@@ -16,8 +16,8 @@ from forge.core.errors import Unavailable
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import restored_shard
-from services.pool.maintenance.backup import backup
-from services.pool.maintenance.restore import restore
+from services.pool.maintenance.backup.backup import backup
+from services.pool.maintenance.backup.restore import restore
 from services.pool.metrics import TRAINED_SINCE_BACKUP
 from services.pool.restored_shard import FILE, TrainersStep, note_restored, watch_restored
 from services.pool.store import PoolStore

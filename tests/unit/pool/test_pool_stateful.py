@@ -31,7 +31,7 @@ from services.pool.data.commands import (
 )
 from services.pool.data.removal.freeing import Freed
 from services.pool.data.writes.store_groups import fence_of
-from services.pool.maintenance import backup
+from services.pool.maintenance.backup import backup
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.storage.change_log import changes_after

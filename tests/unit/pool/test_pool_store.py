@@ -18,7 +18,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.data.commands import AppendTurns
-from services.pool.maintenance import backup
+from services.pool.maintenance.backup import backup
 from services.pool.storage.keys import trajectory_key
 from services.pool.storage.tables import Table
 from tests.support.pool.records import make_group, make_reward, make_turn

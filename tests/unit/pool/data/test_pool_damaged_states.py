@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from forge.core.errors import DataLoss, FailedPrecondition, NotFound
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.maintenance.backup import backup, check
+from services.pool.maintenance.backup.backup import backup, check
 from services.pool.maintenance.repair import copy_in, repair
 from services.pool.storage.groups.settled_index import settled_after
 from services.pool.storage.keys import group_key

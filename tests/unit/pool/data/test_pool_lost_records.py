@@ -13,7 +13,7 @@ from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
-from services.pool.maintenance import backup
+from services.pool.maintenance.backup import backup
 from services.pool.storage.keys import queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
 from services.pool.storage.tables import Table

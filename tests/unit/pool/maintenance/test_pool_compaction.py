@@ -12,7 +12,8 @@ import pytest
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
-from services.pool.maintenance import backup, compaction
+from services.pool.maintenance import compaction
+from services.pool.maintenance.backup import backup
 from services.pool.maintenance.compaction import Compactor
 from services.pool.storage.environment.file_locks import data_kept
 from services.pool.storage.environment.lmdb_env import Environment

@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import ConfigError
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool.maintenance.backup import backup
+from services.pool.maintenance.backup.backup import backup
 from services.pool.maintenance.repair import copy_in, repair
 from services.pool.storage.environment.file_locks import InUse, lock_directory
 from services.pool.storage.keys import (

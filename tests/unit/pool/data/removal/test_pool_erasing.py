@@ -14,8 +14,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks
 from services.pool.data.removal.erasing import Erased, tasks_with
 from services.pool.data.repair.record_repair import repair_unit
-from services.pool.maintenance import backup
-from services.pool.maintenance.backup_erasure import erase_in
+from services.pool.maintenance.backup import backup
+from services.pool.maintenance.backup.backup_erasure import erase_in
 from services.pool.storage.keys import group_key
 from services.pool.storage.record_copies import copied_records, units_of
 from services.pool.storage.records import Records

@@ -14,7 +14,7 @@ from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.actors.writer import Writer
 from services.pool.data.commands import AppendTurns, MarkOrphans, SetGroupStates
-from services.pool.maintenance.backup import check
+from services.pool.maintenance.backup.backup import check
 from services.pool.storage.keys import trajectory_key
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

@@ -14,7 +14,7 @@ from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.maintenance.backup import backup, check
+from services.pool.maintenance.backup.backup import backup, check
 from services.pool.maintenance.index_integrity import index_damage
 from services.pool.maintenance.repair import copy_in, repair
 from services.pool.service import begin_scan

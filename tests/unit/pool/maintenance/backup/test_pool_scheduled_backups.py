@@ -10,13 +10,13 @@ import pytest
 
 from forge.core.errors import FailedPrecondition
 from forge.v1 import pool_pb2
-from services.pool.maintenance import scheduled_backups
 from services.pool.maintenance.__main__ import main
-from services.pool.maintenance.backup import HalfCopy, backup
-from services.pool.maintenance.backup_erasure import erase_in
-from services.pool.maintenance.increments import is_increment
-from services.pool.maintenance.restore import restore
-from services.pool.maintenance.scheduled_backups import (
+from services.pool.maintenance.backup import scheduled_backups
+from services.pool.maintenance.backup.backup import HalfCopy, backup
+from services.pool.maintenance.backup.backup_erasure import erase_in
+from services.pool.maintenance.backup.increments import is_increment
+from services.pool.maintenance.backup.restore import restore
+from services.pool.maintenance.backup.scheduled_backups import (
     Scheduled,
     back_up_scheduled,
     backups_in,

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
-from services.pool.maintenance.backup import Progress, backup, check, room, shard_name
-from services.pool.maintenance.increments import MAX_CHAIN, back_up_changes
+from services.pool.maintenance.backup.backup import Progress, backup, check, room, shard_name
+from services.pool.maintenance.backup.increments import MAX_CHAIN, back_up_changes
+from services.pool.maintenance.backup.manifests import Manifest, read_manifest
 from services.pool.maintenance.integrity import Damage
-from services.pool.maintenance.manifests import Manifest, read_manifest
 from services.pool.storage.environment.file_locks import unfinished
 
 

@@ -29,7 +29,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import content_page, group_page
 from services.pool.data.repair.record_repair import is_whole
-from services.pool.maintenance.backup import refuse_half_copy
+from services.pool.maintenance.backup.backup import refuse_half_copy
 from services.pool.storage.environment.file_locks import sync_directory
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.groups.group_records import intact_state

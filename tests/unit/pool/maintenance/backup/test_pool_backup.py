@@ -13,8 +13,8 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.data.reads.query import query
-from services.pool.maintenance import backup
-from services.pool.maintenance.restore import restore
+from services.pool.maintenance.backup import backup
+from services.pool.maintenance.backup.restore import restore
 from services.pool.storage.change_log import Change, change_key
 from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key

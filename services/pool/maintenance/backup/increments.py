@@ -22,7 +22,7 @@ import lmdb
 import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
-from services.pool.maintenance.backup import (
+from services.pool.maintenance.backup.backup import (
     AHEAD_BYTES,
     COPY_BYTES,
     Progress,
@@ -31,7 +31,7 @@ from services.pool.maintenance.backup import (
     refuse_half_copy,
     snapshot,
 )
-from services.pool.maintenance.manifests import (
+from services.pool.maintenance.backup.manifests import (
     Manifest,
     manifest_of,
     read_manifest,

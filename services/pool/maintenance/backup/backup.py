@@ -27,8 +27,8 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from services.pool.maintenance.backup.manifests import manifest_of, write_manifest
 from services.pool.maintenance.integrity import Checker, Damage
-from services.pool.maintenance.manifests import manifest_of, write_manifest
 from services.pool.storage.environment.file_locks import (
     DATA,
     LOCK,

@@ -16,9 +16,14 @@ from forge.core.errors import ConfigError, DataLoss
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
-from services.pool.maintenance import archive
-from services.pool.maintenance.archive import Archived, archive_settled, archives_at, freeable
-from services.pool.maintenance.archive_restore import restore_archive
+from services.pool.maintenance.archive import archive
+from services.pool.maintenance.archive.archive import (
+    Archived,
+    archive_settled,
+    archives_at,
+    freeable,
+)
+from services.pool.maintenance.archive.archive_restore import restore_archive
 from services.pool.store import PoolStore
 from tests.support.pool.records import damage, make_group, make_reward, make_turn
 from tests.support.pool.store import (

@@ -15,8 +15,8 @@ from forge.core.errors import FailedPrecondition
 from forge.v1 import pool_pb2
 from services.pool.data.commands import EraseTasks
 from services.pool.data.removal.erasing import Erased, erase, tasks_with
-from services.pool.maintenance.backup import Progress, compact, shard_name
-from services.pool.maintenance.manifests import draw_new_id
+from services.pool.maintenance.backup.backup import Progress, compact, shard_name
+from services.pool.maintenance.backup.manifests import draw_new_id
 from services.pool.storage.environment.lmdb_env import opened_alone
 from services.pool.storage.erasures import put_purged, unpurged_erasure
 from services.pool.storage.records import Records

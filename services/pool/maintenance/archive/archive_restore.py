@@ -8,8 +8,8 @@ from pathlib import Path
 from forge.core.errors import ConfigError, ForgeError
 from services.pool.data.commands import Command, ImportGroup, StageRecords
 from services.pool.data.moving import CONTENT
-from services.pool.maintenance.archive import Archive, Entry, Group, archives_at
-from services.pool.maintenance.backup import check, new_directory
+from services.pool.maintenance.archive.archive import Archive, Entry, Group, archives_at
+from services.pool.maintenance.backup.backup import check, new_directory
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.environment.file_locks import LOCK
 from services.pool.storage.tables import Key, Table

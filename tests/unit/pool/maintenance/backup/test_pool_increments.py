@@ -13,17 +13,17 @@ import pytest
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups
-from services.pool.maintenance import increments
-from services.pool.maintenance.backup import backup
-from services.pool.maintenance.backup_erasure import erase_in
-from services.pool.maintenance.increments import CHANGES, back_up_changes
-from services.pool.maintenance.manifests import (
+from services.pool.maintenance.backup import increments
+from services.pool.maintenance.backup.backup import backup
+from services.pool.maintenance.backup.backup_erasure import erase_in
+from services.pool.maintenance.backup.increments import CHANGES, back_up_changes
+from services.pool.maintenance.backup.manifests import (
     Manifest,
     common_step,
     read_manifest,
     write_manifest,
 )
-from services.pool.maintenance.restore import restore
+from services.pool.maintenance.backup.restore import restore
 from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table

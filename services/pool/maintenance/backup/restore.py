@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge.core.errors import ConfigError
-from services.pool.maintenance.backup import (
+from services.pool.maintenance.backup.backup import (
     Progress,
     check,
     copy_file,
     new_directory,
     snapshot,
 )
-from services.pool.maintenance.increments import is_increment, write_restored
+from services.pool.maintenance.backup.increments import is_increment, write_restored
+from services.pool.maintenance.backup.manifests import manifest_of
 from services.pool.maintenance.integrity import Damage
-from services.pool.maintenance.manifests import manifest_of
 from services.pool.restored_shard import note_restored
 from services.pool.storage.environment.file_locks import DATA, LOCK, set_hand_over_mark
 from services.pool.storage.environment.lmdb_env import opened_alone

@@ -1,0 +1,1 @@
+"""Archives of settled groups: written, restored, and released from the shard."""
