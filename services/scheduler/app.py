@@ -16,8 +16,8 @@ from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.leadership.term import Term
-from services.scheduler.pool_shards import PoolShards, ShardScans
 from services.scheduler.service import AUDITED, FULL_NAME, SCOPES, SchedulerServicer
+from services.scheduler.shards.pool_shards import PoolShards, ShardScans
 
 ELECTION = "scheduler"
 TERM_ERROR_KEY = "term_error"

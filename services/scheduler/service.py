@@ -20,10 +20,10 @@ from forge.runtime.security.issued_tokens import renew
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import validation
-from services.scheduler.batch_groups import fitting, lost_trajectories, with_summaries
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.group_listing import list_groups
-from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.groups.batch_groups import fitting, lost_trajectories, with_summaries
+from services.scheduler.groups.group_listing import list_groups
+from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.rollout_leases import rollout_lease
 from services.scheduler.state import messages as m

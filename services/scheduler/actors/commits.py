@@ -15,8 +15,8 @@ from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.scheduler.group_look_up import ask_with_look_up
-from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.groups.group_look_up import ask_with_look_up
+from services.scheduler.shards.pool_shards import Change, PoolShards
 from services.scheduler.state import messages as m
 from services.scheduler.state.draining_runners import (
     ApplyDrains,

@@ -15,7 +15,7 @@ from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages import CheckExpired, Report, SettleRollouts
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
-from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import Change, PoolShards
 from services.scheduler.state.messages import StoreFinalStates
 
 RETRY_S = 2.0

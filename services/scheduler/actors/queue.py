@@ -21,7 +21,7 @@ from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
-from services.scheduler.pool_shards import Change
+from services.scheduler.shards.pool_shards import Change
 from services.scheduler.state import messages as m
 from services.scheduler.state import removal_messages as r
 from services.scheduler.state.draining_runners import (

@@ -24,9 +24,9 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler import metrics
 from services.scheduler.actors.lost_shards import LostShards
-from services.scheduler.group_moves import GroupMoves, chunks_by_target
-from services.scheduler.pool_shards import PoolShards
-from services.scheduler.shard_membership import ShardMembership
+from services.scheduler.shards.group_moves import GroupMoves, chunks_by_target
+from services.scheduler.shards.pool_shards import PoolShards
+from services.scheduler.shards.shard_membership import ShardMembership
 from services.scheduler.state.removal_messages import (
     DeclareShardLost,
     FindMovable,

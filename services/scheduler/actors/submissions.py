@@ -17,8 +17,8 @@ from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.scheduler.group_look_up import ask_with_look_up
-from services.scheduler.pool_shards import PoolShards, gathered
+from services.scheduler.groups.group_look_up import ask_with_look_up
+from services.scheduler.shards.pool_shards import PoolShards, gathered
 from services.scheduler.state.messages import AddGroups, FindNew, ReserveIndices, Submit
 from services.scheduler.validation import digest_of
 

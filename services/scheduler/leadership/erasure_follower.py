@@ -14,7 +14,7 @@ from forge.core.queue.groups import ERASED
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.erased_groups import NoteErased
 
 FOLLOW_S = 2.0

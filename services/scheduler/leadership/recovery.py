@@ -27,7 +27,7 @@ from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Leadership
 from forge.runtime.telemetry import log
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
-from services.scheduler.pool_shards import Floors, PoolShards, gathered
+from services.scheduler.shards.pool_shards import Floors, PoolShards, gathered
 from services.scheduler.term_record import TermRecord
 
 _REMIND_S = 10.0

@@ -21,7 +21,7 @@ from forge.core.errors import FailedPrecondition, ForgeError
 from forge.core.queue.groups import Phase
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.pool_shards import ShardScans
+from services.scheduler.shards.pool_shards import ShardScans
 from services.scheduler.state.left_out_groups import LeftOut, left_out
 from services.scheduler.state.stored_group import StoredGroup, stored_group
 

@@ -34,13 +34,13 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.shard_removals import ShardRemovals
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.group_moves import GroupMoves
 from services.scheduler.leadership import recovery
 from services.scheduler.leadership.erasure_follower import ErasureFollower
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
-from services.scheduler.pool_shards import PoolShards
-from services.scheduler.shard_membership import ShardMembership
+from services.scheduler.shards.group_moves import GroupMoves
+from services.scheduler.shards.pool_shards import PoolShards
+from services.scheduler.shards.shard_membership import ShardMembership
 from services.scheduler.state.messages import (
     Connect,
     GetStatus,

@@ -10,7 +10,7 @@ from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.groups import ANY, Abilities
 from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
-from services.scheduler.pool_shards import Change
+from services.scheduler.shards.pool_shards import Change
 from services.scheduler.state.left_out_groups import LeftOut
 from services.scheduler.state.stored_group import StoredGroup
 

@@ -2,7 +2,7 @@
 
 Owns that bound and the questions to the pool about groups beyond it. Such a group counts, but only
 the pool has its record: duplicate submissions, late reports and repeated commits look it up there.
-Lists (`services.scheduler.group_listing`) and rewinds read it there, too.
+Lists (`services.scheduler.groups.group_listing`) and rewinds read it there, too.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
-from services.scheduler.pool_shards import Change
+from services.scheduler.shards.pool_shards import Change
 from services.scheduler.state.domain_progress import Progress, outcome_of
 from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.dynamic_sampling import EqualRewards

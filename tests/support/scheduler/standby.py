@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from forge.core.errors import Unavailable
 from forge.v1 import pool_pb2
 from services.pool.store import PoolStore
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.domain_progress import Progress
 from tests.support.pool.servicer import make_servicer
 

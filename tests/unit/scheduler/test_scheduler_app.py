@@ -18,7 +18,7 @@ from services.scheduler import app
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership import term
-from services.scheduler.pool_shards import Floors
+from services.scheduler.shards.pool_shards import Floors
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import TERM_KEY
 from tests.support.runtime.waiting import until

@@ -12,7 +12,7 @@ from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.leadership.term import Term
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from tests.support.runtime.unused import unused
 
 

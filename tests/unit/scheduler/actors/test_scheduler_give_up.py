@@ -12,8 +12,8 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.pool_shards import PoolShards
 from services.scheduler.service import SchedulerServicer
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state import messages as m
 from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task

@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.leadership import recovery
 from services.scheduler.leadership.recovery import ANY, wait_for_shards
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from tests.support.runtime.waiting import settle
 
 

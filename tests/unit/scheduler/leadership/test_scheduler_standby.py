@@ -19,7 +19,7 @@ from services.pool.store import PoolStore
 from services.scheduler.leadership import standby
 from services.scheduler.leadership.recovery import register_shards
 from services.scheduler.leadership.standby import ShardCopies
-from services.scheduler.pool_shards import ShardScans
+from services.scheduler.shards.pool_shards import ShardScans
 from services.scheduler.state.stored_group import StoredGroup
 from tests.support.pool.records import make_group, make_reward
 from tests.support.pool.store import change, put_groups, reward, seal, set_states

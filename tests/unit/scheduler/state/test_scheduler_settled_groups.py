@@ -16,8 +16,8 @@ from forge.core.errors import (
 )
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
-from services.scheduler.group_listing import list_groups
-from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.groups.group_listing import list_groups
+from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.state import messages as m
 from services.scheduler.state.left_out_groups import LeftOut
 from tests.support.scheduler.cluster import make_task

@@ -12,7 +12,7 @@ from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import Change, PoolShards
 from tests.support.runtime.unused import unused
 
 

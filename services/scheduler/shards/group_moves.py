@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from forge.core.errors import Conflict, DataLoss, Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.term_record import Move, OwnRecord
 
 MOVE_GROUPS = 64

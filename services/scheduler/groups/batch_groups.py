@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.v1 import common_pb2, scheduler_pb2
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state import messages as m
 
 MAX_ANSWER_BYTES = 4 << 20

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages import (
     FindNew,
     LocateRollouts,

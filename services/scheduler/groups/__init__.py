@@ -1,0 +1,1 @@
+"""Groups in answers: with their trajectories, by tag, and those that only the pool has."""

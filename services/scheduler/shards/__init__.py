@@ -1,0 +1,1 @@
+"""The pool shards of a scheduler: calls, membership, and moves of groups between them."""
