@@ -81,7 +81,7 @@ def taken_on_the_day(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
     def on(day: float) -> None:
         for module in ("backup", "increments"):
             monkeypatch.setattr(
-                f"services.pool.maintenance.{module}.time.time", lambda: day * DAY_S
+                f"services.pool.maintenance.backup.{module}.time.time", lambda: day * DAY_S
             )
 
     return on
