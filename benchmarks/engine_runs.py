@@ -9,7 +9,8 @@ second one has for each step the mean reward, and the mean difference of log-pro
 and trainer on the freshest tokens of the batch (the staleness of these in brackets): at staleness 0
 both computed with the same weights.
 
-A run that has ended under ROOT/engine-runs is not run again. The engine vllm runs in the
+The first table is printed after each run. A run that has ended under ROOT/engine-runs is not run
+again, and one that was cut short continues. The engine vllm runs in the
 environment of `make engine-vllm`.
 """
 
@@ -81,20 +82,19 @@ class EngineRun:
 def main() -> None:
     """Runs what has not ended yet; prints the tables."""
     options = _options()
-    runs = [
-        _run(options, engine=engine, seed=seed)
-        for seed in options.seeds
-        for engine in options.engines
-    ]
     # Rows of a Markdown table do not wrap.
     console = Console(width=_WIDTH)
-    console.print(_summary(runs))
+    runs: list[EngineRun] = []
+    numbers: dict[str, float] = {}
+    for seed in options.seeds:
+        for engine in options.engines:
+            runs.append(_run(options, engine=engine, seed=seed))
+            numbers |= runs[-1].numbers()
+            # After each run: the next one may be cut short.
+            console.print(_summary(runs))
+            keep(numbers, options.json)
     for seed in options.seeds:
         console.print(_by_step([run for run in runs if run.seed == seed]))
-    numbers: dict[str, float] = {}
-    for run in runs:
-        numbers |= run.numbers()
-    keep(numbers, options.json)
 
 
 def _run(options: argparse.Namespace, *, engine: str, seed: int) -> EngineRun:
