@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from forge.client.operator import Operator
+from forge.client.rollout_tables import note_tables
 from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.core.routes import RouteShape
@@ -63,7 +64,7 @@ from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.reporting.sinks import make_sinks
+from services.trainer.reporting.sinks import make_sinks, rollout_tables
 from services.trainer.service import AUDITED, FULL_NAME, SCOPES, TrainerServicer
 from services.trainer.weight_publisher import Publisher, Superseded
 
@@ -105,6 +106,7 @@ class TrainerApp:
         watch_gpus(self._context, device=self._config.device)
         lineage = await self._elected()
         self._context.metadata["dtype"] = computed_type(self._config)
+        await note_tables(self._context.coordinator, rollout_tables(self._config))
         actors = self._context.actors
         copies = await self._fetched_copies(lineage)
         store = CheckpointStore(Path(self._config.checkpoint.dir), self._retention)

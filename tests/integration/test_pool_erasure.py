@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from etcd3aio.kv import KVService, prefix_range_end
 
+from forge.client.rollout_tables import note_tables
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
@@ -91,10 +92,12 @@ async def test_erasure_reaches_files_of_both_replicas_and_backups(
     shard: ReplicatedShard,
     etcd: EtcdServer,
     cluster: str,
+    coordinator: Coordinator,
     tmp_path: Path,
 ) -> None:
     """The absent replica still has the prompt when the command ends, which says so; it erases on
-    its return. A repeated erasure finds nothing. Late turns are refused."""
+    its return. A repeated erasure finds nothing. Late turns are refused. Noted
+    trackers are named."""
 
     async def two_copies() -> bool:
         return (await shard.leader())[1].metadata.get("copies") == "2"
@@ -122,8 +125,15 @@ async def test_erasure_reaches_files_of_both_replicas_and_backups(
     shard.start()
     await until(lambda: not files_with(MARKER, follower.data_dir))
     await until(two_copies)
+    assert "not erased" not in output
+    places = ["project a of Trackio", "project b of Weights & Biases"]
+    await asyncio.gather(*(note_tables(coordinator, [place]) for place in reversed(places)))
     code, output = await forge_pool("erase", "--task", "of-alice", *at)
     assert code == 0, output
+    said = [
+        f"not erased: the tables of rollouts in {place}; delete its runs there" for place in places
+    ]
+    assert output.splitlines()[-2:] == said
     assert "s0: 0 groups, 0 trajectories, 0 turns, 0 rewards erased" in output
     assert output.count(": purged") == 2
     await assert_refused(client)

@@ -264,7 +264,8 @@ def erase(
 
     Prompts, answers, rewards, payloads, tags and users go, also from free pages: each file is
     rewritten. An absent replica erases when it returns; the exit code is then 1. Task ids, counts
-    and digests stay. Erase in each kept backup and archive, and delete exports yourself.
+    and digests stay. Erase in each kept backup and archive, and delete exports yourself. Tables of
+    rollouts in Weights & Biases and Trackio are named, not erased.
 
     [dim]forge pool erase --user alice[/dim]
     """

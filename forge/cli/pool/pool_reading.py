@@ -32,6 +32,7 @@ from forge.cli.options import SystemOptions
 from forge.cli.pool.token_value_rows import ValuedRows, Values
 from forge.cli.pool.trajectory_view import TrajectoryView
 from forge.client.pool import PoolReader
+from forge.client.rollout_tables import known_tables
 from forge.client.token_values import TokenValuesReader
 from forge.core.errors import NotFound
 from forge.v1 import common_pb2, pool_pb2
@@ -202,9 +203,11 @@ async def compact_shard(system: SystemOptions, shard: str, directory: Path) -> N
 async def erase_trajectories(
     system: SystemOptions, wanted: pool_pb2.EraseTrajectoriesRequest
 ) -> None:
-    """Erases on every shard; exits with 1 if a file may still have erased bytes."""
+    """Erases on every shard, and names trackers that may have the rollouts; exits with 1 if a file
+    may still have erased bytes."""
     pending = False
-    async with _reader(system.resolved()) as reader:
+    async with system.resolved().open() as (coordinator, channels):
+        reader = PoolReader(coordinator, channels)
         async for shard in reader.erase(wanted):
             say(
                 f"{shard.pool_shard}: {shard.groups} groups, {shard.trajectories} trajectories, "
@@ -214,6 +217,8 @@ async def erase_trajectories(
                 pending = pending or bool(replica.pending)
                 state = f"pending: {replica.pending}" if replica.pending else "purged"
                 say(f"  {replica.data_dir or 'the other replica'}: {state}")
+        for place in await known_tables(coordinator):
+            say(f"not erased: the tables of rollouts in {place}; delete its runs there")
     if pending:
         raise typer.Exit(PENDING)
 

@@ -42,6 +42,16 @@ def make_sinks(config: TrainerConfig) -> list[Sink]:
     return sinks
 
 
+def rollout_tables(config: TrainerConfig) -> list[str]:
+    """Where tables of rollouts go, which an erasure in the pool does not reach."""
+    projects = {"Weights & Biases": config.wandb_project, "Trackio": config.trackio_project}
+    return [
+        f"project {project} of {tracker}"
+        for tracker, project in projects.items()
+        if project and config.logged_rollouts
+    ]
+
+
 def scalars(metrics: Message) -> dict[str, float]:
     """All numbers of a step or evaluation by path, without the step, which is the axis."""
     values: dict[str, float] = {}

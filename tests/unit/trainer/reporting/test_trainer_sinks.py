@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
 from services.trainer.reporting.queued_sink import QueuedSink
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
+from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, rollout_tables, scalars
 from tests.support.pool.records import make_turn
 from tests.support.runtime.disks import full_beyond
 from tests.support.runtime.waiting import until_blocking
@@ -244,6 +245,16 @@ def test_failing_sink_is_one_line_and_stops_nothing(tmp_path: Path) -> None:
         run.close_sinks()
     assert [line["event"] for line in logged] == ["metrics_not_written"]
     assert run.step == 3
+
+
+def test_trackers_with_rollouts_are_named() -> None:
+    """An erasure does not reach these; curves have no prompt."""
+    config = TrainerConfig(model_path="m", wandb_project="w", trackio_project="t")
+    places = rollout_tables(replace(config, logged_rollouts=1))
+    assert places == ["project w of Weights & Biases", "project t of Trackio"]
+    assert rollout_tables(config) == []
+    board = TrainerConfig(model_path="m", logged_rollouts=1, tensorboard_dir="x")
+    assert rollout_tables(board) == []
 
 
 @pytest.mark.parametrize(
