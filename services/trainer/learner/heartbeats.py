@@ -1,10 +1,11 @@
-"""Signs of life between ranks of several hosts, through the store of their group.
+"""Signs of life between ranks: through the store of their group under torchrun, else by files.
 
-Owns the threads that send and observe them. A host that vanishes closes no connection, so an
-exchange with its ranks would wait without end, and a trainer that waits for a batch has no exchange
-at all. Rank 0 observes all ranks, and each other rank observes rank 0; a rank ends its process when
-a heartbeat is missing. It ends abruptly: its thread may be in an exchange, which nothing
-interrupts.
+Owns the threads that send and observe them. A frozen process and a host that vanishes close no
+connection, so an exchange with their ranks would wait without end, and a trainer that waits for a
+batch has no exchange at all. Under torchrun rank 0 observes all ranks, and each other rank observes
+rank 0; a rank ends its process when a heartbeat is missing. It ends abruptly: its thread may be in
+an exchange, which nothing interrupts. Without torchrun rank 0 is the parent of the others: it kills
+the silent one, and learns of that as of any death.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -67,6 +71,51 @@ class Heartbeats:
             if missing is not None and not self._stopped.is_set():
                 silent = self._others[missing]
                 end_rank(f"rank {silent} sent no heartbeat for {LOST_S:.0f} s", rank=self._rank)
+
+
+class ChildHeartbeats:
+    """Rank 0's watch over its child processes; `stop` ends it."""
+
+    def __init__(self, files: Sequence[Path], *, on_lost: Callable[[int], None]) -> None:
+        """`files`: those that ranks 1 and up touch; `on_lost` gets the rank that is silent."""
+        self._files = files
+        self._on_lost = on_lost
+        self._silence = Silence(len(files), now_s=time.monotonic())
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="heartbeats", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            now_s = time.monotonic()
+            self._silence.heard([_touched(file) for file in self._files], now_s=now_s)
+            missing = self._silence.lost(now_s=now_s)
+            if missing is not None and not self._stopped.is_set():
+                # The others end as a consequence.
+                self._on_lost(missing + 1)
+                return
+
+
+def keep_touching(file: Path) -> None:
+    """Touch a file on a thread of its own, until it is removed: the heartbeat of a child."""
+
+    def work() -> None:
+        while file.exists():
+            with suppress(FileNotFoundError):
+                os.utime(file)
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=work, name="heartbeats", daemon=True).start()
+
+
+def _touched(file: Path) -> bytes:
+    try:
+        return str(file.stat().st_mtime_ns).encode()
+    except FileNotFoundError:
+        return b""
 
 
 class Silence:

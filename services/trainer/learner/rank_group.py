@@ -34,6 +34,7 @@ from services.trainer.learner.heartbeats import end_rank
 _FOREVER = timedelta(days=3650)
 """A rank of a group waits for its next order without a limit; heartbeats notice a lost rank."""
 _LOOK_S = 0.05
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _JOINED: list[bool] = []
 """Not empty once this process has joined a group of torchrun, which has one group."""
 
@@ -71,10 +72,23 @@ def announcement(meeting: Path, rank: int) -> Path:
 def join(meeting: Path, config: TrainerConfig, *, rank: int) -> tuple[World, Store]:
     """Join the ranks of this host at the file `meeting`. Raises `RuntimeError` after `join_s`."""
     announcement(meeting, rank).touch()
+    with _on_loopback():
+        return _group(config, FileStore(str(meeting), config.ranks), rank=rank, local_rank=rank)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Context in which gloo listens on loopback: ranks of a host accept any connection, so never on
+    the address of the host's name. Other parts of the process keep its environment."""
+    before = os.environ.get(_INTERFACE)
     if sys.platform == "linux":
-        # Ranks of a host accept any connection: never on the address of the host's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return _group(config, FileStore(str(meeting), config.ranks), rank=rank, local_rank=rank)
+        os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
+        if before is not None:
+            os.environ[_INTERFACE] = before
 
 
 def join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
@@ -90,7 +104,7 @@ def join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
         limit = timedelta(seconds=meeting.limit_s)
         kept, rank, ranks = next(rendezvous("env://", timeout=limit))
         store = own_store(kept, meeting, ranks=ranks)
-        meeting.awaits = "connections between them are missing; see GLOO_SOCKET_IFNAME"
+        meeting.awaits = f"connections between them are missing; see {_INTERFACE}"
         world, store = _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
         # NCCL connects in the first exchange, for which one rank may load its weights much longer.
         store.set_timeout(_FOREVER)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.checkpoint.files import named_tensors
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.heartbeats import Heartbeats
+from services.trainer.learner.heartbeats import LOST_S, ChildHeartbeats, Heartbeats, keep_touching
 from services.trainer.learner.model_replica import (
     Capture,
     ModelReplica,
@@ -79,12 +78,14 @@ class Ranks:
         self._folder: Path | None = None
         self._saves = 0
         self._closed = False
-        self._heartbeats: Heartbeats | None = None
+        self._heartbeats: Heartbeats | ChildHeartbeats | None = None
+        self._silent = ""
+        """The error of a child that was ended because it was silent."""
         if under_torchrun():
             self.world, self._store = join_torchrun(config)
             self._heartbeats = _heartbeats(self.world, self._store)
         else:
-            self._start(config)
+            self._heartbeats = ChildHeartbeats(self._start(config), on_lost=self._end_silent)
         log.info(
             "ranks_started",
             ranks=self.world.shape.ranks,
@@ -99,7 +100,8 @@ class Ranks:
             ranks = self.world.shape.ranks
             self.segments = SegmentRanks(self._store, ranks=ranks, lost=self._lost)
 
-    def _start(self, config: TrainerConfig) -> None:
+    def _start(self, config: TrainerConfig) -> list[Path]:
+        """Return the files that the processes touch."""
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
         meeting = self._folder / "meeting"
         # Not forked: torch's threads and autograd do not survive a fork.
@@ -116,6 +118,12 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        return [announcement(meeting, rank) for rank in range(1, config.ranks)]
+
+    def _end_silent(self, rank: int) -> None:
+        self._silent = f"rank {rank} failed: it sent no heartbeat for {LOST_S:.0f} s"
+        log.error("rank_silent", rank=rank, limit_s=LOST_S)
+        self._processes[rank - 1].kill()
 
     def _await(self, meeting: Path, *, limit_s: float) -> None:
         """Wait until all ranks are about to join: `join` itself notices a dead rank late."""
@@ -177,6 +185,8 @@ class Ranks:
     def _cause(self) -> str:
         """The error of the rank that failed first, or the exit code of a dead one; "" if neither
         is known."""
+        if self._silent:
+            return self._silent
         if self._store.check([_FAILURE]):
             failure: str = self._store.get(_FAILURE).decode()
             return f"{failure}; details are in its log; the other ranks ended as a consequence"
@@ -221,7 +231,13 @@ def follow_torchrun(config: TrainerConfig) -> None:
 
 def _follow_here(rank: int, config: TrainerConfig, meeting: Path) -> None:
     """The main function of a child process."""
-    _follow(config, partial(join, meeting, config, rank=rank))
+
+    def join_others() -> tuple[World, Store]:
+        joined = join(meeting, config, rank=rank)
+        keep_touching(announcement(meeting, rank))
+        return joined
+
+    _follow(config, join_others)
 
 
 def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]]) -> None:

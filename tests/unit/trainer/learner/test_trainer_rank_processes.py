@@ -28,7 +28,7 @@ from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.learner import rank_group, rank_processes
+from services.trainer.learner import heartbeats, rank_group, rank_processes
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.learner.rank_group import Meeting, own_store
 from tests.support.rl.models import make_sample, tiny_model
@@ -38,13 +38,14 @@ from tests.support.trainer.learners import started_learner
 
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
 LISTENERS = """
-import sys, psutil
+import os, sys, psutil
 from pathlib import Path
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.rank_group import join
 join(Path(sys.argv[1]), TrainerConfig(), rank=0)
 found = psutil.Process().net_connections()
 print([each.laddr.ip for each in found if each.status == "LISTEN"])
+print(os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
@@ -132,7 +133,8 @@ def test_rank_that_ends_at_start_fails_the_start(
     reason="unshare is not permitted here",
 )
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
-    """They accept any connection, and gloo would listen on the address of the host's name."""
+    """They accept any connection, and gloo would listen on the address of the host's name. Other
+    parts of the process keep the interface of its environment."""
     hosts = tmp_path / "hosts"
     hosts.write_text("192.0.2.7 far\n127.0.0.1 localhost\n")
     network = "ip link set lo up && ip address add 192.0.2.7/24 dev lo && hostname far"
@@ -142,8 +144,9 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "eth7"},
     )
-    assert listeners.stdout == "['127.0.0.1']\n"
+    assert listeners.stdout == "['127.0.0.1']\neth7\n"
 
 
 def test_restarted_ranks_ignore_the_store_of_those_before() -> None:
@@ -257,3 +260,21 @@ def test_lost_rank_ends_the_step_not_the_run(pair: LearnerActor) -> None:
     pair.started()
     pair.receive(Restore())
     step(pair, 1)
+
+
+def test_frozen_rank_ends_the_step_not_the_run(
+    pair: LearnerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP closes no connection: the silent rank is killed, and the actor crashes as for a dead
+    one."""
+    assert pair._ranks is not None
+    (process,) = pair._ranks._processes
+    assert process.pid is not None
+    step(pair, 0)
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(heartbeats, "LOST_S", 0.1)
+    with pytest.raises(rank_processes.RankFailed, match="rank 1 failed: it sent no heartbeat"):
+        for seed in range(2):
+            step(pair, seed)
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
