@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from forge.cli.deploy.inventory.inventory import Host, Inventory
-from forge.cli.deploy.inventory.kinds import KINDS, RANKS, Instance, env_name
+from forge.cli.deploy.inventory.kinds import KINDS, RANK_PORT, RANKS, Instance, env_name
 from forge.runtime.security.tls import is_loopback
+
+_PORT = "FORGE_PORT"
 
 
 def contradictions(inventory: Inventory) -> Iterator[str]:
@@ -74,12 +76,34 @@ def _ranks(inventory: Inventory) -> Iterator[str]:
             "checkpoints = '' is not allowed with trainer-rank on several hosts: name a directory "
             "that all of them mount"
         )
+    for host in hosts:
+        yield from _rank_ports(inventory, host)
     tables = {"": inventory.settings, **{f"hosts.{one.name}.": one.settings for one in hosts}}
     for prefix, table in tables.items():
         if "ranks" in table.get("trainer", {}):
             yield (
                 f"{prefix}settings.trainer.ranks is not allowed with trainer-rank: it follows from "
                 "the hosts; remove it"
+            )
+
+
+def _rank_ports(inventory: Inventory, host: Host) -> Iterator[str]:
+    """Ranks that publish serve at consecutive ports, which may reach those of other services."""
+    settings = (host.settings.get("trainer", {}), inventory.settings.get("trainer", {}))
+    published = next((one["publish_from"] for one in settings if "publish_from" in one), "")
+    own = host.env.get(RANKS, {}).get(_PORT, "")
+    first = int(own) if own.isdigit() else RANK_PORT
+    if published != "ranks" or not first:
+        return
+    for one in (each for each in host.instances if each.kind != RANKS):
+        chosen = host.env.get(env_name(one), {}).get(_PORT, "")
+        port = int(chosen) if chosen.isdigit() else one.ports.get("grpc", 0)
+        if first <= port < first + host.ranks:
+            yield (
+                f"hosts.{host.name}.services.trainer-rank = {host.ranks} is not allowed with "
+                f"publish_from = 'ranks': its ports from {first} on reach {port} of {one.unit}; "
+                f"set {_PORT} to the first of {host.ranks} free ones in "
+                f"[hosts.{host.name}.env.trainer-rank]"
             )
 
 

@@ -119,6 +119,8 @@ KINDS: Mapping[str, Kind] = {
 ETCD, BACKUP, RANKS = "etcd", "pool-backup", "trainer-rank"
 """Not counted in an inventory: etcd has one member a host, `backup` gives each shard a timer, and
 the ranks of a host are one unit."""
+RANK_PORT = 7250
+"""Of rank 0 in its unit. With `publish_from = "ranks"` rank N of a host serves N ports further."""
 MEETING_PORT = 29400
 """At which the ranks of all hosts meet, on the host with rank 0."""
 MAY_END = "forge-feed@"

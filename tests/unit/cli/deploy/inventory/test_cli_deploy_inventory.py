@@ -22,6 +22,7 @@ address = '10.0.0.2'
 gpus = {gpus}
 services = {{ trainer-rank = {ranks} }}
 """
+PUBLISHING_RANKS = "\n[settings.trainer]\npublish_from = 'ranks'\n"
 EXAMPLE = Path(forge.cli.deploy.__file__).with_name("example.toml")
 
 
@@ -162,6 +163,12 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
             "hosts.alpha.gpus = 1 is not allowed: 2 workers, trainers and ranks take one each",
         ),
         (
+            HOST + SERVICES + "trainer-rank = 12\nagents = 1" + PUBLISHING_RANKS,
+            "trainer-rank = 12 is not allowed with publish_from = 'ranks': its ports from 7250 on "
+            "reach 7261 of forge-agents@1.service; set FORGE_PORT to the first of 12 free ones in "
+            "[hosts.alpha.env.trainer-rank]",
+        ),
+        (
             HOST + SERVICES + "trainer-rank = 2\n[settings.trainer]\nranks = 2",
             "settings.trainer.ranks is not allowed with trainer-rank: it follows from the hosts",
         ),
@@ -192,6 +199,19 @@ def test_wrong_inventory_is_one_line(text: str, line: str) -> None:
     """It names the file, the key, the value and what to do."""
     (found,) = errors_of(text)
     assert found.startswith("cluster.toml") and line in found
+
+
+def test_ports_of_ranks_that_reach_no_other_service_are_right() -> None:
+    """Few ranks, ranks elsewhere, a runner elsewhere, or weights from rank 0 alone."""
+    many = HOST + SERVICES + "trainer-rank = 12\nagents = 1"
+    moved = "[hosts.alpha.env.{name}]\nFORGE_PORT = '{port}'\n"
+    for text in (
+        HOST + SERVICES + "trainer-rank = 11\nagents = 1" + PUBLISHING_RANKS,
+        many + PUBLISHING_RANKS + moved.format(name="trainer-rank", port=17250),
+        many + PUBLISHING_RANKS + moved.format(name="agents-1", port=7200),
+        many,
+    ):
+        assert read(text).rank_hosts[0].ranks > 10
 
 
 def test_every_mistake_of_an_inventory_has_its_line() -> None:
