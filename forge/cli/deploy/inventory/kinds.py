@@ -85,9 +85,12 @@ KINDS: Mapping[str, Kind] = {
         http_port=8000,
         reads_model=True,
     ),
-    # An upgrade needs no drain of its own: its rollouts may end during the stop.
     "agents": Kind(
-        unit="forge-agents", service="agents", ports=(726, 926), credential="agents-token"
+        unit="forge-agents",
+        service="agents",
+        ports=(726, 926),
+        credential="agents-token",
+        drains=True,
     ),
     "feed": Kind(
         unit="forge-feed",

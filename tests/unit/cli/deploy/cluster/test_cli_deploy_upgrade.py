@@ -72,8 +72,8 @@ def is_command_of(step: Step, host: str, words: Sequence[str]) -> bool:
 
 
 def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifest]) -> None:
-    """Standbys before leaders; workers are drained, one of each role at a time; a host swaps before
-    its first unit; etcd is not restarted."""
+    """Standbys before leaders; workers and runners are drained, one of each role at a time; a host
+    swaps before its first unit; etcd is not restarted."""
     steps = steps_of(manifests)
     restarts = [(one.host, *one.units) for one in steps if one.action == "restart"]
     assert restarts == [
@@ -95,7 +95,7 @@ def test_upgrade_rolls_pools_first_and_leaders_last(manifests: dict[str, Manifes
         ("beta", "forge-pool-backup@pool-1.timer"),
     ]
     assert [one.kind for one in steps if one.action == "drain"] == [
-        *("prefill", "decode", "decode")
+        *("prefill", "decode", "decode", "agents")
     ]
     actions = [one.action for one in steps]
     assert actions[:3] == ["copy", "copy", "swap"] and actions[-1] == "roles"
@@ -232,7 +232,7 @@ def test_failed_drain_stops_nothing(manifests: dict[str, Manifest], tmp_path: Pa
     cluster = hosts.cluster(tmp_path)
     upgrade = Upgrade(cluster, lambda _: None)
     assert upgrade.run(upgrade.plan())
-    assert len(cluster.notes) == 3
+    assert len(cluster.notes) == 4
 
 
 def test_host_without_the_release_stops_the_upgrade_before_its_begin(
