@@ -261,12 +261,20 @@ class MeshShape:
     dp_shard: int = 1
     """Data groups within a copy that shard its parameters; each computes other trees."""
     cp: int = 1
-    """Ranks that compute each tree together."""
+    """Ranges of each tree, computed by different ranks."""
+    tp: int = 1
+    """Ranks that compute every token of a range together: each has a part of the heads, of the
+    inner channels and of the experts."""
 
     @property
     def ranks(self) -> int:
         """Size of the world."""
-        return self.dp_replicate * self.dp_shard * self.cp
+        return self.data_groups * self.group_ranks
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of a data group: they compute the same trees."""
+        return self.cp * self.tp
 
     @property
     def data_groups(self) -> int:
@@ -275,14 +283,14 @@ class MeshShape:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds only a part of the parameters. With `dp_shard = 1` each rank has
-        all of them, and the group can retry a batch after a shortage of memory."""
-        return self.dp_shard > 1
+        """Whether a rank holds only a part of the parameters. With `dp_shard = 1` and `tp = 1` each
+        rank has all of them, and the group can retry a batch after a shortage of memory."""
+        return self.dp_shard > 1 or self.tp > 1
 
     @property
     def shards(self) -> int:
         """Ranks over which a copy of the parameters is divided."""
-        return self.dp_shard * self.cp if self.sharded else 1
+        return self.dp_shard * self.cp * self.tp if self.sharded else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,13 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
@@ -115,6 +115,16 @@ def _in_matrix_type(module: nn.Module, *given: Any, **named: Any) -> Any:
         for name, one in parameters.items()
         if one.dtype != (kind := matrix_type(one))
     }
-    if rounded:
-        return functional_call(module, rounded, given, named)
-    return type(module).forward(module, *given, **named)
+    with with_parameters(module, rounded):
+        return type(module).forward(module, *given, **named)
+
+
+@contextmanager
+def with_parameters(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Context in which some parameters of a module have other values."""
+    kept = {name: module._parameters[name] for name in values}
+    module._parameters.update(values)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)

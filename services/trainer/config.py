@@ -222,8 +222,9 @@ class TrainerConfig(ServiceConfig):
     is on."""
     publish_from: Literal["rank_0", "ranks"] = "rank_0"
     """Where published weights are held: all at rank 0, or a part of equal size at each rank, which
-    sends it to workers. The latter needs mesh.dp_shard above 1, workers that reach the gRPC port of
-    each rank (port plus its number on its host), and workers of this release or later."""
+    sends it to workers. The latter needs mesh.dp_shard or mesh.tp above 1, workers that reach the
+    gRPC port of each rank (port plus its number on its host), and workers of this release or
+    later."""
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
     """Newest published versions that stay in host memory, each as large as the model: those that
     `forge weights rollback` can return to."""
@@ -235,7 +236,8 @@ class TrainerConfig(ServiceConfig):
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""
     compile_layers: bool = False
-    """Compile layers for merged trees: GPU, dense, with autocast, no adapters or mesh.dp_shard."""
+    """Compile layers for merged trees: GPU, dense, with autocast, no adapters, mesh.dp_shard or
+    mesh.tp."""
     token_budget: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: Annotated[int, Meta(ge=1)] = 256
@@ -285,14 +287,25 @@ class TrainerConfig(ServiceConfig):
         self._check_teacher()
         if self.publish_from == "ranks" and not self.mesh_shape.sharded:
             raise InvalidArgument(
-                "publish_from = ranks is not allowed with mesh.dp_shard = 1: every rank then has "
-                "all weights, and rank 0 publishes them"
+                "publish_from = ranks is not allowed with mesh.dp_shard = 1 and mesh.tp = 1: every "
+                "rank then has all weights, and rank 0 publishes them"
             )
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
             raise InvalidArgument(
                 f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "
-                f"{self.mesh.dp_shard}: it steps whole tensors; use adamw"
+                f"{self.mesh.dp_shard} and mesh.tp = {self.mesh.tp}: it steps whole tensors; use "
+                "adamw"
             )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """What ranks with a part of each layer do not divide."""
+        for name, value in (("lora.rank", self.lora.rank), ("mtp.heads", self.mtp.heads)):
+            if value and self.mesh.tp > 1:
+                raise InvalidArgument(
+                    f"{name} = {value} is not allowed with mesh.tp = {self.mesh.tp}: it is whole "
+                    "on every rank; use mesh.dp_shard and mesh.cp"
+                )
 
     def _check_advantages(self) -> None:
         algorithm, advantages = self.objective.algorithm, self.advantages

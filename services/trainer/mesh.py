@@ -21,23 +21,27 @@ class MeshSettings:
     """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
     computes other trees. 1: every rank holds all of them."""
     cp: Annotated[int, Meta(ge=0)] = 0
-    """Ranks that compute each tree together; 0: as many as remain."""
+    """Ranges of each tree, computed by different ranks; 0: as many as there are ranks left."""
+    tp: Annotated[int, Meta(ge=1)] = 1
+    """Ranks that compute every token together and divide each layer, by heads, inner channels and
+    experts. Neighbors: keep them on one host. 1: each computes whole layers."""
     join_s: Annotated[float, Meta(gt=0)] = 300.0
     """Longest time until all ranks have met; then the start fails, and the supervisor repeats
     it."""
 
     def shape(self, ranks: int) -> MeshShape:
         """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""
-        data = self.dp_replicate * self.dp_shard
+        data = self.dp_replicate * self.dp_shard * self.tp
         shape = MeshShape(
             dp_replicate=self.dp_replicate,
             dp_shard=self.dp_shard,
             cp=self.cp or max(1, ranks // data),
+            tp=self.tp,
         )
         if shape.ranks != ranks:
             raise InvalidArgument(
                 f"mesh.dp_replicate = {self.dp_replicate}, mesh.dp_shard = {self.dp_shard}, "
-                f"mesh.cp = {self.cp} is not allowed with {ranks} ranks: the mesh has "
-                f"{shape.ranks}"
+                f"mesh.cp = {self.cp}, mesh.tp = {self.tp} is not allowed with {ranks} ranks: "
+                f"the mesh has {shape.ranks}"
             )
         return shape

@@ -51,7 +51,7 @@ class Share:
 def share_of(trees: Sequence[TreeBatch], policy: TreePolicy) -> Share:
     """The share of this rank in the trees of a batch, which `policy.arranged` returned."""
     world = policy.world
-    if world.shape.data_groups == 1:
+    if world.shape.data_groups == 1 and not world.shape.sharded:
         return Share(trees=tuple((tree, 0) for tree in trees))
     rounds = rounds_of(trees, policy)
     return Share(

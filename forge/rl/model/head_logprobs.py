@@ -236,10 +236,10 @@ def edge_values(
 
 def edge_columns(
     backbone: BackboneOutput,
-    logits_RV: Tensor | None,
-    weight_VC: Tensor,
     head: HeadRows,
     *,
+    logits_RV: Tensor | None,
+    weight_VC: Tensor,
     logits: Logits = PLAIN,
     value_head: nn.Linear | None = None,
     entropy_gradient: bool = False,

@@ -38,6 +38,7 @@ from forge.rl.model.capabilities import attention_channels as attention_channels
 from forge.rl.model.forked_states import fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
 from forge.rl.model.replay import Replay, start_replay
+from forge.rl.model.shared_rows import shared_columns
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
     gather_edges,
@@ -113,7 +114,13 @@ class TreePolicy:
         """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
         world does. Raises like `sharding.shard`, which explains `narrow`."""
         self.world, self.group = world, world.tree
-        if world.mesh is not None:
+        if world.parts is not None:
+            reason = self.undividable or ("its layers are recurrent" if self._forked else "")
+            if reason:
+                raise InvalidArgument(
+                    f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
+                )
+        if world.meshes is not None:
             shard(self._entry, world, narrow=narrow)
 
     def run(self, compute: Callable[[], T]) -> T:
@@ -136,7 +143,7 @@ class TreePolicy:
 
     @property
     def undividable(self) -> str:
-        """Why several ranks cannot share a tree; "" if they can."""
+        """Why several ranks cannot share a tree, or its tokens; "" if they can."""
         return f"it is trained sequence by sequence, since {self.unmerged}" if self.unmerged else ""
 
     @property
@@ -244,7 +251,7 @@ class TreePolicy:
             if not self.world.shape.sharded:
                 sum_gradients(self.model.parameters(), everyone)
             if self.balance is not None:
-                self.balance.value = self.world.total(self.balance.value, self.device)
+                self.balance.value = self.world.over_tokens(self.balance.value, self.device)
             if self.value_head is not None:
                 sum_gradients(self.value_head.parameters(), everyone)
 
@@ -311,8 +318,9 @@ class TreePolicy:
             self.balance.sum_over(group, earlier=earlier)
         if self.states is not None:
             self.states.gather(group)
-        logprobs_E = gather_edges(self._with_balance(output), mine, group)
-        return logprobs_E, gather_edges(output.entropy_E, mine, group)
+        edges_E = mine.part.edges_E
+        logprobs_E = gather_edges(self._with_balance(output), edges_E, mine.edges, group)
+        return logprobs_E, gather_edges(output.entropy_E, edges_E, mine.edges, group)
 
     def _spans(self, batch: TreeBatch, group: dist.ProcessGroup) -> list[Span]:
         return rank_spans(
@@ -354,16 +362,16 @@ class TreePolicy:
                 inputs["position_ids"] = part.positions_L.to(self.device)[None]
                 inputs["tree"] = tree_input(part, prefix, forked=self._forked)
                 backbone = self._backbone(inputs, normed=self.states is not None)
-        columns_E, entropy_E = edge_columns(
-            backbone,
-            logits_RV,
-            weight_of(self.model),
-            head,
+        columns = partial(
+            edge_columns,
+            logits_RV=logits_RV,
+            weight_VC=weight_of(self.model),
             logits=self._logits,
             value_head=self.value_head,
             entropy_gradient=self.entropy_gradient,
             backbone_type=self.autocast,
         )
+        columns_E, entropy_E = shared_columns(columns, backbone, head, self.world.parts)
         if self.states is not None and backbone.normed_LC is not None and count:
             self.states.keep(part, backbone.normed_LC)
         if self.replay is not None and passed is not None and count:

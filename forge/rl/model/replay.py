@@ -87,7 +87,7 @@ class Replay:
     def stats(self, world: World, device: torch.device) -> ReplayStats:
         """The counts over all ranks; all of them call it. Ranks that share a tree compare the same
         tokens, so gaps are summed over data groups."""
-        counts = [world.total(one, device) for one in self._counts.tolist()]
+        counts = [world.over_tokens(one, device) for one in self._counts.tolist()]
         compared, gap, free = (world.summed(one, device) for one in self._gaps.tolist())
         tokens, replayed, changed, choices, changed_choices = map(int, counts)
         return ReplayStats(

@@ -108,20 +108,25 @@ class _Exchanged(torch.autograd.Function):
         return key, value, None
 
 
-def gather_edges(values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
-    """[E] gathered from all ranks; each rank differentiates its own part.
+def gather_edges(
+    values_e: Tensor, edges_e: Tensor | slice, count: int, group: dist.ProcessGroup
+) -> Tensor:
+    """[E] of `count` edges, gathered from all ranks, each with the edges `edges_e`; each rank
+    differentiates its own part.
 
     Correct only if every rank computes the same loss from the result.
     """
-    out: Tensor = _Edges.apply(values_e, part, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Edges.apply(values_e, edges_e, count, group)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Edges(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
-        ctx.edges = part.part.edges_E.to(values_e.device)
-        all_E = values_e.new_zeros((part.edges, *values_e.shape[1:]))
+    def forward(
+        ctx: Any, values_e: Tensor, edges_e: Tensor | slice, count: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.edges = edges_e.to(values_e.device) if isinstance(edges_e, Tensor) else edges_e
+        all_E = values_e.new_zeros((count, *values_e.shape[1:]))
         all_E[ctx.edges] = values_e
         all_reduce(all_E, group)
         return all_E
@@ -129,7 +134,7 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_E: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_E[ctx.edges], None, None
+        return grad_E[ctx.edges], None, None, None
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -5,10 +5,15 @@ parameters runs. A layer is one unit: it is gathered for its forward and again f
 Embedding, last norm and head are the unit of the entry, gathered once per pass, since tied weights
 must be in one unit. Gradients are summed, not averaged: the loss of a pass is already its part of
 the loss of the whole batch.
+
+With parts (`forge.rl.parallel.tensor_parallel`) layers are divided by transformers' plan first, and
+sharded over the ranks of one part. The unit of the entry is sharded over all ranks: each has the
+gradient of its share of tokens and logit rows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,14 +21,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.core.errors import InvalidArgument
 from forge.rl.numerics import wide_modules
-from forge.rl.parallel.world import World
+from forge.rl.parallel.tensor_parallel import Division
+from forge.rl.parallel.world import World, whole
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 NEEDED = ("reset_iter_state", "set_reduce_scatter_unused_params")
 """Methods of FSDPModule that torch 2.11 lacks."""
@@ -63,7 +71,13 @@ class Entry(nn.Module):
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformers model."""
-    return [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    return [*named_layers(model).values()]
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a transformers model by name."""
+    named = model.named_modules()
+    return {name: one for name, one in named if isinstance(one, GradientCheckpointingLayer)}
 
 
 def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> None:
@@ -72,20 +86,24 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
     `narrow` is the type in which layers are gathered, None: that of their parameters; routers,
     embedding, last norm and head keep theirs. Gradients are summed in the parameters' own type.
     Every rank must have the same parameters. Raises `InvalidArgument` for a model without layers
-    that transformers marks, and with a torch that lacks `NEEDED`.
+    that transformers marks, one that parts cannot divide, and with a torch that lacks `NEEDED`.
     """
-    assert world.mesh is not None, "a mesh that shards"
+    assert world.meshes is not None, "a mesh that shards"
+    meshes, shape = world.meshes, world.shape
+    setting = f"tp = {shape.tp}" if shape.tp > 1 else f"dp_shard = {shape.dp_shard}"
     if not all(hasattr(FSDPModule, name) for name in NEEDED):
         raise InvalidArgument(
-            f"dp_shard = {world.shape.dp_shard} is not allowed with torch {torch.__version__}: "
+            f"{setting} is not allowed with torch {torch.__version__}: "
             f"it has no FSDPModule.{' and no '.join(NEEDED)}, as torch 2.13 has"
         )
     layers = layers_of(entry.model)
     if not layers:
         raise InvalidArgument(
-            f"dp_shard = {world.shape.dp_shard} is not allowed: {type(entry.model).__name__} has "
+            f"{setting} is not allowed: {type(entry.model).__name__} has "
             "no layers that can be gathered one by one"
         )
+    if meshes.parts is not None:
+        divide(entry.model, meshes.parts)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     of_layers = policy
     if narrow is not None:
@@ -94,16 +112,32 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
         head = entry.model.get_output_embeddings()  # type: ignore[operator]
         for router in wide_modules(entry.model):
             if router is not head:
-                fully_shard(router, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
+                fully_shard(
+                    router, mesh=meshes.layers, mp_policy=policy, reshard_after_forward=True
+                )
     for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=of_layers, reshard_after_forward=True)
-    fully_shard(entry, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mesh=meshes.layers, mp_policy=of_layers, reshard_after_forward=True)
+    fully_shard(entry, mesh=meshes.outside, mp_policy=policy, reshard_after_forward=False)
     for module in entry.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             # A rank whose trees use no token of an expert still takes part in its sum.
             module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the layers of a model over the parts of a mesh; logs what stays whole. Raises
+    `InvalidArgument` for a model that cannot be divided."""
+    division = Division(model, named_layers(model), mesh.size())
+    if division.whole_experts:
+        log.warning(
+            "mesh.tp = %d does not divide the experts of %s, which every part computes: %s",
+            mesh.size(),
+            type(model).__name__,
+            division.whole_experts,
+        )
+    division.apply(mesh)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -122,21 +156,27 @@ def as_sharded(values: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], largest: float) -> float:
-    """Scale gradients down to the norm `largest`; returns the norm before. Norms of sharded and of
-    whole gradients are combined."""
+    """Scale gradients down to the norm `largest`; returns the norm before. Norms of gradients that
+    are whole, and of those sharded over different meshes, are combined."""
     trained = [one for one in parameters if one.grad is not None]
-    sharded = [one for one in trained if isinstance(one.grad, DTensor)]
-    if not sharded:
+    parts = _alike(trained)
+    if len(parts) == 1 and not isinstance(trained[0].grad, DTensor):
         return float(torch.nn.utils.clip_grad_norm_(trained, largest))
-    whole = [one for one in trained if not isinstance(one.grad, DTensor)]
-    norms = [torch.nn.utils.get_total_norm([_grad(one) for one in sharded])]
-    if whole:
-        norms.append(torch.nn.utils.get_total_norm([_grad(one) for one in whole]))
-    sizes = [float(one.full_tensor() if isinstance(one, DTensor) else one) for one in norms]
-    norm = math.hypot(*sizes)
-    for part in (sharded, whole):
+    norms = [torch.nn.utils.get_total_norm([_grad(one) for one in part]) for part in parts]
+    norm = math.hypot(*(float(whole(one)) for one in norms))
+    for part in parts:
         torch.nn.utils.clip_grads_with_norm_(part, largest, torch.tensor(norm))
     return norm
+
+
+def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters by the division of their gradients; kernels for several tensors take one kind."""
+    found: dict[Any, list[Tensor]] = {}
+    for one in parameters:
+        grad = _grad(one)
+        kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        found.setdefault(kind, []).append(one)
+    return [*found.values()]
 
 
 def _grad(parameter: Tensor) -> Any:

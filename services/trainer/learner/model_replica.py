@@ -157,11 +157,7 @@ class ModelReplica:
                 check_policy(policy)
             except InvalidArgument as error:
                 raise ConfigError(f"{name}: {error}") from error
-            if policy.undividable and self._world.tree is not None:
-                raise ConfigError(
-                    f"mesh.cp = {self._world.shape.cp} is not allowed for {policy.family}: "
-                    f"{policy.undividable}. Use mesh.dp_shard"
-                )
+            self._check_sharing(policy)
         if self._teacher is not None:
             check_teacher(
                 self._teacher,
@@ -169,6 +165,16 @@ class ModelReplica:
                 teacher_path=Path(self._config.teacher_path),
                 model_path=self._model_path,
             )
+
+    def _check_sharing(self, policy: TreePolicy) -> None:
+        """Ranges of a tree, and parts of layers, need merged trees."""
+        shape = self._world.shape
+        for name, count in (("cp", shape.cp), ("tp", shape.tp)):
+            if policy.undividable and count > 1:
+                raise ConfigError(
+                    f"mesh.{name} = {count} is not allowed for {policy.family}: "
+                    f"{policy.undividable}. Use mesh.dp_shard"
+                )
 
     def obey(self, order: Order) -> Any:
         """Carry out an order."""

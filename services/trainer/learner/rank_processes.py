@@ -93,6 +93,7 @@ class Ranks:
             dp_replicate=self.world.shape.dp_replicate,
             dp_shard=self.world.shape.dp_shard,
             cp=self.world.shape.cp,
+            tp=self.world.shape.tp,
         )
         self.segments: SegmentRanks | None = None
         """The ranks that hold segments of the published weights; None: rank 0 holds all."""
@@ -147,7 +148,7 @@ class Ranks:
     def send_parts(self, orders: Sequence[Order]) -> None:
         """Send to each other rank the order of its data group. Raises `RankFailed`."""
         shape = self.world.shape
-        by_rank = [None, *(orders[rank // shape.cp] for rank in range(1, shape.ranks))]
+        by_rank = [None, *(orders[rank // shape.group_ranks] for rank in range(1, shape.ranks))]
         self._broadcast(_Scattered())
         with self.together(), lost_ranks():
             dist.scatter_object_list([None], by_rank, src=0)

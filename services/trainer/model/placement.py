@@ -35,7 +35,7 @@ def compile_for_trees(model: Any, *, autocast: torch.dtype | None, sharded: bool
         if autocast is None:
             raise InvalidArgument("it needs autocast = 'bfloat16'")
         if sharded:
-            raise InvalidArgument("it was not tried with mesh.dp_shard above 1")
+            raise InvalidArgument("it was not tried with mesh.dp_shard or mesh.tp above 1")
         compile_layers(model)
     except InvalidArgument as error:
         raise ConfigError(f"compile_layers = true is not allowed: {error}") from None

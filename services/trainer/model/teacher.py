@@ -35,8 +35,9 @@ def check_teacher(
         )
     if policy.world.shape.sharded and teacher.way != policy.way:
         raise ConfigError(
-            f"{name} with mesh.dp_shard = {policy.world.shape.dp_shard}: teacher and policy "
-            "compute trees in different ways, so ranks would wait for each other"
+            f"{name} with mesh.dp_shard = {policy.world.shape.dp_shard} and mesh.tp = "
+            f"{policy.world.shape.tp}: teacher and policy compute trees in different ways, so "
+            "ranks would wait for each other"
         )
 
 

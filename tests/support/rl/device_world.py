@@ -26,7 +26,7 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
-from forge.rl.parallel.world import World, whole
+from forge.rl.parallel.world import ShardMeshes, World, whole
 from services.trainer.checkpoint.shards import copy_shards, fill, write_shards
 from tests.support.rl.models import tiny_model
 from tests.support.rl.worlds import samples
@@ -63,7 +63,8 @@ def supply_missing() -> None:
 
 def world_of(device: torch.device) -> World:
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("shards",))
-    return World(shape=OneShard(), everyone=dist.group.WORLD, mesh=mesh)
+    meshes = ShardMeshes(layers=mesh, outside=mesh)
+    return World(shape=OneShard(), everyone=dist.group.WORLD, meshes=meshes)
 
 
 def learner_of(

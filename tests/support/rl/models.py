@@ -25,6 +25,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -35,6 +37,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -43,6 +47,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
@@ -138,11 +143,8 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
                     first_k_dense_replace=1,
                 )
             )
-        case "mamba":  # a state instead of attention
-            mamba = MambaConfig(
-                vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2
-            )
-            model = MambaForCausalLM(mamba)
+        case "glm4_moe_lite" | "phi3" | "mamba":
+            model = _further_model(family)
         case "falcon_h1":  # attention beside Mamba 2 in each layer
             falcon = FalconH1Config(
                 **SHAPE,
@@ -177,6 +179,23 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
         if name.endswith("inv_freq"):  # some releases of transformers multiply it by fp32 positions
             buffer.data = buffer.to(torch.float32)
     return model
+
+
+def _further_model(family: str) -> Any:
+    """A state instead of attention, or a tensor-parallel plan with styles of its own: for joined
+    products, and for latent keys."""
+    if family == "mamba":
+        return MambaForCausalLM(
+            MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
+        )
+    if family == "phi3":
+        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+        return Phi3ForCausalLM(Phi3Config(**SHAPE, **ids))
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6, "num_key_value_heads": 4}
+    parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "n_routed_experts": 4}
+    return Glm4MoeLiteForCausalLM(
+        Glm4MoeLiteConfig(**{**SHAPE, **EXPERTS, **latent, **parts}, pad_token_id=None)
+    )
 
 
 @contextmanager
@@ -223,6 +242,7 @@ def wide_norms() -> Iterator[None]:
             modeling_mistral.MistralRMSNorm,
             modeling_gpt_oss.GptOssRMSNorm,
             modeling_deepseek_v3.DeepseekV3RMSNorm,
+            modeling_glm4_moe_lite.Glm4MoeLiteRMSNorm,
         ):
             patch.setattr(norm, "forward", forward)
         patch.setattr(Tensor, "float", as_wide)

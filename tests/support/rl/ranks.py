@@ -5,7 +5,8 @@ of loss and gradients}. All ranks compute a case, and one of them compares it. T
 of one process that has imported what is slow to import and has not yet used autograd, which does
 not survive a fork. A collective costs more than the model, so each shape, each family and each way
 to run short of memory is computed once, and their products only with `--all`. Two further forks
-shard the parameters (`tests.support.rl.worlds`).
+shard the parameters (`tests.support.rl.worlds`), and two divide layers
+(`tests.support.rl.part_worlds`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tests.support.rl.models import (
     tiny_model,
     wide_norms,
 )
+from tests.support.rl.part_worlds import PARTS, run_part
 from tests.support.rl.short_memory import memory_for
 from tests.support.rl.worlds import SHARDS, run_shard
 
@@ -260,6 +262,7 @@ def main() -> None:
     import_all()
     with tempfile.TemporaryDirectory() as folder:
         results, sharded = Path(folder, "results"), Path(folder, "sharded")
+        divided = Path(folder, "divided")
         fork = multiprocessing.get_context("fork")
         ranks = [
             *(
@@ -269,6 +272,10 @@ def main() -> None:
             *(
                 fork.Process(target=run_shard, args=(rank, f"{folder}/shards", str(sharded)))
                 for rank in range(SHARDS)
+            ),
+            *(
+                fork.Process(target=run_part, args=(rank, f"{folder}/parts", str(divided)))
+                for rank in range(PARTS)
             ),
         ]
         for each in ranks:
@@ -281,7 +288,8 @@ def main() -> None:
             for rank in range(RANKS)
             for case, error in json.loads(Path(f"{results}-{rank}").read_text()).items()
         }
-        print(json.dumps(found | json.loads(sharded.read_text())))
+        further = [json.loads(one.read_text()) for one in (sharded, divided)]
+        print(json.dumps(found | further[0] | further[1]))
 
 
 if __name__ == "__main__":

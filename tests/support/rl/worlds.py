@@ -199,13 +199,19 @@ STEPS = {
 }
 
 
-def step_error(config: LearnerConfig, world: World, *, served: bool = False) -> float:
-    """Of weights, losses and statistics over two steps, in fp32."""
+def step_error(
+    config: LearnerConfig,
+    world: World,
+    *,
+    served: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Of weights, losses and statistics over two steps."""
     ends = []
     for one in (world, None):
         torch.manual_seed(0)
-        policy = TreePolicy(tiny_model("llama", torch.float32))
-        reference = TreePolicy(tiny_model("llama", torch.float32))
+        policy = TreePolicy(tiny_model("llama", dtype))
+        reference = TreePolicy(tiny_model("llama", dtype))
         if one is not None:
             policy.spread(one)
             reference.spread(one)
@@ -305,9 +311,9 @@ def token_values_error(world: World) -> float:
     return values_error(model_of(CASES["untied"]), batch, result.token_values, cap=CAP)
 
 
-def held(world: World) -> int:
+def held(world: World, case: str = "untied") -> int:
     """Elements of the parameters that this rank holds."""
-    policy = policy_of(CASES["untied"], world)
+    policy = policy_of(CASES[case], world)
     return sum(local(one).numel() for one in policy.model.parameters())
 
 

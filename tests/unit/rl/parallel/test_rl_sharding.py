@@ -16,6 +16,6 @@ from forge.rl.parallel.world import World
 def test_torch_without_the_needed_methods_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line names the version, what it lacks, and the version that has it."""
     monkeypatch.setattr(sharding, "NEEDED", ("reset_iter_state", "future_method"))
-    world = World(shape=MeshShape(dp_shard=2), mesh=cast(Any, object()))
+    world = World(shape=MeshShape(dp_shard=2), meshes=cast(Any, object()))
     with pytest.raises(InvalidArgument, match=r"dp_shard = 2 .* FSDPModule.*future_method.* 2\.13"):
         sharding.shard(sharding.Entry(torch.nn.Linear(1, 1)), world)

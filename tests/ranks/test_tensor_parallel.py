@@ -1,0 +1,47 @@
+"""Ranks that divide layers compute what one process computes (`make test-ranks`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.rl.part_worlds import MESHES
+from tests.support.rl.torchrun import torchrun
+
+pytestmark = pytest.mark.timeout(1800)
+LIMITS = {"fp64": 1e-10, "fp32": 2e-6, "bf16": 5e-3}
+"""Largest relative error; those measured in fp64 are below 1e-14. In bf16 a sum over ranks is that
+of rounded parts."""
+
+
+@pytest.fixture(scope="module", params=[name for names in MESHES.values() for name in names])
+def found(request: pytest.FixtureRequest) -> dict[str, float]:
+    """All cases of one mesh."""
+    ranks = next(count for count, names in MESHES.items() if request.param in names)
+    cases: dict[str, float] = torchrun(
+        ranks, "tests.support.rl.part_worlds", request.param, timeout_s=1500
+    )
+    return cases
+
+
+@pytest.mark.parametrize("precision", LIMITS)
+def test_divided_layers_are_exact(found: dict[str, float], precision: str) -> None:
+    """Loss and every gradient of merged and relayed trees: dense models, divided experts, tied and
+    untied heads, latent keys, joined products; steps with each part of a loss; refusals."""
+    cases = {case: error for case, error in found.items() if precision in case}
+    assert not {case: error for case, error in cases.items() if not error <= LIMITS[precision]}
+    assert len(cases) >= {"fp64": 18, "fp32": 5, "bf16": 0}[precision]
+
+
+def test_token_values_of_all_ranks_are_on_rank_0(found: dict[str, float]) -> None:
+    """To the precision of their type."""
+    (error,) = [error for case, error in found.items() if case.endswith("fp16 token values")]
+    assert error <= 1e-3
+
+
+def test_parameters_of_a_rank_fall_with_the_number_of_parts(found: dict[str, float]) -> None:
+    """To within the padding of tensors that do not divide. Norms of layers and routers are whole on
+    each part, and sharded over the ranks of a part alone."""
+    _, shard, cp, tp = map(int, next(iter(found)).split()[0].split("x"))
+    for case, (divided, whole) in {"held": (5808, 96), "held of experts": (6576, 224)}.items():
+        (size,) = [each for name, each in found.items() if name.endswith(f" {case}")]
+        assert size == pytest.approx(divided / (shard * cp * tp) + whole / (shard * cp), rel=0.03)

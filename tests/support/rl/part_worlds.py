@@ -1,0 +1,117 @@
+"""Errors of ranks that divide layers: `torchrun --nproc-per-node N MODULE`, with this module.
+
+Prints, on rank 0, one JSON object like `tests.support.rl.worlds`, whose cases it computes on meshes
+with `tp`: "<dp_replicate>x<dp_shard>x<cp>x<tp> <case>". With arguments only the meshes that they
+name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from forge.core.errors import InvalidArgument
+from forge.rl.config import LearnerConfig, MeshShape
+from forge.rl.parallel.world import World, make_world
+from tests.support.rl import worlds
+from tests.support.rl.models import wide_norms
+from tests.support.rl.worlds import STEPS, Case, gradient_error, policy_of
+
+MESHES = {
+    2: ["1x1x1x2"],
+    4: ["1x2x1x2", "1x1x2x2", "2x1x1x2"],
+}
+PARTS = 2
+CASES = {
+    **{
+        name: worlds.CASES[name]
+        for name in ("untied", "tied", "windows", "experts", "replayed experts", "relayed")
+    },
+    "relayed experts": worlds.CASES["relayed experts"],
+    "checkpointed, relayed": worlds.CASES["checkpointed, relayed"],
+    "other experts": Case(family="mixtral"),
+    "capped logits": Case(family="gemma2"),
+    "latent keys": Case(family="glm4_moe_lite"),
+    "joined products": Case(family="phi3"),
+    "whole attention": Case(family="gpt_oss"),
+    "whole attention, divided experts": Case(family="deepseek_v3"),
+}
+LEAN = ("tied", "relayed experts")
+REFUSED = {
+    "adapters": ("adapters", "not a plain linear layer"),
+    "recurrent": ("recurrent", "recurrent"),
+    "linear attention": ("linear attention", "recurrent"),
+}
+"""Cases of `worlds`, and what the refusal says."""
+
+
+def refusal_error(case: str, world: World) -> float:
+    """0 where the model is refused with the reason."""
+    name, reason = REFUSED[case]
+    try:
+        policy_of(worlds.CASES[name], world)
+    except InvalidArgument as error:
+        said = str(error)
+        return 0.0 if reason in said and f"mesh.tp = {world.shape.tp}" in said else 1.0
+    return 1.0
+
+
+def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with wide_norms():
+        for name, case in CASES.items():
+            if name in LEAN or not lean:
+                found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
+        if not lean:
+            for name, config in STEPS.items():
+                if not config.mtp.heads:
+                    error = worlds.step_error(config, world, dtype=torch.float64)
+                    found[f"{mesh} fp64 step, {name}"] = error
+            found[f"{mesh} fp16 token values"] = worlds.token_values_error(world)
+    found[f"{mesh} held"] = worlds.held(world)
+    found[f"{mesh} held of experts"] = worlds.held(world, "experts")
+    if lean:
+        return found
+    found[f"{mesh} fp32 step, served"] = worlds.step_error(LearnerConfig(), world, served=True)
+    if world.tree is None:  # ranges of a tree round attention differently
+        found[f"{mesh} bf16 step, gathered in bf16"] = worlds.narrow_error(world)
+    found[f"{mesh} fp32 refused optimizer"] = worlds.refusal_error(world)
+    for refused in REFUSED:
+        found[f"{mesh} fp32 refused {refused}"] = refusal_error(refused, world)
+    found[f"{mesh} fp32 probe"] = worlds.probe_error(world)
+    return found
+
+
+def run_part(rank: int, meeting: str, results: str) -> None:
+    """One of two ranks with a part of each layer; rank 0 writes the errors of some cases."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, PARTS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PARTS)
+    world = make_world(MeshShape(tp=PARTS), torch.device("cpu"))
+    found = all_cases(f"1x1x1x{PARTS}", world, lean=True)
+    if not rank:
+        Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    found: dict[str, float] = {}
+    for mesh in sys.argv[1:] or MESHES[ranks]:
+        replicate, shard, cp, tp = map(int, mesh.split("x"))
+        shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=False)
+    if not dist.get_rank():
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
