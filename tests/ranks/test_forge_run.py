@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.runtime.log_lines import log_lines
 from tests.support.suite.forge_run import ForgeRun, still_alive, wait_for_death
 
 pytestmark = pytest.mark.timeout(1200)
@@ -56,6 +57,20 @@ def test_run_survives_a_killed_rank_and_leaves_no_process(tmp_path: Path, forge_
     run.process.kill()
     run.process.wait()
     wait_for_death(pids)
+
+
+def test_run_with_two_parts_of_each_layer_ends(tmp_path: Path, forge_root: Path) -> None:
+    """With `mesh.tp = 2` it takes its steps, and keeps a model."""
+    extra = tuple(one.replace("dp_shard", "tp") for one in OPTIONS)
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=2, extra=extra)
+    run.start()
+    assert run.finish() == 0, run.explain()
+    assert last_step(run) == 2
+    lines = log_lines(run.directory / "logs" / "trainer.log")
+    started = [one for one in lines if one["event"] == "ranks_started"]
+    assert [(one["dp_shard"], one["tp"]) for one in started] == [(1, 2)]
+    kept = run.directory / "checkpoints" / "step-00000002"
+    assert (kept / "model.safetensors.index.json").is_file()
 
 
 def last_step(run: ForgeRun) -> int:

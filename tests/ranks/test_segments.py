@@ -81,18 +81,25 @@ async def subscriber(trainer: Trainer) -> AsyncIterator[Worker]:
         ("llama", 0, MeshSettings(dp_shard=4)),
         ("qwen3_moe", 0, MeshSettings(dp_shard=2)),
         ("llama", 2, MeshSettings(dp_replicate=2, dp_shard=2)),
+        ("qwen3_moe", 0, MeshSettings(dp_shard=2, tp=2)),
     ],
-    ids=["tied, 4 shards", "experts, 2 shards", "adapters, 2 copies of 2 shards"],
+    ids=[
+        "tied, 4 shards",
+        "experts, 2 shards",
+        "adapters, 2 copies of 2 shards",
+        "experts, 2 shards of 2 parts",
+    ],
 )
 async def test_worker_gets_the_gathered_weights_from_all_ranks(
     tmp_path: Path, family: str, lora: int, mesh: MeshSettings
 ) -> None:
     """Bit for bit, with their tied names, and again as deltas after a step; rank 0 keeps a share
     alone."""
+    ranks = mesh.dp_replicate * mesh.dp_shard * mesh.tp
     trainer = Trainer(
         tmp_path,
         family,
-        ranks=mesh.dp_replicate * mesh.dp_shard,
+        ranks=ranks,
         mesh=mesh,
         lora=LoraSettings(rank=lora, targets=("q_proj", "down_proj")),
         publish_dtype="float32" if lora else "bfloat16",
@@ -104,11 +111,11 @@ async def test_worker_gets_the_gathered_weights_from_all_ranks(
             await publisher.publish(snapshot)
             total, largest = sum(map(len, expected.values())), max(map(len, expected.values()))
             own = sum(len(one.data) for one in versions.weights[1].tensors)
-            assert own <= total / (mesh.dp_replicate * mesh.dp_shard) + largest
+            assert own <= total / ranks + largest
             manifest = WeightManifest.decode(versions.weights[1].manifest)
             aliases = {one.name: list(one.aliases) for one in manifest.tensors if one.aliases}
             assert aliases == trainer.actor._replica.tied_names()
-            assert len(trainer.announced.segments) == mesh.dp_replicate * mesh.dp_shard
+            assert len(trainer.announced.segments) == ranks
             async with subscriber(trainer) as worker:
                 assert await worker.until_serving(1) == expected
                 trainer.step()

@@ -33,11 +33,18 @@ pytestmark = pytest.mark.timeout(900)
 LORA = LoraSettings(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
 
 
+SHARDS = MeshSettings(dp_shard=2, cp=2), MeshSettings(dp_shard=2)
+PARTS = MeshSettings(dp_shard=2, tp=2), MeshSettings(tp=2)
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tied head."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", torch.float32).save_pretrained(path)
+    return saved("llama", tmp_path_factory.mktemp("model"))
+
+
+def saved(family: str, path: Path) -> Path:
+    tiny_model(family, torch.float32).save_pretrained(path)
     return path
 
 
@@ -94,17 +101,23 @@ def save(actor: LearnerActor, number: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("lora", "publish_dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32")]
+    ("family", "meshes", "lora", "publish_dtype"),
+    [
+        ("llama", SHARDS, 0, "float32"),
+        ("llama", SHARDS, 0, "bfloat16"),
+        ("llama", SHARDS, 2, "float32"),
+        ("llama", PARTS, 0, "bfloat16"),
+        ("qwen3_moe", PARTS, 0, "float32"),
+    ],
 )
 def test_checkpoint_of_four_ranks_continues_on_one_and_two(
-    model_path: Path, tmp_path: Path, lora: int, publish_dtype: Any
+    tmp_path: Path, family: str, meshes: Any, lora: int, publish_dtype: Any
 ) -> None:
     """The ranks train like one process; weights, moments and random state are restored bit for bit
     in each world."""
+    model_path = saved(family, tmp_path / "model")
     types: dict[str, Any] = {"publish_dtype": publish_dtype}
-    four = learner(
-        model_path, tmp_path, lora, ranks=4, mesh=MeshSettings(dp_shard=2, cp=2), **types
-    )
+    four = learner(model_path, tmp_path, lora, ranks=4, mesh=meshes[0], **types)
     try:
         alone = learner(model_path, tmp_path / "alone", lora, **types)
         for seed in range(2):
@@ -131,7 +144,7 @@ def test_checkpoint_of_four_ranks_continues_on_one_and_two(
     assert single.receive(Restore()).step == 1
     assert same(sent(single), published)
     assert same(stored(save(single, 2), lora), kept)
-    two = learner(model_path, tmp_path, lora, ranks=2, mesh=MeshSettings(dp_shard=2), **types)
+    two = learner(model_path, tmp_path, lora, ranks=2, mesh=meshes[1], **types)
     try:
         assert two.receive(Restore()).step == 2
         assert same(sent(two), published)

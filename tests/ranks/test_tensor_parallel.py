@@ -8,9 +8,10 @@ from tests.support.rl.part_worlds import MESHES
 from tests.support.rl.torchrun import torchrun
 
 pytestmark = pytest.mark.timeout(1800)
-LIMITS = {"fp64": 1e-10, "fp32": 2e-6, "bf16": 5e-3}
-"""Largest relative error; those measured in fp64 are below 1e-14. In bf16 a sum over ranks is that
-of rounded parts."""
+LIMITS = {"fp64": 1e-10, "steps": 1e-8, "fp32": 2e-6, "bf16": 5e-3}
+"""Largest relative error; those of gradients in fp64 are below 1e-14. AdamW divides a gradient by
+its size: weights after steps in fp64 show rounding of those near zero. In bf16 a sum over ranks is
+that of rounded parts."""
 
 
 @pytest.fixture(scope="module", params=[name for names in MESHES.values() for name in names])
@@ -29,7 +30,7 @@ def test_divided_layers_are_exact(found: dict[str, float], precision: str) -> No
     untied heads, latent keys, joined products; steps with each part of a loss; refusals."""
     cases = {case: error for case, error in found.items() if precision in case}
     assert not {case: error for case, error in cases.items() if not error <= LIMITS[precision]}
-    assert len(cases) >= {"fp64": 18, "fp32": 5, "bf16": 0}[precision]
+    assert len(cases) >= {"fp64": 14, "steps": 7, "fp32": 5, "bf16": 0}[precision]
 
 
 def test_token_values_of_all_ranks_are_on_rank_0(found: dict[str, float]) -> None:

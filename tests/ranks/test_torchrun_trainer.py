@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -42,15 +43,19 @@ def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-async def test_killed_rank_restarts_all_from_the_checkpoint(stack: Stack, killed: int) -> None:
+@pytest.mark.parametrize(
+    ("killed", "mesh"), [(0, "mesh__dp_shard"), (1, "mesh__dp_shard"), (1, "mesh__tp")]
+)
+async def test_killed_rank_restarts_all_from_the_checkpoint(
+    stack: Stack, killed: int, mesh: str
+) -> None:
     """Batches after the checkpoint are trained again, each group counts once, and no version of
     the weights is used twice. Both ranks publish weights, again after the restart; the kept model
     of a checkpoint comes from rank 0."""
-    settings = {
+    settings: dict[str, Any] = {
         "max_steps": 5,
         "checkpoint__every_steps": 2,
-        "mesh__dp_shard": 2,
+        mesh: 2,
         "publish_from": "ranks",
     }
     stack.trainer.start_torchrun(2, **settings)

@@ -71,7 +71,7 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             for name, config in STEPS.items():
                 if not config.mtp.heads:
                     error = worlds.step_error(config, world, dtype=torch.float64)
-                    found[f"{mesh} fp64 step, {name}"] = error
+                    found[f"{mesh} steps, {name}"] = error
             found[f"{mesh} fp16 token values"] = worlds.token_values_error(world)
     found[f"{mesh} held"] = worlds.held(world)
     found[f"{mesh} held of experts"] = worlds.held(world, "experts")
