@@ -354,7 +354,7 @@ class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
             async for response in link.responses(requests):
                 yield response
         finally:
-            link.end(Unavailable("the follower hung up"))
+            link.end(Unavailable("the follower disconnected"))
 
     async def FetchRecords(
         self, request: replica_pb2.FetchRecordsRequest, context: Any

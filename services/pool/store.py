@@ -359,7 +359,7 @@ def _settle_names(records: Records, wanted: str) -> str:
         return name
     if wanted not in ("", name):
         raise ConfigError(
-            f"shard {wanted!r} was asked for, but data_dir holds shard {name!r}: "
+            f"shard {wanted!r} is set, but data_dir holds shard {name!r}: "
             "leave shard empty, or give another data_dir"
         )
     return name

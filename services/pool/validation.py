@@ -205,15 +205,13 @@ def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
     """Raises for a look-up of too many ids."""
     count = len(request.task_ids) + len(request.batch_ids)
     if count > MAX_LOOKED_UP:
-        raise InvalidArgument(f"{count} ids are looked up; at most {MAX_LOOKED_UP} are at a time")
+        raise InvalidArgument(f"{count} ids to look up; a call takes at most {MAX_LOOKED_UP}")
 
 
 def check_move(task_ids: Sequence[str]) -> Sequence[str]:
     """The tasks of one move. Raises for too many or wrong ids."""
     if len(task_ids) > MAX_MOVED:
-        raise InvalidArgument(
-            f"{len(task_ids)} groups are moved; at most {MAX_MOVED} are at a time"
-        )
+        raise InvalidArgument(f"{len(task_ids)} groups to move; a call takes at most {MAX_MOVED}")
     for task_id in task_ids:
         check_task_id(task_id)
     return task_ids

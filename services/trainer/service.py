@@ -155,7 +155,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """Sends the stored values of a trajectory's tokens."""
         if self._reads >= MOST_READS:
             raise ResourceExhausted(
-                f"{self._reads} calls of FetchTokenValues are in work", retry_after_s=1.0
+                f"{self._reads} calls of FetchTokenValues are in progress, the maximum",
+                retry_after_s=1.0,
             )
         self._reads += 1
         try:

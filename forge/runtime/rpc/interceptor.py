@@ -206,7 +206,7 @@ def _encoder(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
         if len(data) > MAX_MESSAGE_BYTES:
             raise InvalidArgument(
                 f"an answer of {len(data)} bytes: one message holds {MAX_MESSAGE_BYTES}; "
-                "ask for less at a time"
+                "request less at a time"
             )
         return data
 

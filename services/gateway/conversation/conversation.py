@@ -99,7 +99,7 @@ class Conversation:
         try:
             root = self.tree.root_of_tools(tools, template_kwargs)
         except RecursionError:
-            raise InvalidArgument("the tools are nested too deeply") from None
+            raise InvalidArgument("tools: the schemas are nested too deeply") from None
         # With twins, a request may agree with several paths and must be matched from the root.
         start, new = recognized_prefix(messages, root, () if self.tree.twins else self.marks)
         _require_few(new, most)

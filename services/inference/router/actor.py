@@ -162,7 +162,7 @@ class RouterActor(Actor):
         # Callers that gave up have left the queue with Leave.
         if len(self._waiting) >= self._queue_limit:
             raise ResourceExhausted(
-                f"{len(self._waiting)} requests are waiting, the most allowed", retry_after_s=1.0
+                f"{len(self._waiting)} requests are waiting, the maximum", retry_after_s=1.0
             )
         self._waiting.append(admission)
         self._grant()

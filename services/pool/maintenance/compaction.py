@@ -198,14 +198,12 @@ class Compactor:
     def _bring_in(self, copy: Environment, log: CompactionLog) -> int:
         """Updates the records of `log` in the copy; how many there were."""
         if log.lost:
-            raise ResourceExhausted(
-                f"{log.lost} while the copy was made: try again when less is written"
-            )
+            raise ResourceExhausted(f"{log.lost} during the copy: try again under lower load")
         keys = list(log.keys)
         done = 0
         while done < len(keys):
             if self._stopped.is_set():
-                raise Unavailable("the compaction was given up")
+                raise Unavailable("the caller cancelled the compaction")
             values = self._environment.read(partial(_present, keys=keys, start=done))
             copy.write(partial(_store, keys=keys[done : done + len(values)], values=values))
             done += len(values)

@@ -156,7 +156,7 @@ class Link:
                 if request.WhichOneof("message") != "durable_position":
                     raise InvalidArgument("a follower may send its state only once")
                 self._confirm(request.durable_position)
-            self.end(Unavailable("the follower hung up"))
+            self.end(Unavailable("the follower disconnected"))
         except ForgeError as error:
             self.end(error)
 

@@ -194,7 +194,7 @@ def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.R
     while after < up_to and size_bytes < PAGE_BYTES:
         payload = records.get(Table.JOURNAL, _POSITION.pack(after + 1))
         if payload is None:
-            raise FailedPrecondition(f"the journal has forgotten commit {after + 1}: copy all")
+            raise FailedPrecondition(f"the journal no longer has commit {after + 1}: copy all")
         size_bytes += len(payload)
         found.update(dict.fromkeys(_keys_decoder.decode(payload)))
         after += 1

@@ -91,7 +91,7 @@ def copied_records(records: Records, units: Iterable[Key]) -> CopiedRecords:
     """The intact records of units here. Raises `Unavailable` while this replica catches up."""
     state = replica_state(records)
     if state.copying:
-        raise Unavailable("this replica catches up: its records are of no single moment")
+        raise Unavailable("this replica is catching up: its records are not yet consistent")
     values: dict[Key, bytes] = {}
     for unit in units:
         values |= intact_values(records, unit)

@@ -90,7 +90,7 @@ def first_number(records: Records, request: pool_pb2.TailTrajectoriesRequest, *,
         return 0 if request.from_start else newest
     owner, _, number = request.cursor.rpartition("/")
     if not number.isdecimal() or len(number) > 20:
-        raise InvalidArgument(f"cursor {request.cursor[:80]!r} is none that a pool gave")
+        raise InvalidArgument(f"cursor {request.cursor[:80]!r} is not a cursor of a pool")
     if owner != shard:
         raise InvalidArgument(f"cursor {request.cursor[:80]!r} is not of pool shard {shard!r}")
     if int(number) > newest:

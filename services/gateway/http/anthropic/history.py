@@ -202,7 +202,9 @@ def _call(block: Block, where: str) -> ToolCall:
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{where}.input is not valid: {error}") from None
     if not block.name or not arguments.lstrip().startswith("{"):
-        raise InvalidArgument(f"{where}: a tool_use block has a name, and an object as its input")
+        raise InvalidArgument(
+            f"{where}: a tool_use block must have a name, and an object as its input"
+        )
     return ToolCall(name=block.name, arguments=arguments, call_id=block.id)
 
 

@@ -201,7 +201,9 @@ def _call(call: FunctionCall, where: str) -> ToolCall:
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{where}.functionCall.args is not valid: {error}") from None
     if not call.name or not arguments.lstrip().startswith(("{", "null")):
-        raise InvalidArgument(f"{where}: a functionCall has a name, and an object as its args")
+        raise InvalidArgument(
+            f"{where}: a functionCall must have a name, and an object as its args"
+        )
     arguments = "{}" if arguments == "null" else arguments
     return ToolCall(name=call.name, arguments=arguments, call_id=call.id or "")
 

@@ -173,7 +173,7 @@ def sampling_of(config: GenerationConfig) -> common_pb2.SamplingParams:
     for modality in config.response_modalities or ():
         if modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
             raise InvalidArgument(
-                f"responseModalities has {modality[:40]!r}; the model answers in text"
+                f"responseModalities has {modality[:40]!r}; only TEXT is supported"
             )
     return sampling
 

@@ -21,12 +21,12 @@ def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
     if not every or every[-1].role != "assistant":
         role = every[-1].role if every else "none"
         raise InvalidArgument(
-            f"the last message is to be continued, but it has the role {role!r}, not 'assistant'"
+            f"continue_final_message: the last message has the role {role!r}, not 'assistant'"
         )
     last = every[-1]
     if last.tool_calls or last.reasoning or not last.content:
         raise InvalidArgument(
-            "the last message is to be continued: it must have text, and neither tool calls nor "
+            "continue_final_message: the last message must have text, and neither tool calls nor "
             "reasoning"
         )
     return every[:-1], last.content

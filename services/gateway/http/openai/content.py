@@ -58,7 +58,9 @@ def content_of(
 
 def _text(part: Part, kinds: Collection[str]) -> str:
     if part.type not in kinds and part.type != "refusal":
-        raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
+        raise InvalidArgument(
+            f"content of type {part.type[:40]!r} is not supported: the model takes text only"
+        )
     return part.text or part.refusal or ""
 
 

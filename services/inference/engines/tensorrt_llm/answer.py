@@ -174,6 +174,8 @@ class Answer:
         """A leg was ended by an update, by the caller, or by the library."""
         self._empty_legs = self._empty_legs + 1 if empty else 0
         if self._empty_legs > _MOST_EMPTY_LEGS:
-            raise Unavailable(f"tensorrt_llm ended a request {self._empty_legs} times unasked")
+            raise Unavailable(
+                f"tensorrt_llm ended a request {self._empty_legs} times without a reason"
+            )
         if not self._stopping:
             CONTINUED.labels("update").inc()

@@ -93,7 +93,7 @@ def _check(
 ) -> None:
     if not options.device.startswith("cuda"):
         raise ConfigError(
-            f"device = {options.device!r}: engine 'tensorrt_llm' runs on NVIDIA GPUs alone; set "
+            f"device = {options.device!r}: engine 'tensorrt_llm' runs only on NVIDIA GPUs; set "
             "device = 'cuda' (CUDA_VISIBLE_DEVICES chooses the GPUs)"
         )
     if options.kv_store is not None:

@@ -71,7 +71,7 @@ def load_blocks(
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     header, data = checked(memoryview(mapped))
     if header.layout != layout_of(caches) or header.blocks < skipped + len(blocks):
-        raise DataLoss("keys and values of another layout")
+        raise DataLoss("the keys and values have another layout")
     ids = torch.tensor(blocks, dtype=torch.long)
     start = 0
     for (_, dtype, shape), cache in zip(header.layout, caches.values(), strict=True):

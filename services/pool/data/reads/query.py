@@ -154,7 +154,7 @@ class Pages:
             token = msgspec.msgpack.decode(packed, type=_Token)
         except (binascii.Error, ValueError, msgspec.MsgspecError):
             raise InvalidArgument(
-                f"page_token {token_text[:80]!r} is none that this service gave"
+                f"page_token {token_text[:80]!r} is not a page_token of this service"
             ) from None
         if token.shard != self._shard:
             raise InvalidArgument(

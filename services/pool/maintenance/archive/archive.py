@@ -117,7 +117,9 @@ class Archive:
         try:
             packed = self._files.cat_file(path)
         except FileNotFoundError:
-            raise DataLoss(f"segment {path} is not there, though its entry is") from None
+            raise DataLoss(
+                f"segment {path} is missing, although the catalogue has its entry"
+            ) from None
         if _digest(packed) != entry.digest:
             raise DataLoss(f"segment {path} is damaged: its digest does not match")
         content: bytes = igzip.decompress(packed)  # type: ignore[no-untyped-call]

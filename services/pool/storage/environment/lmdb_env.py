@@ -341,7 +341,7 @@ class _Gate:
 
 def _no_room(error: lmdb.Error) -> ResourceExhausted:
     return ResourceExhausted(
-        "the disk did not take the commit (full, over a quota, or failing), so nothing of it is "
+        "the disk refused the commit (full, over a quota, or failing), so nothing of it is "
         f"stored: {error}",
         retry_after_s=DISK_RETRY_S,
     )

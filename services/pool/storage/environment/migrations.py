@@ -90,5 +90,5 @@ def stored_version(records: Records) -> int:
         return 0
     text = bytes(stored).decode(errors="replace")
     if not text.isdecimal() or int(text) == 0:
-        raise DataLoss(f"the shard's schema_version is {text!r}, which is no version")
+        raise DataLoss(f"the shard's schema_version is {text!r}, which is not a version")
     return int(text)

@@ -308,7 +308,7 @@ async def test_writers_see_a_full_follower_as_a_full_disk(make_office):
     with pytest.raises(ResourceExhausted, match="no room: no space left") as refused:
         office.leader.admit()
     assert refused.value.retry_after_s
-    link.end(Unavailable("the follower hung up"))
+    link.end(Unavailable("the follower disconnected"))
     await settle()
     with pytest.raises(ResourceExhausted, match="no room"):
         office.leader.admit()

@@ -253,7 +253,7 @@ def choices_of(request: ChatCompletionRequest) -> int:
         raise InvalidArgument("web_search_options is not supported: there is no web search here")
     for modality in request.modalities or ():
         if modality != "text":
-            raise InvalidArgument(f"modalities has {modality[:40]!r}; the model answers in text")
+            raise InvalidArgument(f"modalities has {modality[:40]!r}; only 'text' is supported")
     return int(within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
 
 

@@ -94,7 +94,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     answers = len(prompts) * answers_of(request)
     if len(prompts) > MAX_PROMPTS or answers > MAX_ANSWERS:
         raise InvalidArgument(
-            f"{len(prompts)} prompts, {answers} answers; at most {MAX_PROMPTS} and {MAX_ANSWERS}"
+            f"{len(prompts)} prompts and {answers} answers; at most {MAX_PROMPTS} and {MAX_ANSWERS}"
         )
     return prompts
 

@@ -116,7 +116,7 @@ class EmbeddedPrefill(RoleEngine):
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"the prompt was not read within {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"the prompt was not computed within {timeout_s:g} s") from None
         finally:
             if not answer.done() or answer.cancelled():
                 self._actor.tell(Abort(request_id=prompt.request_id))

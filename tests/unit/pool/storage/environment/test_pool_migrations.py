@@ -119,8 +119,8 @@ def test_map_grows_during_a_migration(environment):
     ("stored", "error", "complaint"),
     [
         (b"999", ConfigError, f"version 999.*only up to version {SCHEMA_VERSION}"),
-        (b"0", DataLoss, "'0', which is no version"),
-        (b"x", DataLoss, "'x', which is no version"),
+        (b"0", DataLoss, "'0', which is not a version"),
+        (b"x", DataLoss, "'x', which is not a version"),
     ],
 )
 def test_version_without_a_migration_is_refused_in_one_line(
