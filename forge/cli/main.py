@@ -256,7 +256,7 @@ def support_bundle(
         Path | None, typer.Option(help="New archive. Default: forge-support-<time>.tar.gz here.")
     ] = None,
 ) -> None:
-    """Collect what a report of a fault needs into one archive, without secrets and texts of agents.
+    """Collect an archive for the report of a fault, without secrets and texts of agents.
 
     Versions, settings, status, counts of queue and pool, metrics, the findings of
     [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the

@@ -90,5 +90,5 @@ def earlier_version(listing: pb.ListWeightsResponse) -> int:
 
 
 def lagging(listing: pb.ListWeightsResponse) -> list[pb.WeightsWorker]:
-    """The workers that do not serve yet what they are to serve."""
+    """Workers that do not yet serve their assigned version."""
     return [one for one in listing.workers if one.weight_version != one.wanted_version]

@@ -248,7 +248,7 @@ def _read_labels(context: Any) -> None:
 
 
 def _tell_changes(context: Any, request: TurnRequest) -> None:
-    """Sends what was done otherwise than asked as trailing metadata, as HTTP does in headers."""
+    """Sends deviations from the request as trailing metadata, as HTTP does in headers."""
     changes = [(name.lower(), value) for name, value in request.headers.items()]
     if changes:
         context.set_trailing_metadata(tuple(changes))

@@ -28,7 +28,7 @@ class TensorRtLlmSettings:
     cached_tokens: Annotated[int, Meta(ge=0)] = 1_000_000
     """Tokens that routers expect in the prefix cache; the library chooses its size by itself."""
     cache_events: Annotated[int, Meta(ge=0)] = 65_536
-    """Cache events that may wait to be read; 0: routers guess what is cached."""
+    """Cache events that may wait to be read; 0: routers estimate the cached blocks."""
     transceiver: Literal["NIXL", "UCX", "MOONCAKE"] = "NIXL"
     """Transport of keys and values from prefill to decode, in the roles prefill and decode."""
     transfer_tokens: Annotated[int, Meta(ge=0)] = 0

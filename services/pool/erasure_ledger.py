@@ -169,7 +169,7 @@ class MissedErasures:
                 log.error("erasures_missed", pool_shard=self._store.shard, error=str(error))
 
     async def apply(self) -> None:
-        """Erases what the store has of missing entries. Raises Unavailable."""
+        """Erases the records of missing entries. Raises Unavailable."""
         async with self._applying:
             noted = await self._readers.run(partial(self._store.read, noted_erasures))
             known = await self._ledger.ids()

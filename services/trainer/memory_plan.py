@@ -34,7 +34,7 @@ _PROBED_TOKENS = (64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What of a model determines memory."""
+    """Facts of a model that determine memory."""
 
     weights: int
     layers: int

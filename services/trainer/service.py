@@ -108,7 +108,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def ListWeights(
         self, request: pb.ListWeightsRequest, context: Any
     ) -> pb.ListWeightsResponse:
-        """The versions, the hold, and what each worker serves."""
+        """The versions, the hold, and the version of each worker."""
         published, hold = self._versions.published, self._versions.hold
         newest = published[-1].announcement if published else None
         workers = []

@@ -1,4 +1,4 @@
-"""What torchrun tells a rank, and what the rank tells torchrun.
+"""Data that torchrun and a rank exchange.
 
 Owns the variables of torchrun's environment. `services.trainer.torchrun` starts torchrun.
 """

@@ -32,7 +32,7 @@ _CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSandbox:
-    """What a process in the sandbox sees."""
+    """View of a process in the sandbox."""
 
     modules: Collection[str] = ()
     """Modules whose directories it imports from."""

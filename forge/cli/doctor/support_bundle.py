@@ -1,4 +1,4 @@
-"""`forge support-bundle`: one archive with what a report of a fault needs, and without secrets.
+"""`forge support-bundle`: one archive for the report of a fault, without secrets.
 
 Owns the parts and the archive; `forge.cli.doctor.redaction` removes secrets. A part that cannot be
 read is a line of the manifest: most reports are made while something is down.

@@ -10,7 +10,7 @@ import typer
 
 
 class ExportFormat(StrEnum):
-    """What one row is."""
+    """Unit of a row."""
 
     TRAJECTORIES = "trajectories"
     """A trajectory with everything that the pool has of it."""

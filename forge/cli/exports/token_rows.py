@@ -1,4 +1,4 @@
-"""Rows of tokens: what a trainer needs of a trajectory, without messages.
+"""Rows of tokens: the training data of a trajectory, without messages.
 
 One row is one sequence that no later turn continues as a whole, so a trajectory without branches is
 one row:

@@ -1,6 +1,6 @@
 """Checks of the processes of a stack by their own programs, before the start.
 
-Owns the choice of what a resumed run checks again. `--check` of each service owns the checks.
+Owns the choice of the checks that a resumed run repeats. `--check` of each service owns the checks.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _BAD = ("not serving", "no answer")
 
 
 class TopView:
-    """What the screen shows: the newest state, and short curves of the earlier ones."""
+    """Content of the screen: the newest state, and short curves of the earlier ones."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster

@@ -40,7 +40,7 @@ class Call(Protocol):
 
     @property
     def train(self) -> bool:
-        """What the agent said, if it has said so."""
+        """Label by the agent, if there is one."""
 
     def HasField(self, field_name: Literal["train"], /) -> bool:  # noqa: N802
         """Whether the agent has said so."""

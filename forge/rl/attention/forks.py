@@ -33,7 +33,7 @@ Chain = tuple[int, int, int]
 
 
 class After(IntEnum):
-    """What the state after a node is."""
+    """Kind of the state after a node."""
 
     NOTHING = 0
     """Not needed."""

@@ -22,7 +22,7 @@ CHUNK_SCORES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a model's attention is, besides its tensors."""
+    """Properties of a model's attention besides its tensors."""
 
     scale: float
     window: int | None = None

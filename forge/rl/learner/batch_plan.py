@@ -28,7 +28,7 @@ TRIED_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What a data group knows of an update, besides its own trees."""
+    """Facts of an update that a data group has besides its own trees."""
 
     size: BatchSize
     """Of the whole update."""

@@ -91,7 +91,7 @@ def of_all(stats: Sequence[TokenStats], world: World) -> list[TokenStats]:
 
 
 def credits_of_all(frozen: Sequence[Frozen], world: World) -> list[Credit]:
-    """What the critic credited in all data groups, on rank 0."""
+    """Credits of the critic in all data groups, on rank 0."""
     credits = [one.credit for one in frozen if one.credit is not None]
     if world.data is None:
         return credits

@@ -1,4 +1,4 @@
-"""Values of single tokens of a step, for those who look at what was trained.
+"""Values of single tokens of a step, for viewers.
 
 Owns their selection from the statistics of a step and their form in host memory: one copy from the
 device, after the step. They are of the first pass over the batch, before the update of their

@@ -35,7 +35,7 @@ TABLE_STATES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """What a model does to its logits: it scales, then caps them."""
+    """Operations on a model's logits: scale, then cap."""
 
     scale: float = 1.0
     softcap: float = 0.0

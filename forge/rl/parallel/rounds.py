@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCost:
-    """What a tree costs its data group."""
+    """Cost of a tree for its data group."""
 
     work: float
     """In tokens, each weighted by the tokens it attends."""

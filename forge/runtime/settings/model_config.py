@@ -1,4 +1,4 @@
-"""What the config.json of a model directory says, without the libraries that build the model."""
+"""Facts of the config.json of a model directory, without the libraries that build the model."""
 
 from __future__ import annotations
 

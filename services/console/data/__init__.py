@@ -1,1 +1,1 @@
-"""What the pages show: reads of the public RPCs, as JSON. No HTTP."""
+"""Data of the pages: reads of the public RPCs, as JSON. No HTTP."""

@@ -51,7 +51,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What a page needs: a scope at the proto service behind it."""
+    """Right for a page: a scope at the proto service behind it."""
 
     service: str
     scope: str

@@ -73,7 +73,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the routes read."""
+    """Data sources of the routes."""
 
     viewers: Viewers
     queue: QueueView

@@ -35,7 +35,7 @@ class TurnRequest:
     sampling: common_pb2.SamplingParams
     """Its `grammar` applies to the answer, not to reasoning and tool calls."""
     asked: common_pb2.SamplingParams | None = None
-    """What the agent asked for, if the session's policy replaced `sampling`."""
+    """The agent's parameters, if the session's policy replaced `sampling`."""
     stop: Sequence[str] = ()
     template_kwargs: str = ""
     """Variables of the chat template, a JSON object; they replace those of the session's token."""

@@ -1,4 +1,4 @@
-"""What a call of an external API leaves: its texts for the record, its usage, and its regular end.
+"""Result of a call of an external API: texts for the record, usage, and regular end.
 
 Reads the answer as it passes, complete or as server-sent events of OpenAI's, Anthropic's and
 Gemini's protocols. Its memory is bounded by what the record keeps.

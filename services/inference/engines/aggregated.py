@@ -38,7 +38,7 @@ class _Held:
 
     pieces: AsyncGenerator[Piece, None]
     rest: Piece
-    """What the first piece has behind its first token."""
+    """Tokens of the first piece after its first token."""
     expiry: asyncio.TimerHandle
 
 

@@ -18,7 +18,7 @@ def check_request(prompt: Prompt, able: Capabilities) -> None:
 
 
 def refusal(sampling: Sampling, able: Capabilities) -> str:
-    """Return what the engine lacks for these parameters, with its name."""
+    """Return the capabilities that the engine lacks for these parameters, with its name."""
     return f"the engine {able.engine} cannot serve {'; '.join(lacking(sampling, able))}"
 
 

@@ -87,7 +87,7 @@ class KvFetch:
         self._request = request
         self._to_token = to_token
         self.tokens = 0
-        """What came from another worker."""
+        """Data from another worker."""
         self.seconds = 0.0
         """How long it took; early, how long its last block took."""
 

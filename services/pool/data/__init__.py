@@ -1,1 +1,1 @@
-"""The rules of a shard: what a command changes, what a read returns. Imports `storage` alone."""
+"""The rules of a shard: changes by commands, results of reads. Imports `storage` alone."""

@@ -33,7 +33,7 @@ async def with_summaries(
 def lost_trajectories(
     views: Sequence[m.GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
 ) -> dict[str, str]:
-    """By task id, what the pool has lost of groups that were complete."""
+    """By task id, the losses of the pool in groups that were complete."""
     lost = {}
     for view, group in zip(views, groups, strict=True):
         sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}

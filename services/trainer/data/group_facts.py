@@ -1,4 +1,4 @@
-"""What a batch needs of a group, without its tokens, and the samples of a group with its credit.
+"""Facts of a group for its batch, without tokens, and the samples of a group with its credit.
 
 Owns the division of a group's data into facts, which are small, travel between ranks and merge to
 the statistics of a batch, and samples, which stay where the group was read. No I/O, no tensors.
@@ -79,7 +79,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCredit:
-    """What a batch decides about a group: the numbers and advantages of its samples."""
+    """Decisions of a batch about a group: the numbers and advantages of its samples."""
 
     group: int
     """`Sample.group`."""

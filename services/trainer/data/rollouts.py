@@ -1,4 +1,4 @@
-"""The rollouts of a group: what each earned, and which of its turns are trained.
+"""The rollouts of a group: the rewards of each, and its trained turns.
 
 Owns everything of a rollout that does not depend on other rollouts: its tokens, its returns, and
 the choice of trained turns. No I/O, no tensors. `services.trainer.data.group_facts` summarizes a

@@ -48,7 +48,7 @@ _RANDOM = "random_states"
 
 
 class ReplicaState:
-    """Copies and restores what a checkpoint holds of one replica."""
+    """Copies and restores the state of one replica in a checkpoint."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Quality of weight versions, from what was trained: mean reward, and the log-prob gap.
+"""Quality of weight versions, from trained trajectories: mean reward, and the log-prob gap.
 
 For the comparison of a canary with its base. Pure; a step adds its batch.
 """
@@ -17,7 +17,7 @@ _KEPT = 256
 
 @dataclass(slots=True)
 class Quality:
-    """Sums over what one version sampled."""
+    """Sums over the samples of one version."""
 
     trajectories: int = 0
     """Sampled by this version alone."""

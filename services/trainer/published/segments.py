@@ -16,7 +16,7 @@ from forge.runtime.weights import Segment, TensorEntry
 
 
 class RankSegment(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank above 0 holds of a version."""
+    """The part of a version that one rank above 0 holds."""
 
     entries: tuple[TensorEntry, ...]
     """Its tensors in the manifest's order."""

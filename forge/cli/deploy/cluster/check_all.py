@@ -1,6 +1,6 @@
 """`forge deploy check --out`: all hosts held against the render, by the check of each host.
 
-Owns the call of the hosts and what they answer. Not here: the check itself (`check`), output.
+Owns the calls of the hosts and their answers. Not here: the check itself (`check`), output.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Upgrade:
         return journal
 
     def run(self, journal: Journal) -> bool:
-        """Perform what is left; return whether the upgrade is done, False after a rollback.
+        """Perform the remaining steps; return whether the upgrade is done, False after a rollback.
 
         Raises `StepFailed` for a rollback that has steps left; the same command continues it.
         """

@@ -37,7 +37,7 @@ PREVIOUS = DEPLOYED.with_name("deploy.previous")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What an installation did, and what the units need."""
+    """Changes of an installation, and the units that need a start."""
 
     changed: list[str]
     """Paths."""

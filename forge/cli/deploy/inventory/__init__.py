@@ -1,1 +1,1 @@
-"""The inventory of a cluster: its file, its hosts, and what a host can run."""
+"""The inventory of a cluster: its file, its hosts, and the services of a host."""

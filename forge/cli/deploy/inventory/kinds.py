@@ -1,4 +1,4 @@
-"""What a host of an inventory can run: units, settings, ports and the order of a roll."""
+"""Services of a host of an inventory: units, settings, ports and the order of a roll."""
 
 from __future__ import annotations
 

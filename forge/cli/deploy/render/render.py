@@ -35,7 +35,7 @@ INVENTORY, SECRETS, HOSTS = "inventory.toml", "secrets", "hosts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a render did."""
+    """Result of a render."""
 
     inventory: Inventory
     secrets: list[str]

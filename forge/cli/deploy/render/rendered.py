@@ -75,7 +75,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What one host has."""
+    """Files of one host."""
 
     cluster: str
     host: str

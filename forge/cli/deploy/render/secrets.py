@@ -78,7 +78,7 @@ class SecretStore:
     changes: list[str] = field(default_factory=list)
 
     def load(self, inventory: Inventory) -> Secrets:
-        """Return the secrets of an inventory; make what is absent. Raises `InvalidArgument`."""
+        """Return the secrets of an inventory; make absent ones. Raises `InvalidArgument`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.folder.chmod(0o700)

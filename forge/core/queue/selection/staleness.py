@@ -27,7 +27,7 @@ MAY_LAG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What the next batch must contain."""
+    """Groups that the next batch must contain."""
 
     groups: list[Group]
     """All of these."""
@@ -131,8 +131,8 @@ class Deadlines:
         return list(islice(behind, size))
 
     def due(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
-        """What the next batch must contain. `batched`: groups in earlier batches. Only groups below
-        `edge` and not on the pool shards `away` count."""
+        """Groups that the next batch must contain. `batched`: groups in earlier batches. Only
+        groups below `edge` and not on the pool shards `away` count."""
         next_step = self._step + math.ceil(batched / size) + 1
         due: list[Group] = []
         lacking = False

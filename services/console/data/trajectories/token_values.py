@@ -1,6 +1,6 @@
 """Values of trained tokens beside the tokens of a turn's sequence: from the trainer's store.
 
-Owns the columns of the page and a short memory of what the trainer answered. The trainer's absence
+Owns the columns of the page and a short memory of the trainer's answers. The trainer's absence
 costs a page its colors alone: tokens are another request.
 """
 

@@ -1,4 +1,4 @@
-"""What a user's message says: texts and images, and results of tools between them.
+"""Content of a user's message: texts and images, and results of tools between them.
 
 Owns the rules that protocols with parts of a message share. The parts are the protocols' own.
 """

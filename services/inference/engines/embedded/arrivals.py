@@ -1,4 +1,4 @@
-"""What a hand-off brings to the engine that decodes, as tensors."""
+"""Tensors of a hand-off, for the engine that decodes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from services.inference.engines.embedded.speculation.drafter import Draft, Draft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave one sequence."""
+    """Result of a step for one sequence."""
 
     tokens: list[DrawnToken]
     """In order; after one that ends the answer, or whose log-prob is not finite, none follows."""

@@ -68,7 +68,7 @@ _LONGEST_TOKENS = 44
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the engine makes of a family."""
+    """Result of the check of a family."""
 
     refusal: str = ""
     """Why it is not served; "" if it is."""

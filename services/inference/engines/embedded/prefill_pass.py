@@ -74,7 +74,7 @@ class PrefillPass:
         return read_NQD.to(k_NHD.dtype)
 
     def finish(self) -> None:
-        """Store what a packed pass has computed: once for each prompt, not for each layer."""
+        """Store the results of a packed pass: once for each prompt, not for each layer."""
         if self._packed is None:
             return
         by_layer = [self._computed.pop(layer) for layer in sorted(self._computed)]

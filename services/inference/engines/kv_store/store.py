@@ -96,7 +96,7 @@ class KvStore:
         return max(present, from_token)
 
     def observe_compute(self, *, seconds: float, tokens: int) -> None:
-        """Learn what a token costs that is not in the store."""
+        """Learn the cost of a token that is not in the store."""
         self._compute_rate.observe(seconds=seconds, units=tokens)
 
     def write(self, ids: bytes, *, after_token: int, encode: Encode) -> None:

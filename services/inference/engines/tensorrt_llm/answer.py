@@ -84,7 +84,7 @@ class Answer:
             await self._news.wait()
 
     def stop(self) -> None:
-        """Sample no more, and free what the engine holds for it."""
+        """Stop sampling, and free the engine's memory of it."""
         self._stopping = True
         if self._leg is not None:
             self._leg.abort()

@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 class Role(Enum):
-    """What the engine does."""
+    """Work of the engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"

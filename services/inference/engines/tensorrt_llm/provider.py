@@ -1,4 +1,4 @@
-"""What the entry point names: starts the engine for one role, see `EngineProvider`."""
+"""Target of the entry point: starts the engine for one role, see `EngineProvider`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ OWN = -1
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one request asks for."""
+    """Options of one request."""
 
     first: tuple[int, ...] = ()
     """Sampled by prefill: the answer begins with them."""

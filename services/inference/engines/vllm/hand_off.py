@@ -43,7 +43,7 @@ class Memory:
         self.path = f"/proc/{os.getpid()}/fd/{self._opened}"
 
     def read(self) -> memoryview | bytes:
-        """Return what was written, also after `close`."""
+        """Return the written bytes, also after `close`."""
         if not os.fstat(self._opened).st_size:
             return _NOTHING
         return memoryview(mmap.mmap(self._opened, 0, prot=mmap.PROT_READ))

@@ -72,7 +72,7 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
     # Beside the scheduler.
 
     def on_new_request(self, request: Any) -> None:
-        """Note what is to be saved."""
+        """Note the blocks to save."""
         path = (request.kv_transfer_params or {}).get(SAVE)
         if path is not None:
             self._unsaved[request.request_id] = (path, request.num_prompt_tokens)

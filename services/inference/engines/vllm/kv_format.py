@@ -23,7 +23,7 @@ _LENGTH_BYTES = 8
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes hold."""
+    """Content of the bytes."""
 
     layout: Layout
     blocks: int

@@ -44,7 +44,7 @@ class Staged:
 
 
 class Checkpoint:
-    """What a checkpoint of the model has: names, shapes, ties."""
+    """Tensors of a checkpoint of the model: names, shapes, ties."""
 
     def __init__(self, model: torch.nn.Module, *, served: torch.dtype) -> None:
         """`model`: of transformers, without data. `served`: the type that vLLM computes in."""

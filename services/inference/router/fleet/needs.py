@@ -1,8 +1,8 @@
-"""What a request needs of the engine of its worker, to begin and to continue. Pure.
+"""Capabilities that a request needs of its worker's engine, to begin and to continue. Pure.
 
 A request begins on any engine that can do all that it asks. It continues on an engine that can also
 resume its answer: a grammar and penalties have a state over the tokens so far. Where no engine can
-resume it, it begins anew if its caller has no token of it yet.
+resume it, it begins again if its caller has no token of it yet.
 
 An engine that can resume an answer may still change it: other draws than those of the caller's
 seed, no shares, another model. Engines that change nothing are preferred; else the answer starts
@@ -35,7 +35,7 @@ class CannotContinue(Unavailable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What one request needs, with what it has sampled so far."""
+    """Needs of one request, with its tokens so far."""
 
     sampling: Sampling | None = None
     """As asked, without the tokens so far; None: needs nothing."""
@@ -77,7 +77,7 @@ class Needs:
         return ""
 
     def refusals(self, engines: Iterable[Engine]) -> str:
-        """Return what each engine lacks, in words."""
+        """Return the missing capabilities of each engine, in words."""
         rest = self._rest
         words = {self.refused_by[one] for one in engines if one in self.refused_by}
         for able in {one.able for one in engines}:

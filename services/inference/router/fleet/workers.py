@@ -22,7 +22,7 @@ _MODEL_FILES = ("config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Engine:
-    """What a worker announces of its engine; workers that announce the same share one object."""
+    """A worker's announcement of its engine; workers that announce the same share one object."""
 
     role: str
     """prefill, decode or both."""

@@ -56,7 +56,7 @@ class Answer:
 
     @property
     def needs(self) -> Needs:
-        """What the engine of the next worker must be able to do."""
+        """Capabilities that the engine of the next worker must have."""
         sampling = self._prompt.sampling
         return Needs(
             sampling=sampling,

@@ -222,7 +222,7 @@ class WeightFetch:
 
 
 def _verify(announced: WeightAnnouncement, tensors: dict[str, NamedTensor]) -> None:
-    """Check what a trainer of an earlier release announced. Raises DataLoss."""
+    """Check the announcement of a trainer of an earlier release. Raises DataLoss."""
     version = announced.weight_version
     if announced.layout and layout_of(tensors.values()) != announced.layout:
         raise DataLoss(f"weights {version}: types or shapes are not those announced")

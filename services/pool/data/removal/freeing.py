@@ -143,7 +143,7 @@ def free(records: Records, command: FreeGroups) -> Freed:
 
 @dataclass(slots=True, kw_only=True)
 class _Left:
-    """What one transaction may still delete."""
+    """Remaining deletions of one transaction."""
 
     records: int
     size_bytes: int

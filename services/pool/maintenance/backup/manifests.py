@@ -1,4 +1,4 @@
-"""What a backup says of itself, and the step that the backups of several shards have in common.
+"""Manifests of backups, and the step that the backups of several shards have in common.
 
 Owns `backup.json` in the directory of a backup, and the rule of the common step.
 """

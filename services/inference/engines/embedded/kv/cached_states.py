@@ -19,7 +19,7 @@ class CachedStates:
 
     def __init__(self, shape: KvShape, rows: int) -> None:
         self.are_needed = shape.states is not None
-        """Whether a prompt cannot go on without states."""
+        """Whether a prompt cannot continue without states."""
         # The system allocates pages as rows fill.
         self._rows = torch.empty((rows, shape.state_bytes), dtype=torch.uint8, device=shape.device)
         self._oldest_first: dict[int, int] = {}

@@ -242,7 +242,7 @@ class _PrefixRead:
     def attend(
         self, layer: int, q_NHGD: torch.Tensor, *, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the asking tokens read, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
+        """Attention of the asking tokens, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
         k_RHTD, v_RHTD = self.slab.layers[layer][:, self.rows, :, : self.length]
         q_RKHGD = q_NHGD[self.table]
         rows, asking, heads, groups, head_size = q_RKHGD.shape

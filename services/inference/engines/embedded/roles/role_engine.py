@@ -1,4 +1,4 @@
-"""What the engines of all roles share: limits, weights, and the count of their requests."""
+"""Common base of the engines of all roles: limits, weights, and the count of requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RoleEngine(ABC):
 
     role: ClassVar[str]
     resumes: ClassVar[bool]
-    """Whether its cache has states of recurrent layers, from which later prompts go on."""
+    """Whether its cache has states of recurrent layers, from which later prompts continue."""
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> Self:

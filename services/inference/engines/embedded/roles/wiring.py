@@ -114,7 +114,7 @@ def decode_actor(
     resumes: bool,
 ) -> DecodeActor:
     """The actor that samples; `kv_bytes` for running sequences and shared prefixes. `resumes`: it
-    also keeps states for prompts that go on from its answers. Raises ConfigError without memory for
+    also keeps states for prompts that continue its answers. Raises ConfigError without memory for
     one sequence."""
     depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
     shape = policy.kv_shape

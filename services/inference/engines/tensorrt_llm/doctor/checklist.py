@@ -49,7 +49,7 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the checks work on."""
+    """Inputs of the checks."""
 
     library: Library
     model_path: Path

@@ -84,7 +84,7 @@ def _surface(found: Found) -> Iterator[EngineFinding]:
 
 
 def _requirements() -> EngineFinding:
-    """Compare the environment with what the library's own metadata demands."""
+    """Compare the environment with the requirements in the library's own metadata."""
     wrong = []
     for name in _DISTRIBUTIONS:
         try:

@@ -35,12 +35,12 @@ class Found:
     root: Path
     version: str
     surface: Surface
-    """What it has of the surface of its version."""
+    """Its part of the surface of its version."""
     differences: Sequence[Difference]
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it can do."""
+        """Its features."""
         return self.surface.features()
 
 
@@ -73,7 +73,7 @@ class Library:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it can do."""
+        """Its features."""
         return self.surface.features()
 
 

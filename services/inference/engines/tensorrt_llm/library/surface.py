@@ -128,12 +128,12 @@ _NEEDS: Mapping[Feature, tuple[str, ...]] = {
         "tensorrt_llm.executor.result:CompletionOutput.prompt_logprobs",
     ),
 }
-"""What each feature needs: paths of `Surface.paths`, or behaviours."""
+"""Needs of each feature: paths of `Surface.paths`, or behaviours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surface:
-    """What one version has of that which the adapter uses."""
+    """The part of one version that the adapter uses."""
 
     version: str
     pythons: tuple[str, ...]
@@ -164,7 +164,7 @@ class Surface:
         return frozenset(one for one, needs in _NEEDS.items() if there.issuperset(needs))
 
     def missing(self, feature: Feature) -> tuple[str, ...]:
-        """Return what a feature lacks."""
+        """Return the missing needs of a feature."""
         there = self.paths() | self.behaviours
         return tuple(need for need in _NEEDS[feature] if need not in there)
 

@@ -32,7 +32,7 @@ class Difference:
     path: str
     """`module:Class[.member[.parameter]]`."""
     text: str
-    """What is expected and what is there."""
+    """Expected and found signature."""
 
 
 class Tree:
