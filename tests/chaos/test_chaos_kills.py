@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.suite.forge_run import ForgeRun
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 MORE = 8
 """Steps that are taken after the kill, more than what lies ready in the queue would do for."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ class ForgeRun:
             raise AssertionError(f"no {what}: {error}\n{self.explain()}") from None
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: self.last_step() >= step, f"step {step}")
+        """Wait for a step; the limit is one for each step up to it."""
+        for each in range(self.last_step() + 1, step + 1):
+            self.wait_until(partial(self._has_taken, each), f"step {each}")
+
+    def _has_taken(self, step: int) -> bool:
+        return self.last_step() >= step
 
     def last_step(self) -> int:
         return max((int(n) for n in re.findall(r"step +(\d+)/", self.output())), default=0)
