@@ -25,7 +25,6 @@ import typer
 from hypothesis import is_hypothesis_test, settings
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 FOLDER = Path(__file__).parent
 MAX_BYTES = 2048
@@ -49,6 +48,12 @@ class Target:
         """The command that repeats and shrinks the failure."""
         file = self.file.relative_to(FOLDER.parents[1])
         return f"pytest --hypothesis-profile=fuzz {file} -k {self.name}"
+
+    @property
+    def result(self) -> str:
+        """Its line."""
+        ended = f"{self.inputs:,} inputs in {self.elapsed_s:.0f} s"
+        return f"{self.name}: {ended}, {self.failure or 'no failure'}"
 
 
 def targets(only: str) -> Iterator[Target]:
@@ -87,16 +92,14 @@ def main(
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     seed = random.randrange(2**32) if seed is None else seed
     chosen, console = list(targets(only)), Console()
+    console.print(f"seed {seed}")
     with Progress(console=console) as progress:
         for number, target in enumerate(chosen):
             bar = progress.add_task(target.name, total=inputs)
             fuzz(target, inputs, random.Random(seed + number), partial(progress.advance, bar))
-    table = Table("target", "inputs", "seconds", "failure", title=f"seed {seed}")
-    for target in chosen:
-        table.add_row(
-            target.name, f"{target.inputs:,}", f"{target.elapsed_s:.0f}", target.failure or "none"
-        )
-    console.print(table)
+            progress.remove_task(bar)
+            # At once: an interrupted run has named the targets that passed.
+            console.print(target.result, markup=False, soft_wrap=True)
     failed = [target for target in chosen if target.failure]
     for target in failed:
         console.print(f"repeat with: {target.command}", soft_wrap=True)
