@@ -257,6 +257,160 @@ class SampleEnd(_message.Message):
 Global___SampleEnd: _TypeAlias = SampleEnd  # noqa: Y015
 
 @_typing.final
+class WorkerStreamRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBegin]: ...
+    @_builtins.property
+    def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Calls to abort; they get no end. Without effect on ended calls."""
+
+    @_builtins.property
+    def read(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRead]:
+        """What the caller has taken from its calls since it last said so; needed from 128 KiB of a call on."""
+
+    @_builtins.property
+    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Request ids of Prefills whose keys and values nobody will fetch, as of ReleaseKv."""
+
+    def __init__(
+        self,
+        *,
+        begin: _abc.Iterable[Global___WorkerBegin] | None = ...,
+        cancel: _abc.Iterable[_builtins.int] | None = ...,
+        read: _abc.Iterable[Global___WorkerRead] | None = ...,
+        release: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "cancel", b"cancel", "read", b"read", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStreamRequest: _TypeAlias = WorkerStreamRequest  # noqa: Y015
+
+@_typing.final
+class WorkerBegin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """Chosen by the caller, greater than all earlier ones of the stream."""
+    timeout_s: _builtins.float
+    """Seconds from the arrival to DEADLINE_EXCEEDED."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller; "": not traced."""
+    @_builtins.property
+    def prefill(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def decode(self) -> Global___DecodeRequest: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        prefill: Global___PrefillRequest | None = ...,
+        decode: Global___DecodeRequest | None = ...,
+        timeout_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "decode", b"decode", "prefill", b"prefill", "request", b"request", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["prefill", "decode"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___WorkerBegin: _TypeAlias = WorkerBegin  # noqa: Y015
+
+@_typing.final
+class WorkerRead(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    bytes: _builtins.int
+    """Sizes of the messages in the call's events."""
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "call", b"call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerRead: _TypeAlias = WorkerRead  # noqa: Y015
+
+@_typing.final
+class WorkerStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEvent]:
+        """The events of one call are in order."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___WorkerEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStreamResponse: _TypeAlias = WorkerStreamResponse  # noqa: Y015
+
+@_typing.final
+class WorkerEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___PrefillResponse: ...
+    @_builtins.property
+    def decode(self) -> Global___DecodeResponse: ...
+    @_builtins.property
+    def end(self) -> Global___SampleEnd: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        prefill: Global___PrefillResponse | None = ...,
+        decode: Global___DecodeResponse | None = ...,
+        end: Global___SampleEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end", b"end", "event", b"event", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "decode", b"decode", "end", b"end", "event", b"event", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prefill", "decode", "end"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WorkerEvent: _TypeAlias = WorkerEvent  # noqa: Y015
+
+@_typing.final
 class GetInferenceStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -451,6 +451,90 @@ class DecodeService(object):
             _registered_method=True)
 
 
+class WorkerServiceStub(object):
+    """Served by every worker with `worker_stream` in its metadata, for routers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WorkerStream = channel.stream_stream(
+                '/forge.v1.WorkerService/WorkerStream',
+                request_serializer=forge_dot_v1_dot_inference__pb2.WorkerStreamRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_inference__pb2.WorkerStreamResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerServiceServicer(object):
+    """Served by every worker with `worker_stream` in its metadata, for routers.
+    """
+
+    def WorkerStream(self, request_iterator, context):
+        """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
+        more than the answer. Each behaves as the call of its own service, with its own deadline, status
+        and order; it has a prefill event or decode events, then an end. A message has the events of any
+        calls that wait at that moment. When the stream is lost, every call on it without an end fails with
+        UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
+        only reader was the router. A draining instance serves new calls until it has no work, then
+        refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
+        its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
+        `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WorkerStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.WorkerStream,
+                    request_deserializer=forge_dot_v1_dot_inference__pb2.WorkerStreamRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_inference__pb2.WorkerStreamResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'forge.v1.WorkerService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('forge.v1.WorkerService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerService(object):
+    """Served by every worker with `worker_stream` in its metadata, for routers.
+    """
+
+    @staticmethod
+    def WorkerStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forge.v1.WorkerService/WorkerStream',
+            forge_dot_v1_dot_inference__pb2.WorkerStreamRequest.SerializeToString,
+            forge_dot_v1_dot_inference__pb2.WorkerStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class CacheServiceStub(object):
     """Served by workers with a prefix cache, for routers.
     """

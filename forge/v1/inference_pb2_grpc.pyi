@@ -250,6 +250,64 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class WorkerServiceStub:
+    """Served by every worker with `worker_stream` in its metadata, for routers."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
+    WorkerStream: _grpc.StreamStreamMultiCallable[_inference_pb2.WorkerStreamRequest, _inference_pb2.WorkerStreamResponse]
+    """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
+    more than the answer. Each behaves as the call of its own service, with its own deadline, status
+    and order; it has a prefill event or decode events, then an end. A message has the events of any
+    calls that wait at that moment. When the stream is lost, every call on it without an end fails with
+    UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
+    only reader was the router. A draining instance serves new calls until it has no work, then
+    refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
+    its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
+    `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+    """
+
+@_typing.type_check_only
+class WorkerServiceAsyncStub(WorkerServiceStub):
+    """Served by every worker with `worker_stream` in its metadata, for routers."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    WorkerStream: _aio.StreamStreamMultiCallable[_inference_pb2.WorkerStreamRequest, _inference_pb2.WorkerStreamResponse]  # type: ignore[assignment]
+    """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
+    more than the answer. Each behaves as the call of its own service, with its own deadline, status
+    and order; it has a prefill event or decode events, then an end. A message has the events of any
+    calls that wait at that moment. When the stream is lost, every call on it without an end fails with
+    UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
+    only reader was the router. A draining instance serves new calls until it has no work, then
+    refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
+    its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
+    `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+    """
+
+class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker with `worker_stream` in its metadata, for routers."""
+
+    @_abc_1.abstractmethod
+    def WorkerStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.WorkerStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.WorkerStreamResponse], _abc.AsyncIterator[_inference_pb2.WorkerStreamResponse]]:
+        """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
+        more than the answer. Each behaves as the call of its own service, with its own deadline, status
+        and order; it has a prefill event or decode events, then an end. A message has the events of any
+        calls that wait at that moment. When the stream is lost, every call on it without an end fails with
+        UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
+        only reader was the router. A draining instance serves new calls until it has no work, then
+        refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
+        its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
+        `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+        """
+
+def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class CacheServiceStub:
     """Served by workers with a prefix cache, for routers."""
 

@@ -111,6 +111,7 @@ MATRIX = {
     "PrefillService/FetchKv": SERVICE,
     "PrefillService/ReleaseKv": SERVICE,
     "DecodeService/Decode": SERVICE,
+    "WorkerService/WorkerStream": SERVICE,
     "CacheService/WatchCache": SERVICE,
     "WeightService/FetchWeights": SERVICE,
     "WeightService/FetchManifest": SERVICE,

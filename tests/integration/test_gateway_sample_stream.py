@@ -18,6 +18,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.core.token_columns import int32_array
+from forge.runtime.rpc import served_stream
 from forge.runtime.rpc.tokens import joined_responses
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.router.sample_call import MAX_QUEUED_RESPONSES
@@ -184,8 +185,8 @@ async def test_calls_wait_for_a_gateway_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream holds a bounded number of tokens; once read, its calls continue."""
-    monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
-    monkeypatch.setattr(router_side, "MESSAGE_BYTES", 100)
+    monkeypatch.setattr(served_stream, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(served_stream, "MESSAGE_BYTES", 100)
     given = 0
 
     async def sample(asked: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
@@ -214,7 +215,7 @@ async def test_calls_wait_for_a_gateway_that_does_not_read(
 
 async def test_refused_calls_wait_for_a_slow_gateway_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that only sends is not read for ever."""
-    monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(served_stream, "WINDOW_BYTES", 1000)
     asked = 0
 
     async def refused(_: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
@@ -240,7 +241,7 @@ async def test_refused_calls_wait_for_a_slow_gateway_too(monkeypatch: pytest.Mon
 
 async def test_large_events_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may fill a message up to gRPC's limit; two together would exceed it."""
-    monkeypatch.setattr(router_side, "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(served_stream, "MESSAGE_BYTES", 1000)
 
     async def sample(_: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
         for size in (10, 20, 900, 10, 200):

@@ -15,8 +15,10 @@ from forge.v1 import inference_pb2 as pb
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.router.metrics import EARLY_DECODES
 from tests.integration import test_inference_run as scripted
-from tests.integration.test_inference_run import Worker, routed
+from tests.integration.test_inference_run import Worker, routed, way
 from tests.support.runtime.waiting import until
+
+__all__ = ["way"]  # The fixture: every test runs both ways.
 
 ABLE = Capabilities(
     engine="early",

@@ -63,6 +63,27 @@ async def test_frozen_worker_loses_its_calls_with_its_lease(inference: Inference
     assert [(line["worker"], line["calls"] > 0) for line in lost] == [(frozen, True)]
 
 
+async def test_prefill_worker_does_not_wait_for_prompts_of_a_dead_router(
+    inference: InferenceCluster,
+) -> None:
+    """Its decode worker is frozen before it fetches the prompt, then the router is killed: nobody
+    can fetch it, and SIGTERM ends the worker before `drain_s`."""
+    router = inference.start("router", "--router.hold-s", "3600")
+    prefill, decode = inference.start("prefill"), inference.start("decode")
+    version = str(inference.publisher.version)
+    for role, name in (("prefill", prefill), ("decode", decode)):
+        await inference.registered(role, name, weight_version=version)
+    await inference.known_to_router(prefill, decode)
+    inference.freeze(decode)
+    call = await inference.call(prompt_ids(40), stream=True)
+    first = await call.read()
+    assert len(first.tokens.ids) == 4
+    inference.kill(router)
+    inference.terminate(prefill)
+    assert await asyncio.to_thread(inference.exit_code, prefill) == 0
+    assert "drain_cut_short" not in inference.log_of(prefill)
+
+
 async def test_versions_never_fall_while_workers_swap_and_die(inference: InferenceCluster) -> None:
     """Three publications during long answers, and a kill -9 after each: every token is of the
     version of the one before it, or of a newer one."""

@@ -1,8 +1,10 @@
-"""One request through a router's actor to workers that answer by script, over real sockets."""
+"""One request through a router's actor to workers that answer by script, over real sockets: by one
+RPC for each call, as of a worker of an earlier release, and on a kept stream."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,17 +34,30 @@ from services.inference import codec
 from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.engines.capabilities import Capabilities
+from services.inference.router import worker_streams
 from services.inference.router.actor import MIN_ADMITTED, RouterActor
 from services.inference.router.messages import FleetChanged, Report
 from services.inference.router.metrics import STARTED_OVER
-from services.inference.router.request import attempt as attempt_module
 from services.inference.router.request import request as request_module
 from services.inference.router.request import worker_calls
 from services.inference.router.request.request import Run
+from services.inference.router.worker_streams import WorkerStreams
+from services.inference.worker.worker_stream import WorkerServicer
+from tests.support.inference.streamed_worker import StreamedWorker
+from tests.support.runtime.waiting import until
 
 CONFIG = InferenceConfig(
     request_timeout_s=300.0, router=RouterSettings(worker_wait_s=30.0, hold_s=30.0)
 )
+
+STREAMED = ""
+"""In the directory entries of workers: whether their calls are on a stream."""
+
+
+@pytest.fixture(autouse=True, params=["", "1"], ids=["rpc", "stream"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs both ways."""
+    monkeypatch.setattr(sys.modules[__name__], "STREAMED", request.param)
 
 
 def tokens(*ids: int, top: int = 0) -> SampledTokens:
@@ -134,7 +149,7 @@ class Routed:
     """A router in front of a worker."""
 
     router: ActorRef
-    channels: Channels
+    streams: WorkerStreams
     discoveries: Sequence[Any]
     silent: set[str]
     """Addresses that answer no ping."""
@@ -160,7 +175,7 @@ class Routed:
             Prompt(request_id="r", ids=request.prompt_ids, sampling=read),
             context_tokens=1 << 20,
             router=self.router,
-            channels=cast(Any, self.channels),
+            streams=self.streams,
             config=CONFIG,
         )
 
@@ -176,9 +191,13 @@ async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
     server = grpc.aio.server()
     rpc.add_PrefillServiceServicer_to_server(worker, server)
     rpc.add_DecodeServiceServicer_to_server(worker, server)
+    scripted: Any = StreamedWorker(worker)
+    servicer = WorkerServicer(prefill=scripted, decode=scripted)
+    rpc.add_WorkerServiceServicer_to_server(servicer, server)
     worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     actors, channels = ActorSystem("test"), Channels()
+    streams = WorkerStreams(cast(Any, channels))
     discoveries = [
         SimpleNamespace(
             kind=kind,
@@ -187,7 +206,7 @@ async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
                     kind=kind,
                     instance_id=kind,
                     address=worker.address,
-                    metadata={"capacity": "4", **metadata},
+                    metadata={"capacity": "4", "worker_stream": STREAMED, **metadata},
                     revision=1,
                 )
             ],
@@ -204,8 +223,9 @@ async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
         lambda: RouterActor(cast(Any, discoveries), queue_limit=4, ping=ping), name="router"
     )
 
-    yield Routed(router, channels, discoveries, silent)
+    yield Routed(router, streams, discoveries, silent)
     await actors.stop()
+    await streams.close()
     for channel in channels.made.values():
         await channel.close()
     await server.stop(None)
@@ -252,12 +272,25 @@ async def test_wait_for_a_worker_begins_when_one_is_lost(
 
 async def test_prompt_that_is_prefilled_again_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that a decode worker refused before the fetch is released, not left until hold_s."""
-    monkeypatch.setattr(attempt_module, "_RELEASE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(worker_streams, "_RELEASE_TIMEOUT_S", 30.0)
     worker = Worker()
     async with routed(worker) as one:
         worker.refusals = 2
         assert [len(said.tokens.ids) async for said in one.run(most=100).responses()] == [4 * 100]
-        assert worker.held == set()
+        await until(lambda: not worker.held)
+
+
+async def test_prompt_of_a_caller_that_leaves_before_the_fetch_is_released() -> None:
+    """Nobody will fetch it: prefill does not hold it until hold_s, nor wait for it in its drain."""
+    worker = Worker()
+    worker.freezes = "FetchKv"
+    async with routed(worker) as one:
+        leaving = asyncio.create_task(_ids_of(one.run(most=100)))
+        await worker.frozen.wait()
+        assert len(worker.held) == 1
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await until(lambda: not worker.held)
 
 
 async def test_cancelled_caller_frees_every_resource() -> None:

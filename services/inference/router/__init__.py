@@ -19,6 +19,7 @@ messages.py       messages of the actor
 cache_watch.py    streams of the workers' prefix caches
 service.py        InferenceService
 sample_stream.py  many requests on one stream
+worker_streams.py  calls to workers, many on one stream
 sample_span.py    the span of one answer
 role.py           wiring
 metrics.py        metrics of a router

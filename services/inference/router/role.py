@@ -25,6 +25,7 @@ from services.inference.router.fleet.open_calls import PING_S
 from services.inference.router.fleet.versions import Versions
 from services.inference.router.messages import CacheReported, FleetChanged, HoldChanged
 from services.inference.router.service import InferenceServicer
+from services.inference.router.worker_streams import WorkerStreams
 
 SCOPES = {"GetInferenceStatus": "viewer"}
 
@@ -56,7 +57,10 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         ),
         name="router",
     )
-    servicer = InferenceServicer(router, context.channels, limits, config)
+    streams = WorkerStreams(context.channels)
+    # After the server has stopped: its last answers need them.
+    context.undo.push_async_callback(streams.close)
+    servicer = InferenceServicer(router, streams, limits, config)
     context.server.add_service(
         rpc.add_InferenceServiceServicer_to_server,
         servicer,

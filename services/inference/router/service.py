@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
-from forge.runtime.rpc.channel import Channels
 from forge.runtime.tracing import is_tracing
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
@@ -20,6 +19,7 @@ from services.inference.router.messages import Report
 from services.inference.router.request.request import Run
 from services.inference.router.sample_span import with_span
 from services.inference.router.sample_stream import SampleStreams
+from services.inference.router.worker_streams import WorkerStreams
 
 _ASK_TIMEOUT_S = 10.0
 
@@ -30,12 +30,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     def __init__(
         self,
         router: ActorRef,
-        channels: Channels,
+        streams: WorkerStreams,
         limits: ModelLimits,
         config: InferenceConfig,
     ) -> None:
         self._router = router
-        self._channels = channels
+        self._workers = streams
         self._limits = limits
         self._config = config
         self._streams = SampleStreams(self._sample, interval_s=config.router.stream_interval_s)
@@ -70,7 +70,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             prompt,
             context_tokens=self._limits.context_tokens,
             router=self._router,
-            channels=self._channels,
+            streams=self._workers,
             config=self._config,
         )
         async with aclosing(run.responses()) as responses:

@@ -10,6 +10,11 @@ HAND_OFFS = counter(
     "they were computed) or whole (afterwards).",
     ["way"],
 )
+STREAM_CALLS = counter(
+    "forge_inference_worker_calls_total",
+    "Prefills and decodes of routers on kept streams, by status code.",
+    ["code"],
+)
 LANDING_BYTES = gauge(
     "forge_inference_landing_bytes",
     "Memory of prompts that arrive while they are computed.",

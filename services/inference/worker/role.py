@@ -24,6 +24,7 @@ from services.inference.worker.engine_dtype import computed_type, engine_dtype
 from services.inference.worker.service import CacheServicer, DecodeServicer, PrefillServicer
 from services.inference.worker.weights.follower import WeightFollower
 from services.inference.worker.weights.frozen_weights import load_frozen
+from services.inference.worker.worker_stream import WorkerServicer
 
 _FETCH_KV_SILENCE_S = 30.0
 """Longest silence in a fetch of keys and values; then another worker prefills the request."""
@@ -36,13 +37,13 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     """Start the engine, add its servicers, load frozen weights or follow the policy's; return the
     wait for the last request."""
     watch_gpus(context, device=context.config.device)
-    engine = await _start_engine(context)
+    engine, stream = await _start_engine(context)
     context.metadata["capabilities"] = engine.capabilities.encode()
     _report_cache(context, engine)
     serve_drain(context, running=lambda: engine.status().running)
     if context.config.weights == "frozen":
         await load_frozen(context, engine)
-        return engine.idle
+        return partial(_drain, engine, stream)
     follower = WeightFollower(context, engine, policy=context.config.policy)
     context.server.add_service(
         rpc.add_WeightServiceServicer_to_server,
@@ -52,10 +53,18 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     # Not in discovery until it has weights.
     context.ready = False
     context.keep_running(follower.run(), name="weights")
-    return engine.idle
+    return partial(_drain, engine, stream)
 
 
-async def _start_engine(context: ServiceContext) -> Engine:
+async def _drain(engine: Engine, stream: WorkerServicer) -> None:
+    """Serve routers that do not know yet that this worker leaves, until none has work for it."""
+    try:
+        await engine.idle()
+    finally:
+        stream.drain()
+
+
+async def _start_engine(context: ServiceContext) -> tuple[Engine, WorkerServicer]:
     config: InferenceConfig = context.config
     options = EngineOptions(
         model_path=config.model_path,
@@ -84,16 +93,28 @@ async def _start_engine(context: ServiceContext) -> Engine:
         both = await start_both(config.engine, context.actors, options)
         context.metadata["role"] = "both"
         context.metadata["prefills_in_decode"] = "1"
-        _serve_prefill(context, both)
-        _serve_decode(context, both, local=both)
-        return both
+        reads = _serve_prefill(context, both)
+        samples = _serve_decode(context, both, local=both)
+        return both, _serve_stream(context, prefill=reads, decode=samples)
     if config.role == "prefill":
         prefill = await start_prefill(config.engine, context.actors, options)
-        _serve_prefill(context, prefill)
-        return prefill
+        return prefill, _serve_stream(context, prefill=_serve_prefill(context, prefill))
     decode = await start_decode(config.engine, context.actors, options)
-    _serve_decode(context, decode)
-    return decode
+    return decode, _serve_stream(context, decode=_serve_decode(context, decode))
+
+
+def _serve_stream(
+    context: ServiceContext,
+    *,
+    prefill: PrefillServicer | None = None,
+    decode: DecodeServicer | None = None,
+) -> WorkerServicer:
+    context.metadata["worker_stream"] = "1"
+    servicer = WorkerServicer(prefill=prefill, decode=decode)
+    context.server.add_service(
+        rpc.add_WorkerServiceServicer_to_server, servicer, full_name="forge.v1.WorkerService"
+    )
+    return servicer
 
 
 def _report_cache(context: ServiceContext, engine: Engine) -> None:
@@ -107,33 +128,33 @@ def _report_cache(context: ServiceContext, engine: Engine) -> None:
         )
 
 
-def _serve_prefill(context: ServiceContext, engine: PrefillEngine) -> None:
+def _serve_prefill(context: ServiceContext, engine: PrefillEngine) -> PrefillServicer:
     context.metadata["cache_tokens"] = str(engine.cache_tokens)
     context.metadata["stored_tokens"] = str(getattr(engine, "stored_tokens", 0))
+    servicer = PrefillServicer(engine, on_broken=partial(note_broken, context))
     context.server.add_service(
-        rpc.add_PrefillServiceServicer_to_server,
-        PrefillServicer(engine, on_broken=partial(note_broken, context)),
-        full_name="forge.v1.PrefillService",
+        rpc.add_PrefillServiceServicer_to_server, servicer, full_name="forge.v1.PrefillService"
     )
+    return servicer
 
 
 def _serve_decode(
     context: ServiceContext, engine: DecodeEngine, *, local: PrefillEngine | None = None
-) -> None:
+) -> DecodeServicer:
     context.metadata["cache_tokens"] = str(engine.cache_tokens)
     context.metadata["capacity"] = str(engine.capacity)
-    context.server.add_service(
-        rpc.add_DecodeServiceServicer_to_server,
-        DecodeServicer(
-            engine,
-            context.channels,
-            silence_s=_FETCH_KV_SILENCE_S,
-            landing_bytes=int(context.config.kv.mib * _MIB * _LANDING_SHARE),
-            local=local,
-            on_broken=partial(note_broken, context),
-        ),
-        full_name="forge.v1.DecodeService",
+    servicer = DecodeServicer(
+        engine,
+        context.channels,
+        silence_s=_FETCH_KV_SILENCE_S,
+        landing_bytes=int(context.config.kv.mib * _MIB * _LANDING_SHARE),
+        local=local,
+        on_broken=partial(note_broken, context),
     )
+    context.server.add_service(
+        rpc.add_DecodeServiceServicer_to_server, servicer, full_name="forge.v1.DecodeService"
+    )
+    return servicer
 
 
 def _kv_store(kv: KvSettings) -> KvStoreOptions | None:

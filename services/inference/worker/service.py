@@ -102,8 +102,12 @@ class PrefillServicer(rpc.PrefillServiceServicer):
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
         """Drop a held prompt."""
-        self._engine.release(request.request_id)
+        self.release(request.request_id)
         return pb.ReleaseKvResponse()
+
+    def release(self, request_id: str) -> None:
+        """Drop a held prompt; an unknown id changes nothing."""
+        self._engine.release(request_id)
 
 
 def _prefilled(read: Prefilled, prompt: Prompt, able: Capabilities) -> pb.PrefillResponse:
@@ -206,6 +210,12 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
         """Fetch the keys and values, then sample; with `prefill` read the prompt before."""
+        async with aclosing(self.answer(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def answer(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeResponse, None]:
+        """Yield the responses to a Decode."""
         prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
         check_request(prompt, self._engine.capabilities)
         if request.prefill:

@@ -24,6 +24,7 @@ class CuttingProxy:
         """Number of the stalled connection."""
         self._stall_after: int | None = None
         self._cut = asyncio.Event()
+        self._callers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -39,6 +40,11 @@ class CuttingProxy:
         """Abort the stalled connection."""
         self._cut.set()
 
+    def cut_all(self) -> None:
+        """Abort every connection."""
+        for writer in self._callers:
+            writer.transport.abort()
+
     async def close(self) -> None:
         """Accept no more; connections end with their peers."""
         assert self._server is not None
@@ -53,6 +59,7 @@ class CuttingProxy:
         except OSError:
             writer.transport.abort()
             return
+        self._callers.add(writer)
         asking = asyncio.create_task(_copy(reader, ours))
         with suppress(OSError):
             while data := await theirs.read(_READ_BYTES):
@@ -63,6 +70,7 @@ class CuttingProxy:
                 writer.write(data)
                 await writer.drain()
         asking.cancel()
+        self._callers.discard(writer)
         for transport in (writer.transport, ours.transport):
             transport.abort()
 

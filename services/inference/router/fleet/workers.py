@@ -90,6 +90,8 @@ class Worker:
     reports_cache: bool = False
     prefills_in_decode: bool = False
     """It reads and samples in one call."""
+    serves_stream: bool = False
+    """It takes its calls on one kept stream."""
     draining: bool = False
     """An operator drains it."""
     calls: OpenCalls = field(default_factory=OpenCalls)
@@ -132,6 +134,7 @@ def new_worker(one: Instance) -> Worker:
         stored_tokens=int(one.metadata.get("stored_tokens", 0)),
         reports_cache=one.metadata.get("cache_reports") == "1",
         prefills_in_decode=one.metadata.get("prefills_in_decode") == "1",
+        serves_stream=one.metadata.get("worker_stream") == "1",
     )
 
 

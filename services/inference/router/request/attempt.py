@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
-
-import grpc.aio
 
 from forge.core.errors import (
     DeadlineExceeded,
@@ -24,7 +22,6 @@ from forge.core.errors import (
 )
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
-from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens
 from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import Abandoned, PlaceDecode, Placement
@@ -33,7 +30,6 @@ from services.inference.router.request.worker_calls import Settle, WorkerCalls
 
 MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
 """Errors that another worker, or a later attempt, can cure."""
-_RELEASE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +69,18 @@ class Attempt(WorkerCalls):
                             yield
                     return
                 read = await self._prefill(request, placement, settle)
+            async with aclosing(self._decode_read(request, read, source)) as answer:
+                async for _ in answer:
+                    yield
+        finally:
+            self._drop_early()
+
+    async def _decode_read(
+        self, request: pb.PrefillRequest, read: pb.PrefillResponse, source: Worker
+    ) -> AsyncGenerator[None, None]:
+        """Take the token of prefill, then decode what `source` has read."""
+        is_fetched = False
+        try:
             self._take(read.first, source)
             first = SampledTokens()
             first.CopyFrom(read.first)
@@ -80,30 +88,16 @@ class Attempt(WorkerCalls):
             self.answer.end_with(read.first)
             yield
             if self.answer.finish is not None:
-                await self._release_kv(source.address, request.request_id)
                 return
-            fetched = False
-            try:
-                decode = self._decode(
-                    self._decode_request(request, source.address, first=first), source
-                )
-                async with aclosing(decode):
-                    async for _ in decode:
-                        fetched = True
-                        yield
-            except MOVES:
-                # The next attempt prefills again: free the memory of this one.
-                if not fetched:
-                    await self._release_kv(source.address, request.request_id)
-                raise
+            request_to_decode = self._decode_request(request, source.address, first=first)
+            async with aclosing(self._decode(request_to_decode, source)) as decode:
+                async for _ in decode:
+                    is_fetched = True
+                    yield
         finally:
-            self._drop_early()
-
-    async def _release_kv(self, address: str, request_id: str) -> None:
-        """Free a held prompt; on failure prefill drops it after `hold_s`."""
-        release = pb.ReleaseKvRequest(request_id=request_id, session_id=self.session_id)
-        with suppress(grpc.aio.AioRpcError):
-            await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
+            # The caller has left, or the next attempt prefills again: nobody fetches the prompt.
+            if not is_fetched:
+                self._release(source, request)
 
     async def _prefill(
         self, request: pb.PrefillRequest, placement: Placement, settle: Settle
@@ -111,11 +105,19 @@ class Attempt(WorkerCalls):
         """Prefill on the chosen worker."""
         worker = placement.worker
         await self._begin_early(request, placement)
-        call = self._prefill_stub(worker.address).Prefill(request, timeout=self._left_s())
-        with worker.calls.during(call), self._refused(worker):
-            read: pb.PrefillResponse = await call
+        call = self.streams.prefill(worker, request, timeout_s=self._left_s())
+        try:
+            with worker.calls.during(call), self._refused(worker):
+                read: pb.PrefillResponse = await call
+        except BaseException:
+            # It may be held, and its response on the way.
+            self._release(worker, request)
+            raise
         settle(self._prefilled(request, placement, read))
         return read
+
+    def _release(self, worker: Worker, request: pb.PrefillRequest) -> None:
+        self.streams.release(worker, request.request_id, session_id=self.session_id)
 
     async def _begin_early(self, request: pb.PrefillRequest, read_by: Placement) -> None:
         """Let a decode worker fetch the prompt while it is computed, if it is long and a worker is
@@ -143,10 +145,12 @@ class Attempt(WorkerCalls):
         except BaseException:
             self._tell(Abandoned(placement=placement))
             raise
-        stub = rpc.DecodeServiceStub(self.channels.get(placement.worker.address))
-        call = stub.Decode(
-            self._decode_request(request, source.address, early=True), timeout=self._left_s()
-        )
+        decode = self._decode_request(request, source.address, early=True)
+        try:
+            call = self.streams.decode(placement.worker, decode, timeout_s=self._left_s())
+        except BaseException:
+            self._tell(Abandoned(placement=placement))
+            raise
         self._early = _EarlyDecode(placement, call)
 
     def _drop_early(self) -> None:
@@ -198,12 +202,8 @@ class Attempt(WorkerCalls):
                     placement=placement,
                 )
             )
-            stub = rpc.DecodeServiceStub(self.channels.get(placement.worker.address))
-            call = stub.Decode(request, timeout=self._left_s())
+            call = self.streams.decode(placement.worker, request, timeout_s=self._left_s())
             sampled = self._sampled(call, call, placement, source, settle)
             async with aclosing(sampled):
                 async for _ in sampled:
                     yield
-
-    def _prefill_stub(self, address: str) -> rpc.PrefillServiceAsyncStub:
-        return rpc.PrefillServiceStub(self.channels.get(address))

@@ -20,7 +20,6 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.actors.actor_system import ActorRef
-from forge.runtime.rpc.channel import Channels
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
@@ -32,6 +31,7 @@ from services.inference.router.messages import Admission, Admit, Leave
 from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request.answer import Answer
 from services.inference.router.request.attempt import MOVES, Attempt
+from services.inference.router.worker_streams import WorkerStreams
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
@@ -47,7 +47,7 @@ class Run:
         *,
         context_tokens: int,
         router: ActorRef,
-        channels: Channels,
+        streams: WorkerStreams,
         config: InferenceConfig,
     ) -> None:
         """`prompt`: what the request was read to."""
@@ -56,7 +56,7 @@ class Run:
         self._stream = request.stream
         self._answer = Answer(request, prompt, context_tokens=context_tokens)
         self._router = router
-        self._channels = channels
+        self._streams = streams
         self._config = config
         self._deadline_s = time.monotonic() + config.request_timeout_s
         self._timings = TurnTimings()
@@ -143,7 +143,7 @@ class Run:
             stream=self._stream,
             deadline_s=self._deadline_s,
             router=self._router,
-            channels=self._channels,
+            streams=self._streams,
             config=self._config,
         )
 

@@ -17,10 +17,8 @@ import grpc.aio
 from forge.core.errors import Unavailable, UnsupportedByEngines
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor_system import ActorRef
-from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
 from forge.v1 import inference_pb2 as pb
-from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
 from services.inference.config import InferenceConfig
@@ -39,6 +37,7 @@ from services.inference.router.messages import (
     Sampled,
 )
 from services.inference.router.request.answer import Answer
+from services.inference.router.worker_streams import WorkerStreams
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
@@ -60,7 +59,7 @@ class WorkerCalls:
     stream: bool
     deadline_s: float
     router: ActorRef
-    channels: Channels
+    streams: WorkerStreams
     config: InferenceConfig
     _needs: Needs = NO_NEEDS
 
@@ -106,9 +105,8 @@ class WorkerCalls:
     ) -> AsyncGenerator[None, None]:
         """Prefill and decode on the chosen worker."""
         worker = placement.worker
-        stub = rpc.DecodeServiceStub(self.channels.get(worker.address))
         decode = self._decode_request(request, prefill=True)
-        call: Any = stub.Decode(decode, timeout=self._left_s())
+        call = self.streams.decode(worker, decode, timeout_s=self._left_s())
         responses = aiter(call)
         try:
             with worker.calls.during(call), self._refused(worker):

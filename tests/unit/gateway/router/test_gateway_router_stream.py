@@ -12,10 +12,11 @@ import grpc.aio
 import pytest
 
 from forge.core.errors import Unavailable
+from forge.runtime.rpc.kept_stream import MESSAGE_BYTES
 from forge.v1 import inference_pb2 as pb
 from services.gateway.errors import RouterLost
 from services.gateway.router import router_stream
-from services.gateway.router.router_stream import MESSAGE_BYTES, RouterStream, RouterStreams
+from services.gateway.router.router_stream import RouterStream, RouterStreams
 from services.gateway.router.sample_call import SampleCall
 from tests.support.runtime.waiting import settle
 
@@ -72,7 +73,7 @@ async def begin(stream: RouterStream, *, size: int = 10) -> SampleCall:
 async def test_cancelled_call_is_not_sent() -> None:
     """The router never sees it; a cancel before its call would be ignored."""
     call = Call()
-    stream = RouterStream(call, router="r")
+    stream = RouterStream(call, peer="r")
     answers = [await begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
     answers[2].cancel_attempt()
     call.takes.set()
@@ -87,7 +88,7 @@ async def test_cancelled_call_is_not_sent() -> None:
 async def test_queue_of_a_stalled_router_holds_only_live_calls() -> None:
     """Cancelled calls leave the queue, in any number."""
     call = Call()
-    stream = RouterStream(call, router="r")
+    stream = RouterStream(call, peer="r")
     for _ in range(100):
         answer = await begin(stream)
         await settle()
@@ -104,7 +105,7 @@ async def test_queue_of_a_stalled_router_holds_only_live_calls() -> None:
 async def test_cancels_leave_a_large_request_its_room() -> None:
     """A message holds one request of any size, and no cancel that would make it too large."""
     call = Call()
-    stream = RouterStream(call, router="r")
+    stream = RouterStream(call, peer="r")
     call.takes.set()
     many = [await begin(stream) for _ in range(2000)]
     await settle()
@@ -124,7 +125,7 @@ async def test_cancels_leave_a_large_request_its_room() -> None:
 async def test_end_of_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode) -> None:
     """For any status: each call may be repeated on another router."""
     call = Call()
-    stream = RouterStream(call, router="r")
+    stream = RouterStream(call, peer="r")
     answer = await begin(stream)
     await settle()
     none = grpc.aio.Metadata()
@@ -139,7 +140,7 @@ async def test_end_of_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode
 async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     """One shared error would keep the frames of all calls in memory."""
     call = Call()
-    stream = RouterStream(call, router="r")
+    stream = RouterStream(call, peer="r")
     calls = [await begin(stream) for _ in range(100)]
     reads = [asyncio.create_task(call.read_response()) for call in calls]
     await settle()
@@ -153,7 +154,7 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
 
 async def test_stream_closed_at_once_ends_its_calls() -> None:
     """Before it has sent or read anything."""
-    stream = RouterStream(Call(), router="r")
+    stream = RouterStream(Call(), peer="r")
     answer = await begin(stream)
     await stream.close_stream()
     with pytest.raises(Unavailable, match="the stream to r was closed"):

@@ -9,6 +9,7 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.core.token_columns import int32_array
+from forge.runtime.rpc import served_stream
 from forge.v1 import inference_pb2 as pb
 from services.inference.router import sample_stream
 from services.inference.router.sample_stream import Sample, SampleStreams
@@ -114,7 +115,7 @@ async def test_an_answer_that_fails_sends_its_held_pieces_before_the_error() -> 
 async def test_a_cancelled_answer_leaves_no_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held pieces of cancelled answers do not fill the window of the stream."""
     cancelled, sampled = asyncio.Event(), asyncio.Event()
-    monkeypatch.setattr(sample_stream, "WINDOW_BYTES", 3 * response(1).ByteSize())
+    monkeypatch.setattr(served_stream, "WINDOW_BYTES", 3 * response(1).ByteSize())
 
     async def sample(asked: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         yield response(0)

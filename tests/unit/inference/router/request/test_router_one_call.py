@@ -1,10 +1,12 @@
-"""Prefill and decode in one call, on workers of the role both: real gRPC, an engine that counts."""
+"""Prefill and decode in one call, on workers of the role both: real gRPC, an engine that counts; by
+an RPC, as of a worker of an earlier release, and on a kept stream."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,14 +23,19 @@ from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import FetchKv, ModelLimits, Piece, Prefilled, Prompt, Tokens
 from services.inference.engines.provider import EngineOptions
+from services.inference.router.fleet.fleet import SUSPECT_S
 from services.inference.router.messages import Report
 from services.inference.router.request.request import Run
+from services.inference.router.worker_streams import WorkerStreams
 from services.inference.worker.service import DecodeServicer, PrefillServicer
+from services.inference.worker.worker_stream import WorkerServicer
 from tests.support.inference.counting_engine import CountingEngine
 from tests.support.inference.router import Harness, announced
 from tests.support.inference.weight_sources import SECURITY
+from tests.support.runtime.cut_connection import ADDRESS, CuttingProxy
 from tests.support.runtime.waiting import until
 
+both_ways = pytest.mark.parametrize("streams", [False, True], ids=["rpc", "stream"])
 LIMITS = ModelLimits(context_tokens=100, vocabulary=1000)
 
 
@@ -43,6 +50,9 @@ class Engine(CountingEngine):
         )
         self.calls: list[str] = []
         self.failing: list[str] = []
+        self.waits_after = 0
+        """Tokens of a decode behind which it waits for `goes_on`; 0: it gives all at once."""
+        self.goes_on = asyncio.Event()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         self._enter("prefill")
@@ -53,7 +63,14 @@ class Engine(CountingEngine):
     ) -> AsyncGenerator[Piece, None]:
         self._enter("decode")
         async for piece in super().decode(prompt, first, fetch_kv, stream=stream):
-            yield piece
+            if not self.waits_after:
+                yield piece
+                continue
+            for number, token in enumerate(piece.tokens.ids, 1):
+                yield Piece(tokens=self._tokens(token))
+                if number == self.waits_after:
+                    await self.goes_on.wait()
+            yield replace(piece, tokens=Tokens())
 
     def _enter(self, call: str) -> None:
         self.calls.append(call)
@@ -70,11 +87,13 @@ class Engine(CountingEngine):
 class Cluster:
     """A router actor and one worker of the role both."""
 
+    network: CuttingProxy
     engine: Engine
     harness: Harness
     router: Any
-    channels: Channels
+    streams: WorkerStreams
     rpcs: list[str] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
 
     def run(self, **sampling: Any) -> AsyncGenerator[pb.SampleResponse, None]:
         params = SamplingParams(temperature=0.0, top_p=1.0, **{"max_tokens": 5, **sampling})
@@ -91,16 +110,21 @@ class Cluster:
             prompt,
             context_tokens=100,
             router=self.router,
-            channels=self.channels,
+            streams=self.streams,
             config=InferenceConfig(),
         ).responses()
 
     async def answer(self, **sampling: Any) -> tuple[list[int], int]:
         """Tokens and finish reason."""
         ids: list[int] = []
+        self.answers.append(ids)
         async for response in self.run(**sampling):
             ids += codec.read_tokens(response.tokens).ids
         return ids, response.finish_reason
+
+    def taken(self) -> list[int]:
+        """Tokens of each answer so far."""
+        return [len(ids) for ids in self.answers]
 
     async def is_idle(self) -> bool:
         """No prompt is held, and the router counts no load."""
@@ -109,12 +133,17 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*, announces: bool = True) -> AsyncIterator[Cluster]:
-    """`announces`: the worker says that it can; one of an earlier release does not."""
+async def cluster(*, announces: bool = True, streams: bool = True) -> AsyncIterator[Cluster]:
+    """`announces`: the worker says that it can read and sample in one call, `streams`: that it
+    takes its calls on a stream; those of earlier releases do not."""
     engine, system = Engine(), ActorSystem("test")
     served: Any = engine
-    server = RpcServer(service="decode", host="127.0.0.1", port=0, security=SECURITY)
+    network = CuttingProxy()
+    await network.start()
+    port = network.port
+    server = RpcServer(service="decode", host="127.0.0.1", port=port, security=SECURITY)
     channels = Channels(SECURITY)
+    kept = WorkerStreams(channels)
     rpcs: list[str] = []
 
     class Prefills(PrefillServicer):
@@ -130,36 +159,53 @@ async def cluster(*, announces: bool = True) -> AsyncIterator[Cluster]:
             async for response in super().Decode(request, context):
                 yield response
 
+    prefills = Prefills(served)
+    decodes = Decodes(served, channels, silence_s=10, local=served)
     server.add_service(
-        rpc.add_PrefillServiceServicer_to_server,
-        Prefills(served),
-        full_name="forge.v1.PrefillService",
+        rpc.add_PrefillServiceServicer_to_server, prefills, full_name="forge.v1.PrefillService"
     )
     server.add_service(
-        rpc.add_DecodeServiceServicer_to_server,
-        Decodes(served, channels, silence_s=10, local=served),
-        full_name="forge.v1.DecodeService",
+        rpc.add_DecodeServiceServicer_to_server, decodes, full_name="forge.v1.DecodeService"
     )
-    address = await server.start()
+    server.add_service(
+        rpc.add_WorkerServiceServicer_to_server,
+        WorkerServicer(prefill=prefills, decode=decodes),
+        full_name="forge.v1.WorkerService",
+    )
+    await server.start()
     can: Any = {"role": "both"} | ({"prefills_in_decode": "1"} if announces else {})
-    harness = Harness(announced("b0", "decode", address=address, **can))
+    can |= {"worker_stream": "1"} if streams else {}
+    harness = Harness(announced("b0", "decode", address=f"{ADDRESS}:{port}", **can))
     router = await system.spawn(lambda: harness.actor, name="router")
     try:
-        yield Cluster(engine=engine, harness=harness, router=router, channels=channels, rpcs=rpcs)
+        yield Cluster(
+            network=network,
+            engine=engine,
+            harness=harness,
+            router=router,
+            streams=kept,
+            rpcs=rpcs,
+        )
     finally:
+        await kept.close()
         await system.stop()
         await channels.close()
         await server.stop(grace_s=0)
+        await network.close()
 
 
 @pytest.mark.parametrize(
-    ("announces", "rpcs"), [(True, ["Decode"]), (False, ["Prefill", "Decode"])]
+    ("announces", "streams", "calls"),
+    [(True, True, []), (True, False, ["Decode"]), (False, False, ["Prefill", "Decode"])],
 )
-async def test_answer_takes_one_call_of_a_worker_that_can(announces: bool, rpcs: list[str]) -> None:
-    """A worker of an earlier release gets two; the answers are equal."""
-    async with cluster(announces=announces) as served:
+async def test_answer_takes_one_call_of_a_worker_that_can(
+    announces: bool, streams: bool, calls: list[str]
+) -> None:
+    """On a stream it takes no RPC of its own. A worker of an earlier release gets one, or two; the
+    answers are equal."""
+    async with cluster(announces=announces, streams=streams) as served:
         assert await served.answer() == ([4, 5, 6, 7, 8], FINISH_REASON_LENGTH)
-        assert served.rpcs == rpcs
+        assert (served.rpcs, served.engine.calls) == (calls, ["prefill", "decode"])
         assert await served.is_idle()
 
 
@@ -167,28 +213,52 @@ async def test_answer_takes_one_call_of_a_worker_that_can(announces: bool, rpcs:
     ("sampling", "finish"),
     [({"max_tokens": 1}, FINISH_REASON_LENGTH), ({"stop_token_ids": [4]}, FINISH_REASON_STOP)],
 )
-async def test_first_token_may_end_the_answer(sampling: dict[str, Any], finish: int) -> None:
+@both_ways
+async def test_first_token_may_end_the_answer(
+    sampling: dict[str, Any], finish: int, streams: bool
+) -> None:
     """Nothing is decoded then."""
-    async with cluster() as served:
+    async with cluster(streams=streams) as served:
         assert await served.answer(**sampling) == ([4], finish)
-        assert (served.rpcs, served.engine.calls) == (["Decode"], ["prefill"])
+        assert served.engine.calls == ["prefill"]
         assert await served.is_idle()
 
 
 @pytest.mark.parametrize("failing", ["prefill", "decode"])
-async def test_failed_call_is_made_again(failing: str) -> None:
+@both_ways
+async def test_failed_call_is_made_again(failing: str, streams: bool) -> None:
     """The second one continues behind the tokens of the first; neither leaves a held prompt or
     load."""
-    async with cluster() as served:
+    async with cluster(streams=streams) as served:
         served.engine.failing = [failing]
         assert await served.answer() == ([4, 5, 6, 7, 8], FINISH_REASON_LENGTH)
-        assert served.rpcs == ["Decode", "Decode"]
+        assert served.engine.calls.count("prefill") == 2
         assert await served.is_idle()
 
 
-async def test_caller_that_leaves_after_the_first_token_leaves_nothing() -> None:
-    """The held prompt is released, and the worker's load is taken back."""
+@pytest.mark.parametrize("after", [1, 3, 7])
+async def test_stream_that_is_cut_loses_no_token(after: int) -> None:
+    """In the middle of several answers: each continues behind the tokens that the router has, and
+    its caller gets every token once, in order."""
     async with cluster() as served:
+        served.engine.waits_after = after
+        calls = [asyncio.create_task(served.answer(max_tokens=12)) for _ in range(4)]
+        await until(lambda: served.engine.calls.count("decode") == 4)
+        await until(lambda: len(served.taken()) == 4 and min(served.taken()) == after + 1)
+        served.engine.goes_on.set()
+        served.network.cut_all()
+        await until(lambda: served.harness.workers[0].suspect_until_s > 0)
+        served.harness.clock.now_s += 2 * SUSPECT_S
+        for call in calls:
+            assert await call == (list(range(4, 16)), FINISH_REASON_LENGTH)
+        assert served.engine.calls.count("prefill") == 8
+        await until(served.is_idle)
+
+
+@both_ways
+async def test_caller_that_leaves_after_the_first_token_leaves_nothing(streams: bool) -> None:
+    """The held prompt is released, and the worker's load is taken back."""
+    async with cluster(streams=streams) as served:
         responses = served.run()
         assert codec.read_tokens((await anext(responses)).tokens).ids[0] == 4
         await responses.aclose()
