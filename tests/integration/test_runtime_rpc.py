@@ -301,7 +301,7 @@ async def test_message_of_four_mebibytes_fits_and_a_bigger_one_is_refused(served
 async def test_response_larger_than_a_message_is_refused_by_size(served: Served) -> None:
     """The call does not count as successful."""
     for call in (served.stub.Unary, lambda *a, **k: gather(served.stub.UnaryStream(*a, **k))):
-        with pytest.raises(InvalidArgument, match=r"an answer of 5242880 bytes.* ask for less"):
+        with pytest.raises(InvalidArgument, match=r"an answer of 5242880 bytes.* request less"):
             async with translated():
                 await call(b"long:5242880", timeout=30)
 

@@ -156,7 +156,7 @@ async def test_drain_ends_every_tail_with_its_cursor(store, tails):
     ("cursor", "error", "complaint"),
     [
         ("x", InvalidArgument, "cursor 'x' is not a cursor of a pool"),
-        ("s0/-1", InvalidArgument, "none that a pool gave"),
+        ("s0/-1", InvalidArgument, "not a cursor of a pool"),
         ("s1/0", InvalidArgument, "not of pool shard 's0'"),
         ("s0/7", FailedPrecondition, "behind the newest change 1 of the shard"),
     ],
