@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from services.inference.engines.embedded.kv.compiled_attention import compiled_attention
 from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
@@ -44,6 +45,8 @@ class SlabPass:
         self._policy = policy
         self._running = running
         self._prefixes = prefixes
+        if policy.dtype is torch.bfloat16 and policy.device.type == "cpu":
+            compiled_attention()  # Compiled before the first request.
 
     def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
         """See `DecodePass`."""

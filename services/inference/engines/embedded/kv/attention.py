@@ -18,6 +18,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.rl.numerics import attention_type, matrix_type
+from services.inference.engines.embedded.kv.compiled_attention import (
+    CompiledAttention,
+    compiled_attention,
+)
 
 IMPLEMENTATION = "forge_kv"
 _WIDENED_BYTES = 4 << 20
@@ -106,8 +110,13 @@ def attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, and the log-sum-exp of its scores [A, B, S] in float32 or wider; by a kernel on a
     CPU without a cap, else by the plain computation. Keys and values in a narrower type than q are
-    widened, a few heads at a time."""
+    read by the compiled code, or widened, a few heads at a time."""
     if k_ABTD.dtype != q_ABSD.dtype:
+        plain = softcap is None and not is_causal
+        if plain and CompiledAttention.takes(q_ABSD, k_ABTD, v_ABTD):
+            compiled = compiled_attention()
+            if compiled is not None:
+                return compiled(q_ABSD, k_ABTD, v_ABTD, bias=bias, scale=scale)
         read_ABSD, lse_ABS = torch.empty_like(q_ABSD), q_ABSD.new_empty(q_ABSD.shape[:3])
         for rows, kv_heads in _parts(k_ABTD, q_ABSD.dtype):
             part = (rows, kv_heads)
