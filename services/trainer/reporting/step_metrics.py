@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
+from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
+from forge.rl.losses.stats import PolicyStats
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
@@ -49,70 +51,22 @@ def step_metrics(
     earlier: Sequence[pb.StepMetrics],
 ) -> pb.StepMetrics:
     """The metrics of one step that updated the weights."""
-    stats, plan = result.stats, result.plan
     metrics = pb.StepMetrics(
         step=step,
         weight_version=weight_version,
-        loss=result.loss,
-        mean_reward=batch.mean_outcome,
-        reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
-        reward_components=batch.reward_components,
-        clip_fraction=stats.clip_fraction,
-        entropy=stats.entropy,
-        grad_norm=result.grad_norm,
-        staleness_mean=stats.staleness_mean,
-        staleness_max=stats.staleness_max,
-        logprob_gap_mean=stats.logprob_gap_mean,
-        logprob_gap_p99=stats.logprob_gap_p99,
-        merge_ratio=plan.sample_tokens / max(1, plan.tree_tokens),
-        tree_tokens=plan.tree_tokens,
-        sample_tokens=plan.sample_tokens,
-        trained_tokens=plan.trained_tokens,
-        step_s=times.step_s,
-        wait_s=times.wait_s,
-        publish_s=times.publish_s,
-        checkpoint_s=times.checkpoint_s,
-        lost_s=lost_s(times, earlier),
-        run_s=times.run_s,
-        groups=batch.groups,
-        trajectories=batch.trajectories,
-        trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
-        masked_fraction=stats.masked_fraction,
-        reference_kl=stats.reference_kl,
-        teacher_kl=stats.teacher_kl,
-        behavior_kl=stats.behavior_kl,
-        inference_gap_mean=stats.inference_gap_mean,
-        inference_gap_staleness=stats.inference_gap_staleness,
-        token_budget=plan.token_budget,
-        memory_retries=result.memory_retries,
-        empty_passes=result.empty_passes,
-        rank_imbalance=result.imbalance,
-        value_loss=result.critic.value_loss,
-        value_explained_variance=result.critic.explained_variance,
+        trained_tokens_per_s=result.plan.trained_tokens / max(1e-9, times.step_s),
         domains=_domains(batch, result),
         engines=_engines(batch, result),
-        balance_loss=result.balance_loss,
-        mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
-        overlong_turns_left_out=sum(
-            turns for (_, reason), turns in batch.left_out.items() if reason == "overlong"
-        ),
-        overlong_penalty=batch.overlong_penalty,
-        replayed_tokens=result.replay.replayed,
-        unreplayed_tokens=result.replay.tokens - result.replay.replayed,
-        replay_changed_share=result.replay.changed_share,
-        replay_compared_tokens=result.replay.compared,
-        replay_gap_mean=result.replay.gap,
-        replay_free_gap_mean=result.replay.gap_free,
-        replay_split_nodes=plan.split_nodes,
-        replay_unfit_records=plan.unfit_routes,
-        updates=result.updates,
-        flat_groups=batch.flat_groups,
-        refill_groups=batch.refill_groups,
-        truncated_turns=batch.cuts.get("corrected", 0),
-        truncated_turns_left_out=batch.cuts.get("share_missing", 0),
-        sampling_unknown_turns=batch.cuts.get("unknown", 0),
-        mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
     )
+    for of_source in (
+        _batch_metrics(batch),
+        _plan_metrics(result.plan),
+        _update_metrics(result),
+        _loss_metrics(result.stats),
+        _replay_metrics(result),
+        _time_metrics(times, earlier),
+    ):
+        metrics.MergeFrom(of_source)
     steps = [*earlier, metrics]
     whole = training_yield(steps)
     metrics.yield_j = whole.j
@@ -120,6 +74,92 @@ def step_metrics(
     for domain, own in metrics.domains.items():
         own.yield_j = domain_yield(steps, domain).j
     return metrics
+
+
+def _batch_metrics(batch: BatchSamples) -> pb.StepMetrics:
+    overlong = (turns for (_, reason), turns in batch.left_out.items() if reason == "overlong")
+    return pb.StepMetrics(
+        mean_reward=batch.mean_outcome,
+        reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
+        reward_components=batch.reward_components,
+        groups=batch.groups,
+        trajectories=batch.trajectories,
+        overlong_turns_left_out=sum(overlong),
+        overlong_penalty=batch.overlong_penalty,
+        flat_groups=batch.flat_groups,
+        refill_groups=batch.refill_groups,
+        truncated_turns=batch.cuts.get("corrected", 0),
+        truncated_turns_left_out=batch.cuts.get("share_missing", 0),
+        sampling_unknown_turns=batch.cuts.get("unknown", 0),
+    )
+
+
+def _plan_metrics(plan: BatchPlan) -> pb.StepMetrics:
+    return pb.StepMetrics(
+        merge_ratio=plan.sample_tokens / max(1, plan.tree_tokens),
+        tree_tokens=plan.tree_tokens,
+        sample_tokens=plan.sample_tokens,
+        trained_tokens=plan.trained_tokens,
+        token_budget=plan.token_budget,
+    )
+
+
+def _update_metrics(result: StepResult) -> pb.StepMetrics:
+    return pb.StepMetrics(
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        memory_retries=result.memory_retries,
+        empty_passes=result.empty_passes,
+        rank_imbalance=result.imbalance,
+        value_loss=result.critic.value_loss,
+        value_explained_variance=result.critic.explained_variance,
+        balance_loss=result.balance_loss,
+        mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
+        mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
+        updates=result.updates,
+    )
+
+
+def _loss_metrics(stats: PolicyStats) -> pb.StepMetrics:
+    return pb.StepMetrics(
+        clip_fraction=stats.clip_fraction,
+        entropy=stats.entropy,
+        staleness_mean=stats.staleness_mean,
+        staleness_max=stats.staleness_max,
+        logprob_gap_mean=stats.logprob_gap_mean,
+        logprob_gap_p99=stats.logprob_gap_p99,
+        masked_fraction=stats.masked_fraction,
+        reference_kl=stats.reference_kl,
+        teacher_kl=stats.teacher_kl,
+        behavior_kl=stats.behavior_kl,
+        inference_gap_mean=stats.inference_gap_mean,
+        inference_gap_staleness=stats.inference_gap_staleness,
+    )
+
+
+def _replay_metrics(result: StepResult) -> pb.StepMetrics:
+    replay, plan = result.replay, result.plan
+    return pb.StepMetrics(
+        replayed_tokens=replay.replayed,
+        unreplayed_tokens=replay.tokens - replay.replayed,
+        replay_changed_share=replay.changed_share,
+        replay_compared_tokens=replay.compared,
+        replay_gap_mean=replay.gap,
+        replay_free_gap_mean=replay.gap_free,
+        replay_split_nodes=plan.split_nodes,
+        replay_unfit_records=plan.unfit_routes,
+    )
+
+
+def _time_metrics(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> pb.StepMetrics:
+    return pb.StepMetrics(
+        step_s=times.step_s,
+        wait_s=times.wait_s,
+        publish_s=times.publish_s,
+        checkpoint_s=times.checkpoint_s,
+        lost_s=lost_s(times, earlier),
+        run_s=times.run_s,
+    )
 
 
 def lost_s(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> float:
