@@ -50,39 +50,16 @@ class ConsoleApp:
         # No retries: a page shows that a service is away, and reads again.
         operator = Operator(context.coordinator, context.channels, retry_for_s=0.0, find_s=1.0)
         reader = PoolReader(context.coordinator, context.channels, retry_for_s=0.0)
-        queue = QueueView(operator)
-        news = News()
-        topics = self._topics(config, operator, queue, news)
         steering = WeightSteering(context.coordinator, context.channels, retry_for_s=0.0)
-        topics["weights"] = Poll(
-            "weights",
-            news,
-            WeightsView(steering).read,
-            period_s=config.poll_s,
-            timeout_s=2 * config.call_timeout_s,
-        )
-        topics["closes"] = Closes(news, partial(_changes, reader))
-        services = ServicesView(
-            context.coordinator, context.channels, reader, cluster=config.cluster
-        )
-        topics["services"] = Poll(
-            "services",
-            news,
-            services.read,
-            period_s=config.services_poll_s,
-            timeout_s=4 * config.call_timeout_s,
-        )
-        tasks = TasksView(operator, reader)
-        topics["tasks"] = Poll(
-            "tasks",
-            news,
-            tasks.read,
-            period_s=config.services_poll_s,
-            timeout_s=config.fetch_timeout_s,
-        )
+        queue, tasks, news = QueueView(operator), TasksView(operator, reader), News()
+        topics = self._topics(config, operator, queue, news)
+        topics |= self._reader_topics(config, reader, steering, tasks, news)
         texts = await asyncio.to_thread(TokenTexts.load, config.model_path)
         for topic in topics.values():
             context.keep_running(topic.run(), name=f"topic-{topic.name}")
+        values = TokenValuesReader(
+            context.coordinator, context.channels, timeout_s=config.call_timeout_s
+        )
         sources = Sources(
             viewers=Viewers(topics, news, most=config.http.max_viewers),
             queue=queue,
@@ -90,11 +67,7 @@ class ConsoleApp:
             tasks=tasks,
             cache=TrajectoryCache(reader.find, most_bytes=config.max_cache_mib * (1 << 20)),
             texts=texts,
-            values=TokenValuesCache(
-                TokenValuesReader(
-                    context.coordinator, context.channels, timeout_s=config.call_timeout_s
-                ).read
-            ),
+            values=TokenValuesCache(values.read),
             compared=ComparedRuns(config.compare, most=config.max_steps),
             actions=Actions(
                 operator,
@@ -140,4 +113,41 @@ class ConsoleApp:
                 )
                 for name, read in polls.items()
             },
+        }
+
+    def _reader_topics(
+        self,
+        config: ConsoleConfig,
+        reader: PoolReader,
+        steering: WeightSteering,
+        tasks: TasksView,
+        news: News,
+    ) -> dict[str, Topic]:
+        context = self._context
+        services = ServicesView(
+            context.coordinator, context.channels, reader, cluster=config.cluster
+        )
+        return {
+            "weights": Poll(
+                "weights",
+                news,
+                WeightsView(steering).read,
+                period_s=config.poll_s,
+                timeout_s=2 * config.call_timeout_s,
+            ),
+            "closes": Closes(news, partial(_changes, reader)),
+            "services": Poll(
+                "services",
+                news,
+                services.read,
+                period_s=config.services_poll_s,
+                timeout_s=4 * config.call_timeout_s,
+            ),
+            "tasks": Poll(
+                "tasks",
+                news,
+                tasks.read,
+                period_s=config.services_poll_s,
+                timeout_s=config.fetch_timeout_s,
+            ),
         }
