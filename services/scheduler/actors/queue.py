@@ -170,8 +170,22 @@ class QueueActor(Actor):
                 return on_shard(state, shard)
             case r.RemoveShard(shard=shard):
                 state.queue.ledger.remove_shard(shard)
+            case m.DropGroups(stored=False):
+                return state.prepare_drop(message)
+            case m.DropGroups(task_ids=ids, reason=reason):
+                state.queue.rollouts.drop(ids, reason=reason)
+            case NoteErased(task_ids=ids):
+                return state.erased.note(ids)
             case m.NoteHead():
                 return state.queue.window.lowest_pending
+            case _:
+                return self._change_batch(message, now_s)
+        return None
+
+    def _change_batch(self, message: Any, now_s: float) -> Any:
+        """Messages about batches: renewals, commits, releases and rewinds."""
+        state = self._state
+        match message:
             case m.RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
@@ -183,12 +197,6 @@ class QueueActor(Actor):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
                 state.queue.batches.release(batch_id, reasons)
-            case m.DropGroups(stored=False):
-                return state.prepare_drop(message)
-            case m.DropGroups(task_ids=ids, reason=reason):
-                state.queue.rollouts.drop(ids, reason=reason)
-            case NoteErased(task_ids=ids):
-                return state.erased.note(ids)
             case m.FindForgotten(step=step):
                 return state.shards_to_recall(step)
             case m.RecallGroups(groups=groups, step=step):

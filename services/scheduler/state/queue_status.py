@@ -18,22 +18,14 @@ MOST_REASONS = 64
 def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:
     """The state of a term at one moment."""
     queue, totals = state.queue, state.queue.ledger.totals()
-    shares, selection = queue.shares.shares, queue.selection
+    selection = queue.selection
     return scheduler_pb2.GetSchedulerStatusResponse(
         head=queue.window.head,
         window=queue.window.width,
         concurrency=queue.settings.concurrency,
         **asdict(totals),
         running_rollouts=len(queue.rollouts),
-        domains=[
-            scheduler_pb2.DomainStatus(
-                domain=domain,
-                share=shares.get(domain, 0.0),
-                completed_rollouts=state.progress.completed(domain),
-                recent_reward=state.progress.recent_reward(domain),
-            )
-            for domain in state.progress.domains(shares)
-        ],
+        domains=_domains(state),
         retries=queue.rollouts.retries,
         activity=_ACTIVITIES[queue.ledger.activity],
         mode=queue.settings.mode.value,
@@ -52,15 +44,31 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
             scheduler_pb2.UnservedTasks(domain=kind.domain, scaffold=kind.scaffold)
             for kind in state.unserved(now_s=now_s)
         ],
-        draining_runners=[
-            scheduler_pb2.DrainingRunner(
-                runner_id=runner_id,
-                start_id=start_id,
-                running=queue.rollouts.running_of(runner_id),
-            )
-            for runner_id, start_id in sorted(state.draining.start_ids.items())
-        ],
+        draining_runners=_draining_runners(state),
     )
+
+
+def _domains(state: TermState) -> list[scheduler_pb2.DomainStatus]:
+    shares, progress = state.queue.shares.shares, state.progress
+    return [
+        scheduler_pb2.DomainStatus(
+            domain=domain,
+            share=shares.get(domain, 0.0),
+            completed_rollouts=progress.completed(domain),
+            recent_reward=progress.recent_reward(domain),
+        )
+        for domain in progress.domains(shares)
+    ]
+
+
+def _draining_runners(state: TermState) -> list[scheduler_pb2.DrainingRunner]:
+    rollouts = state.queue.rollouts
+    return [
+        scheduler_pb2.DrainingRunner(
+            runner_id=runner_id, start_id=start_id, running=rollouts.running_of(runner_id)
+        )
+        for runner_id, start_id in sorted(state.draining.start_ids.items())
+    ]
 
 
 def tombstones_of(state: TermState) -> list[scheduler_pb2.TombstoneReason]:

@@ -220,19 +220,7 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
     if facts.activity is Activity.DRAINING and not facts.running:
         text = f"the queue is drained, and {facts.queued} groups wait. Continue with: "
         yield Stall("drained", text + "forge queue resume")
-    if facts.batch is not None:
-        trainer_id, batch_id, age_s = facts.batch
-        text = (
-            f"trainer {trainer_id} has had {batch_id} for {age_s:.0f} s without a commit: its step "
-            "is that long, or it hangs. Read the trainer's log."
-        )
-        yield Stall("trainer_busy", text)
-    elif facts.complete_in_window and facts.trainer_silent_s > HEARD_S:
-        text = (
-            f"{facts.complete_in_window} groups are complete, and no trainer has asked for a batch "
-            f"for {facts.trainer_silent_s:.0f} s. Start one, or read the trainer's log."
-        )
-        yield Stall("no_trainer", text)
+    yield from _missing_trainer(facts)
     if facts.away:
         text = (
             f"pool shard {', '.join(sorted(facts.away))} does not answer, and its groups wait. "
@@ -259,6 +247,23 @@ def _missing_parts(facts: Facts) -> Iterator[Stall]:
             "forge queue drop --domain DOMAIN --reason TEXT"
         )
         yield Stall("no_able_runner", text)
+
+
+def _missing_trainer(facts: Facts) -> Iterator[Stall]:
+    """A trainer that holds its batch, or none that asks for one."""
+    if facts.batch is not None:
+        trainer_id, batch_id, age_s = facts.batch
+        text = (
+            f"trainer {trainer_id} has had {batch_id} for {age_s:.0f} s without a commit: its step "
+            "is that long, or it hangs. Read the trainer's log."
+        )
+        yield Stall("trainer_busy", text)
+    elif facts.complete_in_window and facts.trainer_silent_s > HEARD_S:
+        text = (
+            f"{facts.complete_in_window} groups are complete, and no trainer has asked for a batch "
+            f"for {facts.trainer_silent_s:.0f} s. Start one, or read the trainer's log."
+        )
+        yield Stall("no_trainer", text)
 
 
 def _slow_parts(facts: Facts) -> Iterator[Stall]:
