@@ -32,6 +32,7 @@ from services.gateway.http.openai.completions.completion_object import (
 from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import checked_stops
+from services.gateway.model.chat_model import ChatModel
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -57,27 +58,7 @@ class ChatCompletions:
             )
         asked, headers = decode_request(body, chat_schema.ChatCompletionRequest, CHAT)
         turns = edge.models.turns(claims, asked.model)
-        sampling = chat_schema.sampling_of(asked)
-        sampling.MergeFrom(
-            common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
-        )
-        messages = chat_schema.messages_of(asked, edge.images)
-        before, prefill = chat_schema.prefill_of(asked, messages)
-        variables = turns.model.template_variables
-        turn = TurnRequest(
-            messages=before,
-            prefill=prefill,
-            template_kwargs=chat_schema.template_kwargs_of(asked, variables, headers),
-            headers=headers,
-            tools=chat_schema.tools_of(asked.tools),
-            call_tools=asked.tool_choice != "none",
-            parallel_calls=asked.parallel_tool_calls is not False,
-            required_tool=chat_schema.required_tool(asked, turns.model.format),
-            sampling=sampling,
-            stop=checked_stops("stop", asked.stop),
-            stream=bool(asked.stream),
-            arrived=arrived,
-        )
+        turn = await self._turn_request(asked, headers, turns.model, arrived)
         choices = chat_schema.choices_of(asked)
         async with edge.sessions.use_session(claims) as session:
             completion = Completion(
@@ -98,6 +79,36 @@ class ChatCompletions:
                     request, completion.events(), error_event=error_event, headers=turn.headers
                 )
             return json_response(await completion.complete(), headers=turn.headers)
+
+    async def _turn_request(
+        self,
+        asked: chat_schema.ChatCompletionRequest,
+        headers: dict[str, str],
+        model: ChatModel,
+        arrived: Moment,
+    ) -> TurnRequest:
+        sampling = chat_schema.sampling_of(asked)
+        sampling.MergeFrom(
+            common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
+        )
+        messages = chat_schema.messages_of(asked, self._edge.images)
+        before, prefill = chat_schema.prefill_of(asked, messages)
+        return TurnRequest(
+            messages=before,
+            prefill=prefill,
+            template_kwargs=chat_schema.template_kwargs_of(
+                asked, model.template_variables, headers
+            ),
+            headers=headers,
+            tools=chat_schema.tools_of(asked.tools),
+            call_tools=asked.tool_choice != "none",
+            parallel_calls=asked.parallel_tool_calls is not False,
+            required_tool=chat_schema.required_tool(asked, model.format),
+            sampling=sampling,
+            stop=checked_stops("stop", asked.stop),
+            stream=bool(asked.stream),
+            arrived=arrived,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -173,13 +173,7 @@ def head_and_turn(
         names=names,
         echoed=responses_schema.echoed(asked),
     )
-    sampling = request_body.sampling_params(
-        max_tokens=asked.max_output_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        max_tokens_name="max_output_tokens",
-    )
-    sampling.top_logprobs = request_body.top_logprobs_of(asked.top_logprobs)
+    sampling = _sampling(asked)
     wanted = responses_schema.wanted_tool(asked)
     stored = asked.store is not False
     headers |= count_omitted(asked_tools.omitted)
@@ -200,6 +194,17 @@ def head_and_turn(
         arrived=arrived,
     )
     return head, turn
+
+
+def _sampling(asked: ResponsesRequest) -> common_pb2.SamplingParams:
+    sampling = request_body.sampling_params(
+        max_tokens=asked.max_output_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        max_tokens_name="max_output_tokens",
+    )
+    sampling.top_logprobs = request_body.top_logprobs_of(asked.top_logprobs)
+    return sampling
 
 
 def _handle(head: Head, *, stored: bool) -> Handle:
