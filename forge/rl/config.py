@@ -94,6 +94,23 @@ class Correction:
     """Samples with a larger mean log-ratio of engine to policy (nats) lose their tokens of negative
     advantage (off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556); 0: no limit."""
 
+    def check(self, old_logprobs: OldLogprobs) -> None:
+        """Raises `InvalidArgument` for settings that are invalid or without effect."""
+        _require(
+            "correction.weight_cap", self.weight_cap,
+            not self.weight_cap or old_logprobs == "recomputed",
+            "0 unless objective.old_logprobs is recomputed: the ratio against behavior log-probs "
+            "would count twice",
+        )  # fmt: skip
+        _require(
+            "correction.mask_ratio_low", self.mask_ratio_low,
+            0 <= self.mask_ratio_low < 1, "at least 0 and less than 1",
+        )  # fmt: skip
+        _require(
+            "correction.mask_ratio_high", self.mask_ratio_high,
+            not self.mask_ratio_high or self.mask_ratio_high > 1, "0, or above 1",
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
@@ -147,20 +164,8 @@ class ObjectiveConfig:
 
     def check(self, correction: Correction) -> None:
         """Raises `InvalidArgument` for settings that are invalid or without effect."""
-        name, clips = self.algorithm, preset(self.algorithm).clip_high > 0
-        for key, value in (
-            ("objective.clip_low", self.clip_low),
-            ("objective.clip_high", self.clip_high),
-        ):
-            _require(key, value, 0 <= value < math.inf, "a finite number of at least 0")
-            _require(key, value, clips or not value, f"0, since algorithm {name} does not clip")
-        _require("objective.clip_low", self.clip_low, self.clip_low < 1, "less than 1")
-        _require("objective.ratio_cap", self.ratio_cap, self.ratio_cap > 0, "greater than 0")
-        _require(
-            "objective.dual_clip", self.dual_clip,
-            not self.dual_clip or (self.dual_clip > 1 and name in _CLIPPED),
-            f"0, or greater than 1 with one of {', '.join(_CLIPPED)} (algorithm is {name})",
-        )  # fmt: skip
+        self._check_clipping()
+        name = self.algorithm
         _require(
             "objective.loss_options", dict(self.loss_options),
             not self.loss_options or name not in PRESETS,
@@ -181,22 +186,25 @@ class ObjectiveConfig:
             "objective.teacher_only", self.teacher_only,
             not self.teacher_only or self.teacher_coef > 0, "False unless teacher_coef is above 0",
         )  # fmt: skip
-        _require(
-            "correction.weight_cap", correction.weight_cap,
-            not correction.weight_cap or self.old_logprobs == "recomputed",
-            "0 unless objective.old_logprobs is recomputed: the ratio against behavior log-probs "
-            "would count twice",
-        )  # fmt: skip
-        _require(
-            "correction.mask_ratio_low", correction.mask_ratio_low,
-            0 <= correction.mask_ratio_low < 1, "at least 0 and less than 1",
-        )  # fmt: skip
-        _require(
-            "correction.mask_ratio_high", correction.mask_ratio_high,
-            not correction.mask_ratio_high or correction.mask_ratio_high > 1, "0, or above 1",
-        )  # fmt: skip
+        correction.check(self.old_logprobs)
         if name not in PRESETS:
             load_custom(name, self.loss_options)
+
+    def _check_clipping(self) -> None:
+        name, clips = self.algorithm, preset(self.algorithm).clip_high > 0
+        for key, value in (
+            ("objective.clip_low", self.clip_low),
+            ("objective.clip_high", self.clip_high),
+        ):
+            _require(key, value, 0 <= value < math.inf, "a finite number of at least 0")
+            _require(key, value, clips or not value, f"0, since algorithm {name} does not clip")
+        _require("objective.clip_low", self.clip_low, self.clip_low < 1, "less than 1")
+        _require("objective.ratio_cap", self.ratio_cap, self.ratio_cap > 0, "greater than 0")
+        _require(
+            "objective.dual_clip", self.dual_clip,
+            not self.dual_clip or (self.dual_clip > 1 and name in _CLIPPED),
+            f"0, or greater than 1 with one of {', '.join(_CLIPPED)} (algorithm is {name})",
+        )  # fmt: skip
 
 
 def _require(name: str, value: object, allowed: bool, rule: str) -> None:

@@ -47,7 +47,6 @@ def issue(
     out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
 ) -> None:
     """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
-    from forge.runtime.files.private import write_private_file
     from forge.runtime.security.issued_tokens import ROLES, claims_for
     from forge.runtime.security.issued_tokens import issue as issue_token
 
@@ -70,13 +69,19 @@ def issue(
         if out is None:
             say(token)
         else:
-            try:
-                write_private_file(out, token + "\n")
-            except OSError as error:
-                raise InvalidArgument(f"--out {str(out)!r}: {error.strerror}") from None
+            _write_token(out, token)
             say(f"{claims.token_id}: {out}")
 
     finish(main, "Interrupted.")
+
+
+def _write_token(out: Path, token: str) -> None:
+    from forge.runtime.files.private import write_private_file
+
+    try:
+        write_private_file(out, token + "\n")
+    except OSError as error:
+        raise InvalidArgument(f"--out {str(out)!r}: {error.strerror}") from None
 
 
 @token_app.command("list")

@@ -288,11 +288,7 @@ class _Process:
 
     async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:
         config = self._config
-        # Only the settings of a runner have a token_file.
-        file = getattr(config, "token_file", None)
-        state = getattr(config, "token_state_file", "")
-        bearer = None if file is None or config.key_file else bearer_of(file, state_file=state)
-        security = Security.from_config(config, bearer=bearer)
+        security = self._security()
         # Checked first: a wrong host is an error of the settings, not of the app.
         security.server_credentials(config.host)
         if not config.advertise_host and config.host in EVERY_ADDRESS:
@@ -335,6 +331,14 @@ class _Process:
         reload = reload_credentials(security, on_key=context.announce, on_tls=context.renew)
         context.keep_running(reload, name="credentials")
         return context
+
+    def _security(self) -> Security:
+        config = self._config
+        # Only the settings of a runner have a token_file.
+        file = getattr(config, "token_file", None)
+        state = getattr(config, "token_state_file", "")
+        bearer = None if file is None or config.key_file else bearer_of(file, state_file=state)
+        return Security.from_config(config, bearer=bearer)
 
     async def _enter(self, address: str) -> None:
         """Answer SERVING, then register: every registered instance serves."""

@@ -126,19 +126,14 @@ def decode_actor(
         kv_bytes -= states.bytes
     # The pass over extents has no recurrent layers.
     attend = device_attention(shape) if states is None else None
+    context_tokens = policy.limits.context_tokens
     if attend is None:
-        slabs: Slabs[Any] = Slabs(
-            policy.kv_shape,
-            context_tokens=policy.limits.context_tokens,
-            capacity_bytes=kv_bytes,
-        )
+        slabs: Slabs[Any] = Slabs(shape, context_tokens=context_tokens, capacity_bytes=kv_bytes)
         prefixes = _prefixes(policy, cache, slabs)
         step = DecodeStep(policy, slabs, prefixes, HeadDrafter(policy), depth, states=states)
     else:
         extents: Extents[Any] = Extents(
-            policy.kv_shape,
-            context_tokens=policy.limits.context_tokens,
-            capacity_bytes=kv_bytes,
+            shape, context_tokens=context_tokens, capacity_bytes=kv_bytes
         )
         graphs = DeviceGraphs(policy.device)
         device_pass = DevicePass(policy, extents, attend, graphs)
