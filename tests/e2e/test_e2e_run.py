@@ -29,7 +29,7 @@ from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.runtime.otlp_collector import Collector, collecting
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun, still_alive, wait_for_death
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 DOMAINS = {"reasoning", "qa", "code", "general"}
 SMALL = (

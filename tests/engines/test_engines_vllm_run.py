@@ -23,7 +23,7 @@ pytestmark = [
         os.environ.get("FORGE_ENGINES") != "vllm" or find_spec("lmdb") is None,
         reason="runs by `make test-engines`, with all services",
     ),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 SMALL = (
     *("--engine", "vllm", "--no-console"),

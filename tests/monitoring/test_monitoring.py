@@ -37,7 +37,7 @@ pytestmark = [
         shutil.which("prometheus") is None or shutil.which("promtool") is None,
         reason="needs prometheus and promtool: apt-get install prometheus",
     ),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.runtime.log_lines import log_lines
 from tests.support.suite.forge_run import ForgeRun, still_alive, wait_for_death
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 OPTIONS = (
     *("--trainer-processes", "2", "--set", "trainer.mesh.dp_shard=2"),
     *("--set", "scheduler.queue.concurrency=16", "--set", "scheduler.queue.batch_groups=4"),

@@ -18,7 +18,8 @@ import psutil
 from tests.support.runtime.waiting import StillNotSo, until_blocking
 
 FORGE = str(Path(sys.executable).parent / "forge")
-LIMIT_S = 420.0
+LIMIT_S = 900.0
+"""Of one wait. The first step took more than 420 s at a load of 50 on two cores."""
 _started: list[subprocess.Popen[bytes]] = []
 
 
