@@ -140,14 +140,20 @@ def _names_in_files(
 @torch.no_grad()
 def _send(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """Fill tensors from the whole ones of rank 0, one at a time."""
+    ranks = dist.get_world_size()
     for name, tensor in tensors.items():
         whole = source[name] if source else torch.empty(tensor.shape, dtype=tensor.dtype)
-        if isinstance(tensor, DTensor):
-            divided = distribute_tensor(
-                whole.to(tensor.device), tensor.device_mesh, tensor.placements
-            )
-            local(tensor).copy_(local(divided))
-        else:
-            sent = whole.to(tensor.device)
+        sent = whole.to(tensor.device)
+        is_divided = isinstance(tensor, DTensor)
+        # Rank 0 is in one of several meshes where parts of a layer (`mesh.tp`) share a tensor.
+        scatters = is_divided and tensor.device_mesh.size() == ranks
+        if not scatters:
             dist.broadcast(sent, src=0)
-            tensor.copy_(sent)
+        if is_divided:
+            sent = distribute_tensor(
+                sent,
+                tensor.device_mesh,
+                tensor.placements,
+                src_data_rank=0 if scatters else None,
+            )
+        local(tensor).copy_(local(sent))
