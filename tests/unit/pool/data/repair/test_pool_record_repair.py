@@ -206,7 +206,7 @@ def test_replica_in_catch_up_neither_sends_nor_repairs_records(pair):
     look = partial(damaged_units, table=Table.TRAJECTORIES, after=b"")
     assert follower.store.read(look) == ([], b"")
     assert not mend(follower, leader, RECORDS[0], leads=False)
-    with pytest.raises(Unavailable, match="catches up"):
+    with pytest.raises(Unavailable, match="is catching up"):
         follower.store.read(partial(copied_records, units=[(Table.TRAJECTORIES, KEY)]))
 
 
