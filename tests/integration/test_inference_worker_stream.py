@@ -109,12 +109,12 @@ async def pair() -> AsyncIterator[Pair]:
                 yield message
 
     network = CuttingProxy()
-    await network.start()
-    server = RpcServer(service="worker", host="127.0.0.1", port=network.port, security=SECURITY)
+    server = RpcServer(service="worker", host="127.0.0.1", port=0, security=SECURITY)
     server.add_service(
         rpc.add_WorkerServiceServicer_to_server, Observed(), full_name="forge.v1.WorkerService"
     )
-    await server.start()
+    address = await server.start()
+    await network.start(to_port=int(address.rpartition(":")[2]))
     channels = Channels(SECURITY)
     streams = WorkerStreams(channels)
     worker = SimpleNamespace(

@@ -17,7 +17,8 @@ class CuttingProxy:
 
     def __init__(self) -> None:
         self.port = 0
-        """Of both addresses, from `start` on."""
+        """From `start` on."""
+        self._to_port = 0
         self.answered_bytes: list[int] = []
         """Bytes to the caller, for each connection."""
         self.stalled = -1
@@ -27,10 +28,11 @@ class CuttingProxy:
         self._callers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
-    async def start(self) -> None:
-        """Listen on a port that the system chooses."""
+    async def start(self, *, to_port: int = 0) -> None:
+        """Listen on a port that the system chooses; 0: a service will listen on the same one."""
         self._server = await asyncio.start_server(self._forward, ADDRESS, 0)
         self.port = self._server.sockets[0].getsockname()[1]
+        self._to_port = to_port or self.port
 
     def stall_next(self, *, after_bytes: int) -> None:
         """Forward no more on the first new connection whose caller has got so many bytes."""
@@ -55,7 +57,7 @@ class CuttingProxy:
         number = len(self.answered_bytes)
         self.answered_bytes.append(0)
         try:
-            theirs, ours = await asyncio.open_connection("127.0.0.1", self.port)
+            theirs, ours = await asyncio.open_connection("127.0.0.1", self._to_port)
         except OSError:
             writer.transport.abort()
             return

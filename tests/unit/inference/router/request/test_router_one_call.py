@@ -139,9 +139,7 @@ async def cluster(*, announces: bool = True, streams: bool = True) -> AsyncItera
     engine, system = Engine(), ActorSystem("test")
     served: Any = engine
     network = CuttingProxy()
-    await network.start()
-    port = network.port
-    server = RpcServer(service="decode", host="127.0.0.1", port=port, security=SECURITY)
+    server = RpcServer(service="decode", host="127.0.0.1", port=0, security=SECURITY)
     channels = Channels(SECURITY)
     kept = WorkerStreams(channels)
     rpcs: list[str] = []
@@ -172,10 +170,11 @@ async def cluster(*, announces: bool = True, streams: bool = True) -> AsyncItera
         WorkerServicer(prefill=prefills, decode=decodes),
         full_name="forge.v1.WorkerService",
     )
-    await server.start()
+    address = await server.start()
+    await network.start(to_port=int(address.rpartition(":")[2]))
     can: Any = {"role": "both"} | ({"prefills_in_decode": "1"} if announces else {})
     can |= {"worker_stream": "1"} if streams else {}
-    harness = Harness(announced("b0", "decode", address=f"{ADDRESS}:{port}", **can))
+    harness = Harness(announced("b0", "decode", address=f"{ADDRESS}:{network.port}", **can))
     router = await system.spawn(lambda: harness.actor, name="router")
     try:
         yield Cluster(
