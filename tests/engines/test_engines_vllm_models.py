@@ -104,6 +104,18 @@ async def test_each_version_has_the_log_probs_of_its_model(family: str, tmp_path
                 assert median(errors) < 0.1
 
 
+async def test_logits_of_a_narrow_model_are_wide(tmp_path: Path) -> None:
+    """In bfloat16 the difference of two logits of at least 1/2 would be a multiple of 1/256."""
+    model = engines.reference("qwen3")
+    model.config.save_pretrained(tmp_path)
+    async with engines.ENGINES["vllm"](tmp_path, dtype="bfloat16") as pair:
+        await pair.load(published(model), version=1)
+        answer = await pair.sample(prompt_ids(20), replace(SAMPLED, max_tokens=8, top_logprobs=4))
+    logprobs = torch.tensor([[logprob for _, logprob in top] for top in answer.top])
+    steps = (logprobs[:, 1:] - logprobs[:, :1]) * 256
+    assert ((steps - steps.round()).abs() > 0.01).any()
+
+
 async def test_linear_attention_in_float32_is_refused(tmp_path: Path) -> None:
     """At the start: vLLM's process would end at the first request."""
     CONFIGS["qwen3_next"].save_pretrained(tmp_path)

@@ -203,6 +203,18 @@ def meta_model(model_path: str) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
 
 
+def _overrides(options: EngineOptions) -> dict[str, Any]:
+    """Return changes of config.json."""
+    config = AutoConfig.from_pretrained(options.model_path)
+    narrow_head = options.extra.get("quantization") or hasattr(config, "quantization_config")
+    return {
+        "architectures": [architecture_of(options.model_path)],
+        # The trainer's head computes in float32. Logits in 16 bits have steps of 1/8 above 16.
+        # vLLM refuses another type for a quantized head.
+        **({} if narrow_head else {"head_dtype": "float32"}),
+    }
+
+
 def engine_arguments(
     options: EngineOptions, limits: ModelLimits, *, role: Role, events: Any
 ) -> dict[str, Any]:
@@ -229,7 +241,7 @@ def engine_arguments(
     ours: dict[str, Any] = {
         "model": options.model_path,
         "dtype": served_dtype(options.model_path, options.dtype, device=options.device),
-        "hf_overrides": {"architectures": [architecture_of(options.model_path)]},
+        "hf_overrides": _overrides(options),
         # The first weights come as all others do.
         "load_format": "dummy",
         "max_model_len": limits.context_tokens,
